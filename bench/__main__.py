@@ -1,0 +1,43 @@
+"""`python -m bench NAME [--quick] [--json FILE]`: runs one measurement, prints its table. Knows only names and modules."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from bench import Unmeasurable, report
+
+MEASUREMENTS = {
+    "kernels": "bench.kernels",
+    "overhead": "bench.overhead",
+    "wan": "bench.wan",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Runs one measurement of the project.")
+    parser.add_argument("name", metavar="NAME", help=", ".join(MEASUREMENTS))
+    parser.add_argument("--quick", action="store_true", help="fewer rows, fewer repetitions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, the summary and the machine here")
+    args = parser.parse_args(argv)
+    if args.name not in MEASUREMENTS:
+        print(f"bench: no measurement is called {args.name!r}; there are: {', '.join(MEASUREMENTS)}", file=sys.stderr)
+        return 2
+    if args.json and not args.json.absolute().parent.is_dir():
+        print(f"bench: --json {args.json}: the folder {args.json.absolute().parent} does not exist", file=sys.stderr)
+        return 2
+    try:
+        result = importlib.import_module(MEASUREMENTS[args.name]).run(args.quick)
+    except Unmeasurable as reason:
+        print(f"bench: {args.name} cannot be measured here: {reason}", file=sys.stderr)
+        return 2
+    report.show(args.name, result)
+    if args.json:
+        report.write(args.json, args.name, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Runs one program on every host of a lab, or as many times on loopback, and gathers what each says. Knows ranks and deadlines,
+not what is trained: bench.worker is the program for plain DDP and its fp16 hook."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from bench.lab import Lab
+
+ROOT = Path(__file__).resolve().parent.parent
+TAIL_LINES = 12
+_ports = itertools.count()
+
+
+class RankFailed(RuntimeError):
+    """A rank ended badly, said nothing, or was too slow: the message names it and shows the end of its stderr."""
+
+
+def worker(mode: str, model: str = "mlp", *, batch: int = 32, warmup: int = 3, steps: int = 10) -> list[str]:
+    """The command line of one rank of bench.worker."""
+    numbers = {"--batch": batch, "--warmup": warmup, "--steps": steps}
+    flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
+    return [sys.executable, "-m", "bench.worker", "--mode", mode, "--model", model, *flags]
+
+
+def launch_hosts(
+    lab: Lab | None, ranks: int, argv: Sequence[str], *, deadline_s: float = 300.0, env: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Starts argv as ranks 0..ranks-1, rank r on host r modulo the hosts (all on loopback where lab is None), and returns the
+    last line of JSON each prints, in rank order. Every rank gets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+    GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1, then env on top. When one rank fails or the deadline passes, all are killed and
+    RankFailed is raised."""
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": lab.addresses[0] if lab else "127.0.0.1",
+        "MASTER_PORT": str(_free_port(lab)),
+        "GLOO_SOCKET_IFNAME": lab.interface if lab else "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    with ExitStack() as stack:
+        children: list[subprocess.Popen[Any]] = []
+        stack.callback(_end, children)
+        said: list[tuple[IO[str], IO[str]]] = []
+        for rank in range(ranks):
+            out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            said.append((out, err))
+            full = {**common, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                    "HOST_ADDRESS": lab.addresses[rank % lab.hosts] if lab else "127.0.0.1", **(env or {})}
+            if lab:
+                child = lab.popen(rank % lab.hosts, argv, env=full, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            else:
+                child = subprocess.Popen(
+                    list(argv), env={**os.environ, **full}, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                )
+            children.append(child)
+        _wait(children, said, deadline_s)
+        return [_last_json(rank, out, err) for rank, (out, err) in enumerate(said)]
+
+
+def median_step_s(answers: Sequence[Mapping[str, Any]]) -> float:
+    """The median over steps of the slowest rank's time: a step is over when the last rank has taken it."""
+    slowest = sorted(max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True))
+    middle = len(slowest) // 2
+    return float(slowest[middle] if len(slowest) % 2 else (slowest[middle - 1] + slowest[middle]) / 2)
+
+
+def _free_port(lab: Lab | None) -> int:
+    if lab:
+        # Only the lab's own programs listen there; a fresh number each time steps around ports still in TIME_WAIT.
+        return 29500 + next(_ports) % 1000
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _wait(children: Sequence[subprocess.Popen[Any]], said: Sequence[tuple[IO[str], IO[str]]], deadline_s: float) -> None:
+    until = time.monotonic() + deadline_s
+    running = dict(enumerate(children))
+    while running:
+        for rank, child in list(running.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            del running[rank]
+            if code:
+                raise RankFailed(f"rank {rank} of {len(children)} ended with code {code}:\n{_tail(said[rank][1])}")
+        if running and time.monotonic() > until:
+            rank = min(running)
+            late = ", ".join(map(str, running))
+            raise RankFailed(f"rank {late}: no end within {deadline_s:g} s; rank {rank} said last:\n{_tail(said[rank][1])}")
+        time.sleep(0.02)
+
+
+def _end(children: Sequence[subprocess.Popen[Any]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+    for child in children:
+        child.wait()
+
+
+def _last_json(rank: int, out: IO[str], err: IO[str]) -> dict[str, Any]:
+    out.seek(0)
+    for line in reversed(out.read().splitlines()):
+        if line.startswith("{"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    raise RankFailed(f"rank {rank} printed no line of JSON; its stderr ends:\n{_tail(err)}")
+
+
+def _tail(err: IO[str]) -> str:
+    err.seek(0)
+    return "\n".join(err.read().splitlines()[-TAIL_LINES:]) or "(nothing)"

@@ -1,0 +1,178 @@
+"""The lab's self-check: what its links really give against what was set. Knows links and counters, not how packets move."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from bench.lab.lab import Lab
+
+PASS_SHARE = 0.95
+OFFERED = 1.03  # senders offer a little more than the link takes, so that a measured share below 1 is the link's
+ANSWER_S = 30.0
+PROBE = Path(__file__).with_name("probe.py")
+
+
+class Check(NamedTuple):
+    """rows: one per thing checked, {"what", "unit", "set", "got", "share", "goodput", "ok"}. passed: every row is ok.
+
+    Rates are IP bits per second handed to the receivers, offered as UDP; goodput is what their programs read of it.
+    cpu_share: the router's part of one core while all hosts sent. late_5ms_share: the part of its packets that it handed
+    over more than 5 ms late. device_dropped: packets lost because the router did not read in time."""
+
+    rows: list[dict[str, Any]]
+    passed: bool
+    cpu_share: float
+    late_5ms_share: float
+    device_dropped: int
+
+
+def sound(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether the lab kept its word between two counters(): no packet lost on the way into or out of the router, and at most
+    5 % handed over more than 5 ms late. A figure measured over an unsound stretch is void: the machine was too busy for it."""
+    deliveries = after["deliveries"] - before["deliveries"]
+    late = after["late_5ms"] - before["late_5ms"]
+    lost = sum(
+        b[key] - a[key] for a, b in zip(before["hosts"], after["hosts"], strict=True) for key in ("device_dropped", "refused")
+    )
+    return bool(lost == 0 and late <= (1 - PASS_SHARE) * deliveries)
+
+
+class _Probe:
+    """A probe process on one host, asked line by line."""
+
+    def __init__(self, lab: Lab, host: int) -> None:
+        self.host = host
+        argv = [sys.executable, "-I", "-S", str(PROBE)]
+        self.child = lab.popen(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.answer()
+
+    def tell(self, line: str) -> None:
+        self.child.stdin.write(line + "\n")  # type: ignore[union-attr]
+
+    def answer(self) -> Any:
+        out = self.child.stdout
+        assert out
+        ready, _, _ = select.select([out], [], [], ANSWER_S)
+        line = out.readline() if ready else ""
+        if not line:
+            raise RuntimeError(f"the probe on host {self.host} gave no answer in {ANSWER_S:g} s")
+        return json.loads(line)
+
+    def ask(self, line: str) -> Any:
+        self.tell(line)
+        return self.answer()
+
+    def close(self) -> None:
+        assert self.child.stdin
+        assert self.child.stdout
+        self.child.kill()
+        self.child.wait()
+        self.child.stdin.close()
+        self.child.stdout.close()
+
+
+def check(lab: Lab, window_s: float) -> Check:
+    """Round trips first; then each host's uplink (it sends to all others), each downlink (all others send to it), then all
+    hosts sending at once, each to the next. A rate is taken over window_s of the router's clock, once links are full."""
+    if lab.hosts < 2:
+        raise ValueError(f"hosts: got {lab.hosts}, a self-check needs at least 2")
+    everyone = range(lab.hosts)
+    links = lab.links
+    with ExitStack() as stack:
+        probes = [_Probe(lab, host) for host in everyone]
+        for probe in probes:
+            stack.callback(probe.close)
+        rows = [_round_trip(lab, probes, host) for host in everyone]
+        for host in everyone:
+            others = [other for other in everyone if other != host]
+            got = _rates(lab, probes, {host: others}, window_s)
+            limit = min(links[host].up_bps, sum(links[other].down_bps for other in others))
+            rows.append(_rate_row(f"up {host}", limit, got.all(others)))
+        for host in everyone:
+            others = [other for other in everyone if other != host]
+            got = _rates(lab, probes, {other: [host] for other in others}, window_s)
+            limit = min(links[host].down_bps, sum(links[other].up_bps for other in others))
+            rows.append(_rate_row(f"down {host}", limit, got.all([host])))
+        got = _rates(lab, probes, {host: [(host + 1) % lab.hosts] for host in everyone}, window_s)
+        for host in everyone:
+            target = (host + 1) % lab.hosts
+            limit = min(links[host].up_bps, links[target].down_bps)
+            rows.append(_rate_row(f"all at once, {host} to {target}", limit, got.all([target])))
+    counters = lab.counters()
+    return Check(
+        rows=rows,
+        passed=all(row["ok"] for row in rows),
+        cpu_share=got.cpu_share,
+        late_5ms_share=counters["late_5ms"] / max(1, counters["deliveries"]),
+        device_dropped=sum(host["device_dropped"] for host in counters["hosts"]),
+    )
+
+
+class _Rates(NamedTuple):
+    """What each host received per second in a window: on the wire, and as its program saw it."""
+
+    wire_bps: list[float]
+    goodput_bps: list[float]
+    cpu_share: float
+
+    def all(self, hosts: Sequence[int]) -> tuple[float, float]:
+        return sum(self.wire_bps[host] for host in hosts), sum(self.goodput_bps[host] for host in hosts)
+
+
+def _rates(lab: Lab, probes: list[_Probe], senders: dict[int, list[int]], window_s: float) -> _Rates:
+    for host, targets in senders.items():
+        offered_bps = OFFERED * min(lab.links[host].up_bps, sum(lab.links[target].down_bps for target in targets))
+        probes[host].ask(f"send {lab.mtu - 28} {offered_bps:.0f} {' '.join(lab.addresses[target] for target in targets)}")
+    time.sleep(0.1 + 2 * max(link.delay_s for link in lab.links))
+    before, read_before = lab.counters(), [probe.ask("count") for probe in probes]
+    begin_s = time.monotonic()
+    time.sleep(window_s)
+    after, read_after = lab.counters(), [probe.ask("count") for probe in probes]
+    read_s = time.monotonic() - begin_s
+    for host in senders:
+        probes[host].ask("stop")
+    _drain(lab)
+    wire_s = after["time_s"] - before["time_s"]
+    return _Rates(
+        wire_bps=[
+            8 * (b["received_nbytes"] - a["received_nbytes"]) / wire_s
+            for a, b in zip(before["hosts"], after["hosts"], strict=True)
+        ],
+        goodput_bps=[8 * (b - a) / read_s for a, b in zip(read_before, read_after, strict=True)],
+        cpu_share=(after["cpu_s"] - before["cpu_s"]) / wire_s,
+    )
+
+
+def _drain(lab: Lab) -> None:
+    """Waits until nothing is on its way, so that one measurement does not run into the next."""
+    until = time.monotonic() + 2 + 4 * max(link.queue_s + link.delay_s for link in lab.links)
+    while lab.counters()["in_flight"] and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _round_trip(lab: Lab, probes: list[_Probe], host: int) -> dict[str, Any]:
+    target = (host + 1) % lab.hosts
+    set_s = lab.links[host].delay_s + lab.links[target].delay_s
+    got_s = min(probes[host].ask(f"ping {lab.addresses[target]} 5"))
+    share = got_s / set_s if set_s else 1.0
+    ok = set_s <= got_s <= set_s * 1.05 + 2e-3  # two small packets on the wire and four wake-ups
+    return {
+        "what": f"round trip {host} to {target}", "unit": "ms", "set": set_s * 1e3, "got": got_s * 1e3, "share": share, "ok": ok
+    }  # fmt: skip
+
+
+def _rate_row(what: str, limit_bps: float, got: tuple[float, float]) -> dict[str, Any]:
+    wire_bps, goodput_bps = got
+    return {
+        "what": what, "unit": "Mb/s", "set": limit_bps / 1e6, "got": wire_bps / 1e6, "share": wire_bps / limit_bps,
+        "goodput": goodput_bps / 1e6, "ok": wire_bps >= PASS_SHARE * limit_bps,
+    }  # fmt: skip

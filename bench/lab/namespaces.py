@@ -1,0 +1,125 @@
+"""The lab's network namespaces: making, configuring and removing them, one lab at a time. Knows no links and no router."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from bench import Unmeasurable
+
+PREFIX = "commlab-"
+INTERFACE = "wan0"
+
+# Windows for 1 Gb/s and some 200 ms of round trip and queue; no memory of earlier connections: runs must not teach each other.
+SYSCTLS = (
+    "net.ipv4.tcp_rmem=4096 131072 67108864",
+    "net.ipv4.tcp_wmem=4096 65536 67108864",
+    "net.ipv4.tcp_no_metrics_save=1",
+    "net.ipv6.conf.all.disable_ipv6=1",
+)
+
+
+class LabUnavailable(Unmeasurable):
+    """The lab cannot run here: one line that says what is missing."""
+
+
+def require() -> None:
+    """Raises LabUnavailable unless namespaces and TUN devices can be made here."""
+    if os.geteuid() != 0:
+        raise LabUnavailable("the WAN lab makes network namespaces and needs root; run it as root or with sudo")
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        raise LabUnavailable("the WAN lab needs /dev/net/tun, which is missing here; load the kernel module tun")
+    if not shutil.which("ip"):
+        raise LabUnavailable("the WAN lab needs the command ip; install iproute2")
+
+
+def take_lock(deadline_s: float) -> IO[str]:
+    """The machine-wide lock: labs share the cores, so two at once would spoil each other's figures. Release with drop_lock."""
+    path = Path(tempfile.gettempdir()) / "commlab.lock"
+    lock = open(path, "a+")  # noqa: SIM115 - it stays open as long as the lab does
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                lock.close()
+                raise LabUnavailable(f"another lab (process {holder}) has held {path} for {deadline_s:g} s") from None
+            time.sleep(0.05)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def drop_lock(lock: IO[str]) -> None:
+    # Unlocked by name, since a forked child may still hold a copy of the descriptor.
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    lock.close()
+
+
+def present() -> list[str]:
+    """All lab namespaces on this machine, of living and dead labs."""
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.glob(f"{PREFIX}*")) if folder.is_dir() else []
+
+
+def make(count: int) -> list[str]:
+    """Fresh namespaces for `count` hosts, after removing what dead labs left. Call it with the lock held."""
+    for name in present():
+        remove(name)
+    names = [f"{PREFIX}{os.getpid()}-{i}" for i in range(count)]
+    for name in names:
+        _ip("netns", "add", name)
+    return names
+
+
+def congestion_control() -> str:
+    """What TCP here uses, in namespaces too. They may only choose among what the machine allows, so the lab leaves it."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def configure(name: str, address: str, mtu: int) -> None:
+    """Gives the namespace's devices their address and size, and its TCP the lab's settings."""
+    lines = ("link set lo up", f"addr add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} mtu {mtu} up")
+    _ip("-n", name, "-batch", "-", given="\n".join(lines) + "\n")
+    _ip("netns", "exec", name, "sysctl", "-q", "-w", *SYSCTLS)
+
+
+def remove(name: str) -> None:
+    """Kills every process in the namespace and deletes it."""
+    for _ in range(50):
+        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+        if not pids:
+            break
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.02)
+    subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+
+
+def device_drops(name: str) -> int:
+    """Packets the TUN device itself dropped because the router did not read in time: none in a sound run."""
+    counter = f"/sys/class/net/{INTERFACE}/statistics/tx_dropped"
+    answer = subprocess.run(["ip", "netns", "exec", name, "cat", counter], capture_output=True, text=True)
+    return int(answer.stdout or 0)
+
+
+def _ip(*args: str, given: str | None = None) -> None:
+    done = subprocess.run(["ip", *args], input=given, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise LabUnavailable(f"`ip {' '.join(args)}` failed: {reason}")

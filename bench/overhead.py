@@ -1,0 +1,80 @@
+"""What commlayer costs where it cannot help: identity on plain loopback against DDP on Gloo, and memory.
+4 ranks, 1 thread each; ratios are medians of paired interleaved steps of one run."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import Any
+
+from bench.baselines import launch_hosts
+from bench.report import Result
+
+RANKS = 4
+AGREE = 1e-5
+
+
+def run(quick: bool) -> Result:
+    steps = 20 if quick else 60
+    rows: list[dict[str, Any]] = []
+    told = answers("step", "--steps", str(steps))
+    ratios: dict[str, float] = {}
+    base = slowest(told, "ddp")
+    for way in ("ddp", "allreduce", "service"):
+        times = slowest(told, way)
+        ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
+        ratios[way] = ratio
+        rows.append({"what": f"step, {way}", "ms": statistics.median(times) * 1e3, "x_ddp": ratio,
+                     "buckets": told[0]["ways"][way]["buckets"], "steps": steps})
+    per_bucket = bucket_us(answers("bucket", "--steps", str(steps)))
+    rows.append({"what": "own CPU time of a worker per bucket", "us": per_bucket})
+    memory, growth = measured_memory(quick, rows)
+    return {"rows": rows, "summary": {
+        "step_vs_ddp_allreduce": ratios["allreduce"],
+        "step_vs_ddp_service": ratios["service"],
+        "us_per_bucket": per_bucket,
+        "memory_x_model_bytes": memory,
+        "rss_growth_pct_2000_steps": growth,
+    }}
+
+
+def answers(what: str, *arguments: str) -> list[dict[str, Any]]:
+    told = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead_worker", what, *arguments])
+    worst = max(t.get("disagreement", 0.0) for t in told)
+    if worst > AGREE:
+        raise RuntimeError(f"the ways compared did not train the same model: parameters differ by {worst:.2g}")
+    return told
+
+
+def slowest(told: list[dict[str, Any]], way: str) -> list[float]:
+    """A step is over when the last rank has taken it."""
+    return [max(times) for times in zip(*(t["ways"][way]["step_s"] for t in told), strict=True)]
+
+
+def bucket_us(told: list[dict[str, Any]]) -> float:
+    """CPU time, of all threads and in the kernel too, that a worker spends more for each bucket more of the same bytes."""
+    few, many = (statistics.median(c for t in told for c in t["ways"][way]["cpu_s"]) for way in ("few", "many"))
+    ways = told[0]["ways"]
+    spread: int = ways["many"]["buckets"] - ways["few"]["buckets"]
+    return float((many - few) / spread * 1e6)
+
+
+def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """Resident bytes of rank 1, which hosts no server, over those of plain training, in units of the model; then growth."""
+    megabytes, short = (32, 8) if quick else (128, 12)
+    def rss(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
+        arguments = ["--mode", mode, "--megabytes", str(megabytes), "--steps", str(steps)]
+        return answers("memory", *arguments)[1]
+
+    base = rss("plain", megabytes, short)
+    worst = 0.0
+    for mode in ("allreduce", "service", "topk"):
+        told = rss(mode, megabytes, short)
+        extra = (told["rss"][-1] - base["rss"][-1]) / told["nbytes"]
+        worst = max(worst, extra)
+        rows.append({"what": f"memory beside plain training, {mode}", "x_model": extra, "model_mb": told["nbytes"] / 2**20})
+    steps = 200 if quick else 2000
+    told = rss("topk", 4, steps)
+    growth = (told["rss"][-1] / told["rss"][1] - 1) * 100
+    rows.append({"what": f"growth from step {steps // 10} to {steps}, topk", "pct": growth, "steps": steps})
+    return worst, growth

@@ -1,0 +1,168 @@
+"""One rank of the overhead measurement: the same model under DDP and under commlayer, steps interleaved and paired.
+Prints one line of JSON. Knows the ways of averaging; not how ranks are started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from bench.worker import MODELS, build
+from commlayer import planner
+from commlayer.runtime.measure import job_of
+
+DEADLINE = timedelta(seconds=120)
+
+
+class Way(NamedTuple):
+    """One way of averaging gradients: a step of training under it, and its end."""
+
+    step: Callable[[torch.Tensor, torch.Tensor], None]
+    close: Callable[[], None]
+    model: nn.Module
+    buckets: int
+
+
+def trained(module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int) -> Way:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss_of = nn.CrossEntropyLoss()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(module(x), y).backward()
+        optimizer.step()
+
+    return Way(step, close, model, buckets)
+
+
+def plain(make: Callable[[], nn.Module]) -> Way:
+    model = make()
+    return trained(model, model, lambda: None, 0)
+
+
+def ddp(make: Callable[[], nn.Module]) -> Way:
+    model = make()
+    return trained(DistributedDataParallel(model), model, lambda: None, 0)
+
+
+def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
+    """attach() with identity: by planned all-reduce, or through the summation service on every rank's node."""
+    model = make()
+    world = dist.get_world_size()
+    cut = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
+    plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
+                                ranks_per_node=1, **cut)
+    session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})
+    return trained(model, model, session.close, len(plan.buckets))
+
+
+def many(layers: int, width: int) -> Callable[[], nn.Module]:
+    """A stack of equal layers: many buckets of equal bytes, little to compute."""
+    def make() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    return make
+
+
+def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: int, warmup: int) -> dict[str, dict[str, Any]]:
+    """Every way takes a step, then every way the next one. A barrier before each step, so that none pays for another's lag."""
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    told: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
+    for number in range(warmup + steps):
+        x = torch.randn(batch, width, generator=generator)
+        y = torch.randint(0, classes, (batch,), generator=generator)
+        for name, way in ways.items():
+            dist.barrier()
+            begin, cpu = time.perf_counter(), time.process_time()
+            way.step(x, y)
+            if number >= warmup:
+                told[name]["step_s"].append(time.perf_counter() - begin)
+                told[name]["cpu_s"].append(time.process_time() - cpu)
+    return told
+
+
+def agree(ways: dict[str, Way]) -> float:
+    """Largest difference between the parameters that two ways arrived at, over the largest parameter."""
+    flat = [torch.cat([p.detach().view(-1) for p in way.model.parameters()]) for way in ways.values()]
+    return max(float((f - flat[0]).abs().max() / flat[0].abs().max()) for f in flat)
+
+
+def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
+    """Resident bytes after training: plain, then attached with top-k; the server lives in another process."""
+    width = int((megabytes * (1 << 20) / 4 / 4) ** 0.5)
+    make = many(4, width)
+    way = {"plain": plain, "topk": compressed}[mode](make) if mode in ("plain", "topk") else attached(make, mode)
+    x, y = torch.randn(2, width), torch.zeros(2, dtype=torch.long)
+    marks = []
+    for number in range(steps):
+        way.step(x, y)
+        if number in (min(4, steps - 1), steps // 10, steps - 1):
+            marks.append(resident())
+    nbytes = sum(p.numel() * 4 for p in way.model.parameters())
+    answer = {"rank": dist.get_rank(), "mode": mode, "nbytes": nbytes, "rss": marks}
+    dist.barrier()
+    way.close()
+    return answer
+
+
+def compressed(make: Callable[[], nn.Module]) -> Way:
+    model = make()
+    session = commlayer.attach(model, plan=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
+    return trained(model, model, session.close, 0)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead_worker")
+    parser.add_argument("what", choices=["step", "bucket", "memory"])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--mode", default="plain")
+    parser.add_argument("--megabytes", type=int, default=64)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    if args.what == "memory":
+        print(json.dumps(memory(args.mode, args.megabytes, args.steps)), flush=True)
+        dist.destroy_process_group()
+        return 0
+    if args.what == "step":
+        make = partial(build, args.model)
+        ways = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
+        width = MODELS[args.model][0]
+        told = paired(ways, width, 32, 10, args.steps, args.warmup)
+    else:
+        # The same bytes in 64 buckets and in 4: what is different is the number of buckets.
+        equal = many(64, 64)
+        ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
+        told = paired(ways, 64, 2, 64, args.steps, args.warmup)
+    answer = {"rank": dist.get_rank(), "ways": told, "disagreement": agree(ways),
+              "nbytes": sum(p.numel() * 4 for p in next(iter(ways.values())).model.parameters())}
+    print(json.dumps(answer), flush=True)
+    dist.barrier()
+    for way in ways.values():
+        way.close()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

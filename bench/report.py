@@ -1,0 +1,96 @@
+"""What a measurement says of itself: a table for people, JSON for programs, the machine beside it. Knows no measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Row = Mapping[str, Any]
+
+
+class Result(TypedDict):
+    """What a measurement's run(quick) returns: one row per thing measured, and the few figures that sum them up."""
+
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def machine() -> dict[str, Any]:
+    """The machine and software a figure depends on."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "commit": _commit(),
+    }
+
+
+def write(path: Path, name: str, result: Result) -> None:
+    """Writes {"name", "machine", "rows", "summary"} to path, whole or not at all."""
+    text = json.dumps({"name": name, "machine": machine(), "rows": result["rows"], "summary": result["summary"]}, indent=1)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n")
+    part.replace(path)
+
+
+def show(name: str, result: Result, console: Console | None = None) -> None:
+    """Prints the rows as an aligned table (its columns are all keys, in the order they first appear) and the summary below."""
+    console = console or Console()
+    if not console.is_terminal:
+        # A pipe has no width of its own, and a figure cut to fit eighty columns is no figure.
+        console = Console(file=console.file, width=400)
+    console.print(table(name, result["rows"]))
+    for key, value in result["summary"].items():
+        console.print(f"{key}: {cell(value)}", highlight=False, markup=False)
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    made = Table(title=title, title_justify="left")
+    for key in columns:
+        numeric = all(isinstance(row.get(key, 0), int | float) for row in rows)
+        made.add_column(key, justify="right" if numeric else "left")
+    for row in rows:
+        made.add_row(*(cell(row[key]) if key in row else "" for key in columns))
+    return made
+
+
+def cell(value: object) -> str:
+    """Floats with four figures; everything else as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return str(value)
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit, with a plus where the tree differs from it; empty outside a checkout."""
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
+    )
+    return answer.stdout.strip()

@@ -1,0 +1,156 @@
+"""One rank of a training measurement: `python -m bench.worker --mode ddp_fp32 --model mlp`. Prints one line of JSON with its
+step times. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from the environment, as any torchrun script.
+Knows nothing of the lab."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+
+DEADLINE = timedelta(seconds=120)
+
+MODELS = {
+    "mlp_small": (256, 256, 10),  # 0.3 MB: for trying things out
+    "mlp": (1024, 1024, 1024, 10),  # 8.4 MB
+    "mlp_big": (2048, 4096, 4096, 10),  # 101 MB
+}
+
+
+class Trained(NamedTuple):
+    """What a mode makes of a model: the module to call forward on, and what ends it: after close() no rank needs another."""
+
+    module: nn.Module
+    close: Callable[[], None]
+
+
+def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    return Trained(DistributedDataParallel(model), dist.barrier)
+
+
+def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    module = DistributedDataParallel(model)
+    module.register_comm_hook(None, fp16_compress_hook)
+    return Trained(module, dist.barrier)
+
+
+def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
+    """Through summation servers on all hosts, every gradient coded by the codec that the argument spells."""
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
+    config = {"ranks_per_node": 1, "servers": "each", "bind": here, "insecure": here != "127.0.0.1"}
+    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.parse(argument), config=config)
+    return Trained(model, session.close)
+
+
+# A mode is called with the model, its optimizer and what follows the colon in "--mode NAME:ARGUMENT".
+MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
+    "ddp_fp32": ddp_fp32,
+    "ddp_fp16": ddp_fp16,
+    "commlayer": commlayer_service,
+}
+
+
+def build(name: str) -> nn.Module:
+    """The model named, the same on every rank."""
+    torch.manual_seed(7)
+    widths = MODELS[name]
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Told(NamedTuple):
+    """The seconds and the loss of every step."""
+
+    step_s: list[float]
+    loss: list[float]
+
+
+def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch: int, rank: int, steps: int) -> Told:
+    """Trains on seeded data of this rank's own. The data is made outside the time taken."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    loss_of = nn.CrossEntropyLoss()
+    step_s, losses = [], []
+    for _ in range(steps):
+        x = torch.randn(batch, width, generator=generator)
+        y = torch.randint(0, 10, (batch,), generator=generator)
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = loss_of(trained.module(x), y)
+        loss.backward()
+        optimizer.step()
+        step_s.append(time.perf_counter() - begin)
+        losses.append(loss.item())
+    return Told(step_s, losses)
+
+
+def digest(model: nn.Module) -> str:
+    """Equal on all ranks, or they trained different models."""
+    sha = hashlib.sha256()
+    for parameter in model.parameters():
+        sha.update(parameter.detach().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    parser = argparse.ArgumentParser(prog="python -m bench.worker")
+    parser.add_argument("--mode", required=True, metavar="NAME[:ARGUMENT]", help=", ".join(MODES))
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--warmup", type=int, default=3, help="steps left out of the times")
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args(argv)
+    mode, _, argument = args.mode.partition(":")
+    if mode not in MODES:
+        parser.error(f"--mode {args.mode}: got {mode!r}, allowed are {', '.join(MODES)}")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    torch.set_num_threads(1)
+    model = build(args.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trained = MODES[mode](model, optimizer, argument)
+    told = train(trained, optimizer, MODELS[args.model][0], args.batch, rank, args.warmup + args.steps)
+    answer = {
+        "rank": rank,
+        "world": world,
+        "mode": args.mode,
+        "model": args.model,
+        "nbytes": sum(parameter.numel() * 4 for parameter in model.parameters()),
+        "warmup_s": told.step_s[: args.warmup],
+        "step_s": told.step_s[args.warmup :],
+        "loss": told.loss[args.warmup :],
+        "digest": digest(model),
+    }
+    print(json.dumps(answer), flush=True)
+    trained.close()
+    # Without the destructors: that of a Gloo group which DDP has used may join a thread that waits for the interpreter lock.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
