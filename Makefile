@@ -1,0 +1,36 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Both set themselves up; `make setup` does only that.
+# Needs Python 3.11+ with headers, git, make and a C++ compiler.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.commlayer-ready
+SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
+
+.PHONY: setup demo test lint types unit bench clean
+setup: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core nanobind cmake ninja
+	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench]"
+	@touch $@
+
+demo: setup
+	$(BIN)/commlayer demo
+
+test: setup lint types unit
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest
+
+# make bench NAME=overhead
+bench: setup
+	$(BIN)/python -m bench $(NAME)
+
+clean:
+	rm -rf build .venv .mypy_cache .ruff_cache .hypothesis
