@@ -1,0 +1,40 @@
+"""commlayer: gradient compression and communication scheduling for PyTorch. Public names only; each loads when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlayer import compressors as compressors
+    from commlayer import planner as planner
+    from commlayer.config import Config as Config
+    from commlayer.ddp import HookState as HookState
+    from commlayer.ddp import comm_hook as comm_hook
+    from commlayer.errors import CommError as CommError
+    from commlayer.session import Session as Session
+    from commlayer.session import attach as attach
+
+_HOMES = {
+    "Config": "commlayer.config",
+    "CommError": "commlayer.errors",
+    "HookState": "commlayer.ddp",
+    "Session": "commlayer.session",
+    "attach": "commlayer.session",
+    "comm_hook": "commlayer.ddp",
+}
+_PACKAGES = ("compressors", "planner")
+
+__all__ = ["CommError", "Config", "HookState", "Session", "attach", "comm_hook", "compressors", "planner"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"commlayer.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'commlayer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

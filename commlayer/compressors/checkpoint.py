@@ -1,0 +1,58 @@
+"""Codec state as named tensors and back, so that training goes on bit for bit. Knows the shape of states, not their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from commlayer.compressors.codec import State
+
+
+def snapshot(state: State) -> dict[str, torch.Tensor]:
+    """Copies of all that a step depends on: `residual`, `inner.threshold`, ... Scratch (keys with `_` in front) is left out."""
+    return {path: value.clone() if isinstance(value, torch.Tensor) else number(value) for path, _, _, value in _walk(state)}
+
+
+def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks all names and shapes first."""
+    places = list(_walk(state))
+    wanted, got = {path for path, *_ in places}, set(tensors)
+    if wanted != got:
+        raise ValueError(f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; was the plan another?")
+    for path, _, _, value in places:
+        shape = value.shape if isinstance(value, torch.Tensor) else torch.Size()
+        if tensors[path].shape != shape:
+            raise ValueError(f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(shape)}")
+    _forget(state)
+    for path, owner, name, value in places:
+        if isinstance(value, torch.Tensor):
+            value.copy_(tensors[path])
+        else:
+            owner[name] = type(value)(tensors[path].item())
+
+
+def number(value: float) -> torch.Tensor:
+    """A number as a 0-d tensor that holds it exactly."""
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:
+    """(path, the dict that holds it, its name there, value) of all tensors and numbers."""
+    for name, value in state.items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, dict):
+            yield from _walk(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, state, name, value
+
+
+def _forget(state: State) -> None:
+    """A restored state has sent nothing that could be undone."""
+    for name, value in state.items():
+        if name in ("_sent", "_added"):
+            state[name] = None
+        elif isinstance(value, dict):
+            _forget(value)

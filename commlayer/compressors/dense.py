@@ -1,0 +1,114 @@
+"""Codecs that send every element: float32 as it is, or cast to 16 bits. They keep nothing from step to step."""
+
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import Round, State
+from commlayer.compressors.oneround import OneRound
+from commlayer.records import Spec
+
+HEADER = payload.HEADER_NBYTES
+
+
+class Identity(OneRound, frozen=True):
+    """float32 as it is. x may live in its own payload, 16 bytes in. An all-reduce could add these payloads."""
+
+    name: ClassVar[str] = "identity"
+    rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
+    in_place: ClassVar[bool] = True
+
+    def bound(self, spec: Spec) -> int:
+        return HEADER + 4 * spec.numel
+
+    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+        n = x.numel()
+        if not kernels.all_finite(x):
+            return payload.write_flagged(out, self.id, n)
+        payload.write(out, self.id, n, n)
+        if n:
+            body = torch.frombuffer(out, dtype=torch.float32, count=n, offset=HEADER)
+            if body.data_ptr() != x.data_ptr():
+                body.copy_(x)
+        return HEADER + 4 * n
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        check_dense(head, numel, 4 * numel)
+        return (head.body,)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        (kernels.copy_f32 if assign else kernels.add_f32)(out, parts[0])
+
+
+class _Cast(NamedTuple):
+    """The kernels of one 16-bit format."""
+
+    encode: Callable[[memoryview, torch.Tensor], bool]
+    decode: Callable[[torch.Tensor, memoryview], None]
+    add: Callable[[torch.Tensor, memoryview], None]
+
+
+CASTS = {
+    "fp16": _Cast(kernels.f32_to_f16, kernels.f16_to_f32, kernels.add_f16),
+    "bf16": _Cast(kernels.f32_to_bf16, kernels.bf16_to_f32, kernels.add_bf16),
+}
+
+
+class _Half(OneRound, frozen=True):
+    """16 bits per element, rounded to nearest.
+
+    GATHER, not SUM: the payloads are added in float32 and rounded once, on the way back. An all-reduce over the payloads
+    would round after each addition and could overflow on the way. Counts as unbiased: the error is a rounding error,
+    relative to the element itself. What becomes infinite by the cast makes the payload non-finite.
+    """
+
+    def bound(self, spec: Spec) -> int:
+        return HEADER + 2 * spec.numel
+
+    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+        n = x.numel()
+        if not CASTS[self.name].encode(out[HEADER : HEADER + 2 * n], x):
+            return payload.write_flagged(out, self.id, n)
+        payload.write(out, self.id, n, n)
+        return HEADER + 2 * n
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        check_dense(head, numel, 2 * numel)
+        return (head.body,)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        cast = CASTS[self.name]
+        (cast.decode if assign else cast.add)(out, parts[0])
+
+
+class Fp16(_Half, frozen=True):
+    name: ClassVar[str] = "fp16"
+
+
+class Bf16(_Half, frozen=True):
+    name: ClassVar[str] = "bf16"
+
+
+def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
+    """What the headers of all dense payloads promise."""
+    payload.expect("aux", head.aux, 0)
+    payload.expect("seed", head.seed, 0)
+    payload.expect("count", head.entries, numel)
+    payload.expect("bytes of body", head.body.nbytes, nbytes)
+
+
+def identity() -> Identity:
+    return Identity()
+
+
+def fp16() -> Fp16:
+    return Fp16()
+
+
+def bf16() -> Bf16:
+    return Bf16()

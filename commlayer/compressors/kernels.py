@@ -1,0 +1,137 @@
+"""The kernels that codecs are made of, and the one table that chooses who runs them: native where it is built, else reference.
+
+Tensors are float32, contiguous, one-dimensional, on the CPU; payload bytes are memoryviews of any alignment. Both backends
+give the same bytes. native/include/commlayer.h states what each does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from commlayer import native
+from commlayer.compressors import reference
+
+MOST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+"""127 times this is finite; the largest float32 itself has a scale above it."""
+
+BACKENDS: dict[str, ModuleType | None] = {"reference": reference, "native": native.core}
+
+_chosen: list[ModuleType] = [native.core or reference]
+
+
+@contextlib.contextmanager
+def use(backend: str) -> Iterator[None]:
+    """Within it, `backend` ("reference" or "native") runs the kernels. For tests and measurements."""
+    module = BACKENDS.get(backend)
+    if module is None:
+        raise ValueError(f"backend {backend!r}: available are {', '.join(name for name, m in BACKENDS.items() if m)}")
+    before, _chosen[0] = _chosen[0], module
+    try:
+        yield
+    finally:
+        _chosen[0] = before
+
+
+def all_finite(x: torch.Tensor) -> bool:
+    return bool(_chosen[0].all_finite(x))
+
+
+def add_f32(acc: torch.Tensor, x: memoryview) -> None:
+    _chosen[0].add_f32(acc, x)
+
+
+def add_f16(acc: torch.Tensor, x: memoryview) -> None:
+    _chosen[0].add_f16(acc, x)
+
+
+def add_bf16(acc: torch.Tensor, x: memoryview) -> None:
+    _chosen[0].add_bf16(acc, x)
+
+
+def f32_to_f16(dst: memoryview, src: torch.Tensor) -> bool:
+    """Whether all results are finite."""
+    return bool(_chosen[0].f32_to_f16(dst, src))
+
+
+def f32_to_bf16(dst: memoryview, src: torch.Tensor) -> bool:
+    """Whether all results are finite."""
+    return bool(_chosen[0].f32_to_bf16(dst, src))
+
+
+def f16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
+    _chosen[0].f16_to_f32(dst, src)
+
+
+def bf16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
+    _chosen[0].bf16_to_f32(dst, src)
+
+
+def int8_encode(quanta: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+    """Codes x + residual and writes back what the rounding keeps. False, having changed nothing, if it is not finite."""
+    return bool(_chosen[0].int8_encode(quanta, scales, x, residual, block))
+
+
+def int8_decode(acc: torch.Tensor, quanta: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
+    _chosen[0].int8_decode(acc, quanta, scales, block, assign)
+
+
+def select(
+    g: torch.Tensor, residual: torch.Tensor | None, threshold: float, start: int, idx: torch.Tensor, val: torch.Tensor
+) -> tuple[int, int, bool]:
+    """(entries selected, entries that reached the threshold but did not fit, whether all of g + residual is finite)."""
+    count, overflow, finite = _chosen[0].select(g, residual, threshold, start, idx, val)
+    return int(count), int(overflow), bool(finite)
+
+
+def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out: torch.Tensor) -> None:
+    _chosen[0].sample_abs(g, residual, offset, out)
+
+
+def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
+    """idx must have been made by `select` or checked by a decode."""
+    _chosen[0].scatter_add(acc, idx, val)
+
+
+def ef_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
+    return int(_chosen[0].ef_encode(out, idx, n))
+
+
+def ef_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+    """CorruptFrame for bytes that are not exactly idx.numel() positions below n."""
+    _chosen[0].ef_decode(idx, n, src)
+
+
+def bitmap_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
+    return int(_chosen[0].bitmap_encode(out, idx, n))
+
+
+def bitmap_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+    """As ef_decode."""
+    _chosen[0].bitmap_decode(idx, n, src)
+
+
+def copy_f32(dst: torch.Tensor, src: memoryview) -> None:
+    """dst = the floats in src, whatever its alignment."""
+    np.copyto(dst.numpy(), np.frombuffer(src, np.float32))
+
+
+def store_f32(dst: memoryview, src: torch.Tensor) -> None:
+    """The floats of src as bytes."""
+    np.copyto(np.frombuffer(dst, np.float32), src.numpy())
+
+
+def scales_valid(src: memoryview) -> bool:
+    """Whether all float32 scales in src times 127 are finite and none is negative."""
+    scales = np.frombuffer(src, np.float32)
+    return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= MOST_SCALE)
+
+
+def absorb(residual: torch.Tensor, x: torch.Tensor) -> None:
+    """residual += x where the sum is finite; elsewhere residual stays. For input that is not finite as a whole: not fast."""
+    v = residual + x
+    torch.where(torch.isfinite(v), v, residual, out=residual)

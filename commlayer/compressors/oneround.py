@@ -1,0 +1,110 @@
+"""What codecs of one round with a dense float32 accumulator have in common. Knows no format: each gives `check` and `apply`."""
+
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, cast
+
+import msgspec
+import torch
+
+from commlayer.compressors import payload
+from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.records import Spec
+
+NAN = float("nan")
+
+
+def spell(codec: msgspec.Struct) -> str:
+    """`name(argument=value, ...)`, every argument written out: a plan must not change its meaning with a later default."""
+    fields = {name: getattr(codec, name) for name in codec.__struct_fields__}
+    parts = [str(v) if isinstance(v, msgspec.Struct) else f"{name}={v!r}" for name, v in fields.items()]
+    return f"{cast(Any, codec).name}({', '.join(parts)})"
+
+
+def check_numel(spec: Spec) -> int:
+    """numel of the spec, which the header's 32 bits must hold."""
+    if spec.numel > payload.MAX_NUMEL:
+        raise ValueError(f"bucket of {spec.numel} elements: at most {payload.MAX_NUMEL} fit a payload; cut it into slices")
+    return spec.numel
+
+
+def accumulator(total: torch.Tensor) -> dict[str, Any]:
+    """The accumulator that `add` adds to, around memory that exists. `flagged` is a list of one so that `add` can set it."""
+    return {"sum": total, "flagged": [False]}
+
+
+class OneRound(msgspec.Struct, frozen=True):
+    """Payload and result have one format, and emitting is coding the sum: `emit` is `start` with the server's state."""
+
+    name: ClassVar[str] = ""
+    rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
+    biased: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return spell(self)
+
+    @property
+    def id(self) -> int:
+        return payload.CODEC_IDS[self.name]
+
+    def bound(self, spec: Spec) -> int:
+        raise NotImplementedError
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        """The parts of a body, checked in full."""
+        raise NotImplementedError
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        """Adds the parts to `out`, or overwrites it with them. Cannot fail."""
+        raise NotImplementedError
+
+    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+        raise NotImplementedError
+
+    def init(self, spec: Spec) -> State:
+        check_numel(spec)
+        return {}
+
+    def init_server(self, spec: Spec) -> State:
+        return self.init(spec)
+
+    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+        raise ValueError(f"{self} has one round, round {r + 1} was asked for")
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        head = payload.read(result, self.id, out.numel())
+        if head.flagged:
+            out.fill_(NAN)
+            return False
+        self.apply(self.check(head, out.numel()), out, assign=True)
+        return True
+
+    def undo(self, state: State) -> None:
+        """Keeps nothing back, so there is nothing to give back."""
+
+    def undo_server(self, state: State) -> None:
+        """As `undo`."""
+
+    def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
+        return accumulator(torch.zeros(math.prod(spec.shape)))
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        total = acc["sum"]
+        head = payload.read(payload_, self.id, total.numel())
+        parts = () if head.flagged else self.check(head, total.numel())
+        if first:
+            acc["flagged"][0] = False
+        if head.flagged:
+            acc["flagged"][0] = True
+            if first:
+                total.zero_()
+        else:
+            self.apply(parts, total, assign=first)
+
+    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+        if acc["flagged"][0]:
+            return payload.write_flagged(out, self.id, acc["sum"].numel())
+        return self.start(acc["sum"], state, out)

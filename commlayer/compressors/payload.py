@@ -1,0 +1,82 @@
+"""The payload header: its one writer and its one reader. Knows numbers and lengths; not what a body means.
+
+Sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32, count u32, seed u32. See docs/wire.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from commlayer.compressors.codec import Buffer
+from commlayer.errors import CorruptFrame
+
+VERSION = 1
+NONFINITE = 1
+"""Flag: what was to be coded is not finite. There is no body."""
+
+MAX_NUMEL = 0xFFFFFFFF
+
+CODEC_IDS = {"identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5}
+"""Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
+
+_LAYOUT = struct.Struct("<BBBBIII")
+HEADER_NBYTES = _LAYOUT.size
+
+
+class Head(NamedTuple):
+    """A checked header and the body that follows it."""
+
+    flagged: bool
+    aux: int
+    """The codec's own byte."""
+    entries: int
+    """Entries in the body; numel for dense codecs."""
+    seed: int
+    body: memoryview
+
+
+def codec_name(number: int) -> str:
+    """The name that errors use."""
+    names = [name for name, known in CODEC_IDS.items() if known == number]
+    return names[0] if names else f"codec {number}"
+
+
+def write(out: memoryview, codec: int, numel: int, count: int, aux: int = 0, seed: int = 0) -> None:
+    """Header of a payload with a body."""
+    _LAYOUT.pack_into(out, 0, codec, VERSION, 0, aux, numel, count, seed)
+
+
+def write_flagged(out: memoryview, codec: int, numel: int) -> int:
+    """The whole payload of something non-finite; returns its size."""
+    _LAYOUT.pack_into(out, 0, codec, VERSION, NONFINITE, 0, numel, 0, 0)
+    return HEADER_NBYTES
+
+
+def read(payload: Buffer, codec: int, numel: int) -> Head:
+    """The checked header. CorruptFrame says what came and what was expected."""
+    view = memoryview(payload)
+    if view.nbytes < HEADER_NBYTES:
+        raise CorruptFrame(f"payload of {view.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
+    view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
+    got, version, flags, aux, got_numel, count, seed = _LAYOUT.unpack_from(view)
+    if got != codec:
+        raise CorruptFrame(f"payload coded by {codec_name(got)}, expected {codec_name(codec)}")
+    if version != VERSION:
+        raise CorruptFrame(f"payload of version {version}, this side speaks version {VERSION}")
+    if flags & ~NONFINITE:
+        raise CorruptFrame(f"payload with flags {flags:#04x}, this side knows {NONFINITE:#04x}")
+    if got_numel != numel:
+        raise CorruptFrame(f"payload of {got_numel} elements, the bucket has {numel}")
+    if count > numel:
+        raise CorruptFrame(f"payload with {count} entries, the bucket has {numel} elements")
+    body = view[HEADER_NBYTES:]
+    if flags & NONFINITE and (body.nbytes or aux or count or seed):
+        raise CorruptFrame(f"non-finite payload with {body.nbytes} bytes of body, aux {aux}, count {count}, expected none")
+    return Head(bool(flags & NONFINITE), aux, count, seed, body)
+
+
+def expect(what: str, got: int, wanted: int) -> None:
+    """CorruptFrame naming both numbers unless they are equal."""
+    if got != wanted:
+        raise CorruptFrame(f"payload with {what} {got}, expected {wanted}")

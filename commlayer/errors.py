@@ -1,0 +1,37 @@
+"""The two classes of failure. CommError: the network or a peer failed, discard the step. ValueError and kin: a mistake to fix.
+
+Knows nothing of sockets or torch. Everything that is neither is a bug.
+"""
+
+from __future__ import annotations
+
+
+class CommError(Exception):
+    """Communication failed. `peer` says with whom ("worker 2", "server 0"), so that no message leaves the reader guessing."""
+
+    def __init__(self, what: str, *, peer: str = "", step: int | None = None, bucket: int | None = None) -> None:
+        self.what, self.peer, self.step, self.bucket = what, peer, step, bucket
+        place = [] if step is None else [f"step {step}"]
+        place += [] if bucket is None else [f"bucket {bucket}"]
+        head = ": ".join(part for part in (peer, what) if part)
+        super().__init__(f"{head} ({', '.join(place)})" if place else head)
+
+
+class PeerLost(CommError):
+    """The peer is gone: its connection ended, its heartbeats stopped, or it left the job."""
+
+
+class DeadlineExceeded(CommError):
+    """The peer may live, but did not answer in time."""
+
+
+class CorruptFrame(CommError):
+    """Bytes that break the format. Whoever sent them is dropped; nothing was written."""
+
+
+class Refused(CommError):
+    """The other side answered no: another version, another job, a rank that is taken."""
+
+
+class RecordError(ValueError):
+    """A record, plan or setting that breaks its type: one line naming the field, what was got and what is allowed."""

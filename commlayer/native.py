@@ -1,0 +1,21 @@
+"""Loads the native core, or says once that the reference backend runs instead. Knows nothing of codecs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+log = logging.getLogger("commlayer")
+
+
+def load() -> ModuleType | None:
+    """The compiled module commlayer._core, or None where the package was installed without a compiler."""
+    try:
+        return importlib.import_module("commlayer._core")
+    except ImportError as error:
+        log.warning("native core not available (%s): running on the reference backend, which is correct but slow", error)
+        return None
+
+
+core: ModuleType | None = load()

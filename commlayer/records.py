@@ -1,0 +1,164 @@
+"""The frozen records that every part shares. Knows no torch, no clock, no environment; behaves only as far as sizes go."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, TypeVar
+
+import msgspec
+
+from commlayer.errors import RecordError
+
+SCHEMA = 1
+"""Version of the records that leave the process: plan files, control messages."""
+
+MAX_TENSORS_PER_BUCKET = 64
+"""A bucket's `used` mask is one 64-bit word of the frame header, so a bucket holds at most this many slices."""
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all records: immutable, and an unknown field is an error, never ignored."""
+
+
+class Spec(Record, frozen=True):
+    """What is coded: a shape and a dtype name. Codecs see float32; dtype is what the parameter had."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorInfo(Record, frozen=True):
+    """One tensor that workers average, in registration order: the parameters' gradients, then the float buffers themselves."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    buffer: bool = False
+    """A buffer (running statistics) is averaged as it is: never under a loss scale, never fused with gradients."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Job(Record, frozen=True):
+    """Model and batch. Two workers train one job only if the digests of their Jobs are equal."""
+
+    tensors: tuple[TensorInfo, ...]
+    batch: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(t.numel for t in self.tensors)
+
+    def digest(self) -> str:
+        return digest(Job(self.tensors))
+
+
+class Slice(Record, frozen=True):
+    """Elements [start, stop) of a tensor, counted in logical (row-major) order whatever its memory layout."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Bucket(Record, frozen=True):
+    """What is planned and sent as one: a slice of a big tensor or several small tensors."""
+
+    id: int
+    slices: tuple[Slice, ...]
+    path: str
+    """"service" (encode, push, sum, result, decode) or "allreduce" (a planned collective over all ranks)."""
+    codec: str = "identity()"
+    server: int = 0
+    """Which server sums it (path "service")."""
+    owner: int = 0
+    """Which local rank of each node encodes and sends it (path "service")."""
+    shape: tuple[int, ...] = ()
+    """Empty: a vector. A bucket of one whole tensor may keep that tensor's shape, which low-rank codecs need."""
+
+    @property
+    def numel(self) -> int:
+        return sum(s.numel for s in self.slices)
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.shape or (self.numel,))
+
+
+class Plan(Record, frozen=True):
+    """All paths. `buckets` stand in the order in which they become ready; collectives are issued in it."""
+
+    job: str
+    """Digest of the Job that it was made for."""
+    buckets: tuple[Bucket, ...]
+    servers: int = 0
+    ranks_per_node: int = 1
+    schema: int = SCHEMA
+
+
+class Member(Record, frozen=True):
+    """A worker process of the job: `rank` counts over all workers, `node` groups those that share one machine."""
+
+    rank: int
+    node: int
+    name: str
+    pid: int = 0
+
+
+class ServerInfo(Record, frozen=True):
+    """A summation server and where workers reach it."""
+
+    id: int
+    address: str
+    node: int = 0
+    """The machine that it shares with the members of this node number."""
+
+
+class View(Record, frozen=True):
+    """Who takes part, in which generation, from which step."""
+
+    generation: int
+    members: tuple[Member, ...]
+    servers: tuple[ServerInfo, ...]
+    plan: str = ""
+    """Digest of the plan bytes; empty until rank 0 has handed one in."""
+    from_step: int = 0
+
+
+def encode(record: Record) -> bytes:
+    """Canonical bytes: sorted keys, so that equal records have equal bytes everywhere."""
+    return msgspec.json.encode(record, order="deterministic")
+
+
+def digest(record: Record) -> str:
+    """First 16 hex digits of the SHA-256 of the canonical bytes."""
+    return hashlib.sha256(encode(record)).hexdigest()[:16]
+
+
+def decode(data: bytes, kind: type[T], what: str) -> T:
+    """The record in `data`, or one line naming `what`, the field and what is wrong with it."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"{what}: {error}") from None
+
+
+def checked(kind: type[T], what: str, **fields: Any) -> T:
+    """Builds a record in Python with the checks that decoding would make (constructors of structs make none)."""
+    try:
+        return msgspec.convert(fields, kind, strict=True)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"{what}: {error}") from None

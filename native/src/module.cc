@@ -1,0 +1,227 @@
+// commlayer._core: checks arguments, releases the GIL, calls the kernel, turns errors into exceptions. Computes nothing.
+#include "arguments.h"
+#include "commlayer.h"
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+
+namespace nb = nanobind;
+using glue::Kind;
+using glue::Memory;
+
+namespace {
+
+constexpr int64_t kInline = 4096;  // bytes; below, giving the GIL away costs more than the kernel
+
+template <class F>
+auto run(int64_t nbytes, F kernel) {
+  if (nbytes <= kInline) return kernel();
+  nb::gil_scoped_release released;
+  return kernel();
+}
+
+int64_t checked(const char* function, int64_t result) {
+  if (result >= 0) return result;
+  if (result != CML_ERR_CORRUPT) glue::fail(PyExc_ValueError, "%s: %s", function, cml_error_name(result));
+  nb::object type = nb::module_::import_("commlayer.errors").attr("CorruptFrame");
+  nb::object error = type(nb::str("%s: %s").attr("__mod__")(nb::make_tuple(function, cml_error_name(result))));
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw nb::python_error();
+}
+
+// An argument that may be None: the residual, always of the gradient's length.
+class Optional {
+ public:
+  Optional(const char* name, nb::handle object, int64_t n) {
+    if (object.is_none()) return;
+    memory_.emplace(name, object.ptr(), true);
+    int64_t have = 0;
+    data_ = memory_->array<float>(Kind::f32, &have);
+    if (have != n)
+      glue::fail(PyExc_ValueError, "%s: holds %lld elements, need %lld", name, static_cast<long long>(have),
+                 static_cast<long long>(n));
+  }
+  float* data() const { return data_; }
+
+ private:
+  std::optional<Memory> memory_;
+  float* data_ = nullptr;
+};
+
+void require_block(int64_t block) {
+  if (block < 1) glue::fail(PyExc_ValueError, "block: got %lld, need at least 1", static_cast<long long>(block));
+}
+
+int64_t blocks(int64_t n, int64_t block) { return n / block + (n % block != 0); }
+
+uint32_t crc32c(nb::handle data, uint32_t crc) {
+  const Memory memory("data", data.ptr(), false);
+  const int64_t nbytes = memory.nbytes();
+  const auto* bytes = memory.bytes<uint8_t>();
+  return run(nbytes, [&] { return cml_crc32c(crc, bytes, static_cast<size_t>(nbytes)); });
+}
+
+template <class T, Kind kKind, void (*kKernel)(float*, const T*, int64_t, float)>
+void add(nb::handle acc, nb::handle x, float w, int64_t at) {
+  const Memory acc_memory("acc", acc.ptr(), true), x_memory("x", x.ptr(), false);
+  int64_t n = 0;
+  float* a = acc_memory.array<float>(Kind::f32, &n);
+  const T* b = x_memory.payload<T>(kKind, n, at);
+  run(4 * n, [&] { kKernel(a, b, n, w); });
+}
+
+template <Kind kKind, int64_t (*kKernel)(uint16_t*, const float*, int64_t)>
+bool narrow(nb::handle dst, nb::handle src, int64_t at) {
+  const Memory dst_memory("dst", dst.ptr(), true), src_memory("src", src.ptr(), false);
+  int64_t n = 0;
+  const float* from = src_memory.array<float>(Kind::f32, &n);
+  uint16_t* to = dst_memory.payload<uint16_t>(kKind, n, at);
+  return run(4 * n, [&] { return kKernel(to, from, n); }) != 0;
+}
+
+template <Kind kKind, void (*kKernel)(float*, const uint16_t*, int64_t)>
+void widen(nb::handle dst, nb::handle src, int64_t at) {
+  const Memory dst_memory("dst", dst.ptr(), true), src_memory("src", src.ptr(), false);
+  int64_t n = 0;
+  float* to = dst_memory.array<float>(Kind::f32, &n);
+  const uint16_t* from = src_memory.payload<uint16_t>(kKind, n, at);
+  run(4 * n, [&] { kKernel(to, from, n); });
+}
+
+bool all_finite(nb::handle x) {
+  const Memory memory("x", x.ptr(), false);
+  int64_t n = 0;
+  const float* a = memory.array<float>(Kind::f32, &n);
+  return run(4 * n, [&] { return cml_all_finite(a, n); }) != 0;
+}
+
+bool int8_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, int64_t q_at,
+                 int64_t scale_at) {
+  require_block(block);
+  const Memory q_memory("q", q.ptr(), true), scale_memory("scale", scale.ptr(), true), x_memory("x", x.ptr(), false);
+  int64_t n = 0;
+  const float* from = x_memory.array<float>(Kind::f32, &n);
+  const Optional kept("residual", residual, n);
+  auto* quanta = q_memory.payload<int8_t>(Kind::i8, n, q_at);
+  auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block), scale_at);
+  return checked("int8_encode",
+                 run(4 * n, [&] { return cml_int8_encode(quanta, scales, from, kept.data(), n, block); })) != 0;
+}
+
+void int8_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, bool assign, int64_t q_at,
+                 int64_t scale_at) {
+  require_block(block);
+  const Memory acc_memory("acc", acc.ptr(), true), q_memory("q", q.ptr(), false), scale_memory("scale", scale.ptr(), false);
+  int64_t n = 0;
+  float* to = acc_memory.array<float>(Kind::f32, &n);
+  const auto* quanta = q_memory.payload<int8_t>(Kind::i8, n, q_at);
+  const auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block), scale_at);
+  run(4 * n, [&] { cml_int8_decode(to, quanta, scales, n, block, assign ? 1 : 0); });
+}
+
+nb::tuple select_above(nb::handle g, nb::handle residual, float threshold, int64_t start, nb::handle idx, nb::handle val) {
+  const Memory g_memory("g", g.ptr(), false), idx_memory("idx", idx.ptr(), true), val_memory("val", val.ptr(), true);
+  int64_t n = 0, cap = 0, room = 0, overflow = 0;
+  int32_t finite = 1;
+  const float* from = g_memory.array<float>(Kind::f32, &n);
+  const Optional kept("residual", residual, n);
+  auto* positions = idx_memory.array<uint32_t>(Kind::u32, &cap);
+  auto* values = val_memory.array<float>(Kind::f32, &room);
+  if (room < cap) cap = room;
+  const int64_t count = checked("select: threshold > 0 and 0 <= start < n", run(4 * n, [&] {
+    return cml_select(from, kept.data(), n, threshold, start, positions, values, cap, &overflow, &finite);
+  }));
+  return nb::make_tuple(count, overflow, finite != 0);
+}
+
+void sample_abs(nb::handle g, nb::handle residual, int64_t offset, nb::handle out) {
+  const Memory g_memory("g", g.ptr(), false), out_memory("out", out.ptr(), true);
+  int64_t n = 0, count = 0;
+  const float* from = g_memory.array<float>(Kind::f32, &n);
+  float* to = out_memory.array<float>(Kind::f32, &count);
+  const Optional kept("residual", residual, n);
+  if (offset < 0 || count > UINT32_MAX || n > UINT32_MAX)
+    glue::fail(PyExc_ValueError, "sample_abs: offset must not be negative, sizes must be below 2^32");
+  run(64 * count, [&] { cml_sample_abs(from, kept.data(), n, offset, count, to); });
+}
+
+int64_t scatter_add(nb::handle acc, nb::handle idx, nb::handle val, int64_t at) {
+  const Memory acc_memory("acc", acc.ptr(), true), idx_memory("idx", idx.ptr(), false), val_memory("val", val.ptr(), false);
+  int64_t n = 0, k = 0;
+  float* to = acc_memory.array<float>(Kind::f32, &n);
+  const auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
+  const auto* values = val_memory.payload<float>(Kind::f32, k, at);
+  return checked("scatter_add", run(4 * k, [&] { return cml_scatter_add(to, n, positions, values, k); }));
+}
+
+int64_t scatter_add_int8(nb::handle acc, nb::handle idx, nb::handle q, nb::handle scale, int64_t block, int64_t q_at,
+                         int64_t scale_at) {
+  require_block(block);
+  const Memory acc_memory("acc", acc.ptr(), true), idx_memory("idx", idx.ptr(), false), q_memory("q", q.ptr(), false),
+      scale_memory("scale", scale.ptr(), false);
+  int64_t n = 0, k = 0;
+  float* to = acc_memory.array<float>(Kind::f32, &n);
+  const auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
+  const auto* quanta = q_memory.payload<int8_t>(Kind::i8, k, q_at);
+  const auto* scales = scale_memory.payload<float>(Kind::f32, blocks(k, block), scale_at);
+  return checked("scatter_add_int8", run(4 * k, [&] {
+    return cml_scatter_add_int8(to, n, positions, quanta, scales, k, block);
+  }));
+}
+
+int64_t ef_bound(int64_t n, int64_t k) { return checked("ef_bound: 0 <= k <= n < 2^32", cml_ef_bound(n, k)); }
+
+template <int64_t (*kKernel)(uint8_t*, int64_t, const uint32_t*, int64_t, int64_t)>
+int64_t encode_positions(nb::handle out, nb::handle idx, int64_t n, int64_t at) {
+  const Memory out_memory("out", out.ptr(), true), idx_memory("idx", idx.ptr(), false);
+  int64_t k = 0;
+  const auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
+  auto* to = out_memory.bytes<uint8_t>(0, at);
+  const int64_t cap = out_memory.nbytes() - at;
+  return checked("positions", run(4 * k + n / 8, [&] { return kKernel(to, cap, positions, k, n); }));
+}
+
+template <int64_t (*kKernel)(uint32_t*, int64_t, int64_t, const uint8_t*, int64_t)>
+int64_t decode_positions(nb::handle idx, int64_t n, nb::handle src, int64_t at, int64_t nbytes) {
+  const Memory idx_memory("idx", idx.ptr(), true), src_memory("src", src.ptr(), false);
+  int64_t k = 0;
+  auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
+  const auto* from = src_memory.bytes<uint8_t>(nbytes < 0 ? 0 : nbytes, at);
+  const int64_t have = nbytes < 0 ? src_memory.nbytes() - at : nbytes;
+  return checked("positions", run(4 * k + have, [&] { return kKernel(positions, k, n, from, have); }));
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  using namespace nb::literals;
+  m.doc() = "The native kernels. native/include/commlayer.h states what each does; _core.pyi how Python calls it.";
+  m.def("isa", [] { return cml_isa(); });
+  m.def("force_portable", [](bool on) { return cml_force_portable(on ? 1 : 0) != 0; }, "on"_a);
+  m.def("crc32c", &crc32c, "data"_a, "crc"_a = 0);
+
+  m.def("add_f32", &add<float, Kind::f32, cml_add_f32>, "acc"_a, "x"_a, "w"_a = 1.0f, "at"_a = 0);
+  m.def("add_f16", &add<uint16_t, Kind::f16, cml_add_f16>, "acc"_a, "x"_a, "w"_a = 1.0f, "at"_a = 0);
+  m.def("add_bf16", &add<uint16_t, Kind::bf16, cml_add_bf16>, "acc"_a, "x"_a, "w"_a = 1.0f, "at"_a = 0);
+  m.def("f32_to_f16", &narrow<Kind::f16, cml_f32_to_f16>, "dst"_a, "src"_a, "at"_a = 0);
+  m.def("f32_to_bf16", &narrow<Kind::bf16, cml_f32_to_bf16>, "dst"_a, "src"_a, "at"_a = 0);
+  m.def("f16_to_f32", &widen<Kind::f16, cml_f16_to_f32>, "dst"_a, "src"_a, "at"_a = 0);
+  m.def("bf16_to_f32", &widen<Kind::bf16, cml_bf16_to_f32>, "dst"_a, "src"_a, "at"_a = 0);
+  m.def("all_finite", &all_finite, "x"_a);
+
+  m.def("int8_encode", &int8_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a, "q_at"_a = 0, "scale_at"_a = 0);
+  m.def("int8_decode", &int8_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "assign"_a = false, "q_at"_a = 0,
+        "scale_at"_a = 0);
+
+  m.def("select", &select_above, "g"_a, "residual"_a.none(), "threshold"_a, "start"_a, "idx"_a, "val"_a);
+  m.def("sample_abs", &sample_abs, "g"_a, "residual"_a.none(), "offset"_a, "out"_a);
+
+  m.def("scatter_add", &scatter_add, "acc"_a, "idx"_a, "val"_a, "at"_a = 0);
+  m.def("scatter_add_int8", &scatter_add_int8, "acc"_a, "idx"_a, "q"_a, "scale"_a, "block"_a, "q_at"_a = 0, "scale_at"_a = 0);
+  m.def("ef_bound", &ef_bound, "n"_a, "k"_a);
+  m.def("ef_encode", &encode_positions<cml_ef_encode>, "out"_a, "idx"_a, "n"_a, "at"_a = 0);
+  m.def("ef_decode", &decode_positions<cml_ef_decode>, "idx"_a, "n"_a, "src"_a, "at"_a = 0, "nbytes"_a = -1);
+  m.def("bitmap_encode", &encode_positions<cml_bitmap_encode>, "out"_a, "idx"_a, "n"_a, "at"_a = 0);
+  m.def("bitmap_decode", &decode_positions<cml_bitmap_decode>, "idx"_a, "n"_a, "src"_a, "at"_a = 0, "nbytes"_a = -1);
+}

@@ -1,0 +1,234 @@
+// Drives every function of commlayer.h under sanitizers: memory of exactly the stated size, any alignment, damaged bytes.
+// Values are the property tests' affair (tests/test_native_laws.py); here a wrong access must show.
+#include "commlayer.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+namespace {
+
+int failures = 0;
+
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::printf("%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);     \
+      ++failures;                                                                   \
+    }                                                                               \
+  } while (0)
+
+uint64_t seed = 88172645463325252ull;
+
+uint32_t draw() {
+  seed ^= seed << 13;
+  seed ^= seed >> 7;
+  seed ^= seed << 17;
+  return static_cast<uint32_t>(seed >> 32);
+}
+
+float draw_float() { return static_cast<float>(static_cast<int32_t>(draw())) * 0x1p-31f; }
+
+// n elements `shift` bytes into a block of their own, so that one byte beyond them is not ours.
+template <class T>
+class Array {
+ public:
+  Array(int64_t n, int shift) : n_(n), shift_(shift), bytes_(new char[bytes() + static_cast<size_t>(shift)]()) {}
+  T* data() { return reinterpret_cast<T*>(bytes_.get() + shift_); }
+  size_t bytes() const { return static_cast<size_t>(n_) * sizeof(T); }
+  void set(int64_t i, T value) { std::memcpy(bytes_.get() + shift_ + i * int64_t{sizeof(T)}, &value, sizeof(T)); }
+  T get(int64_t i) const {
+    T value;
+    std::memcpy(&value, bytes_.get() + shift_ + i * int64_t{sizeof(T)}, sizeof(T));
+    return value;
+  }
+  bool equals(const Array& other) const {
+    return std::memcmp(bytes_.get() + shift_, other.bytes_.get() + other.shift_, bytes()) == 0;
+  }
+
+ private:
+  int64_t n_;
+  int shift_;
+  std::unique_ptr<char[]> bytes_;
+};
+
+Array<float> floats(int64_t n, int shift) {
+  Array<float> x(n, shift);
+  for (int64_t i = 0; i < n; ++i) x.set(i, draw_float());
+  return x;
+}
+
+std::vector<uint32_t> positions(int64_t n, int64_t k) {
+  std::vector<uint32_t> idx;
+  for (int64_t i = 0; i < n && static_cast<int64_t>(idx.size()) < k; ++i)
+    if (static_cast<int64_t>(draw() % static_cast<uint32_t>(n - i)) < k - static_cast<int64_t>(idx.size()))
+      idx.push_back(static_cast<uint32_t>(i));
+  return idx;
+}
+
+void checksums(int64_t n, int shift) {
+  Array<uint8_t> data(n, shift);
+  const uint32_t whole = cml_crc32c(0, data.data(), data.bytes());
+  const size_t half = data.bytes() / 2;
+  CHECK(cml_crc32c(cml_crc32c(0, data.data(), half), data.data() + half, data.bytes() - half) == whole);
+  CHECK(cml_crc32c(0, "123456789", 9) == 0xe3069283u);
+}
+
+void sums_and_casts(int64_t n, int shift) {
+  auto x = floats(n, shift), acc = floats(n, 0), back = floats(n, shift);
+  Array<uint16_t> half(n, shift), bfloat(n, shift);
+  CHECK(cml_f32_to_f16(half.data(), x.data(), n) == 1);
+  CHECK(cml_f32_to_bf16(bfloat.data(), x.data(), n) == 1);
+  cml_add_f32(acc.data(), x.data(), n, 0.5f);
+  cml_add_f16(acc.data(), half.data(), n, 1.0f);
+  cml_add_bf16(acc.data(), bfloat.data(), n, -1.0f);
+  cml_f16_to_f32(back.data(), half.data(), n);
+  cml_bf16_to_f32(back.data(), bfloat.data(), n);
+  for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - x.get(i)) <= std::fabs(x.get(i)) / 128);
+  CHECK(cml_all_finite(x.data(), n) == 1);
+  if (n == 0) return;
+  x.set(n - 1, std::numeric_limits<float>::quiet_NaN());
+  CHECK(cml_all_finite(x.data(), n) == 0);
+  CHECK(cml_f32_to_f16(half.data(), x.data(), n) == 0);
+  CHECK(cml_f32_to_bf16(bfloat.data(), x.data(), n) == 0);
+}
+
+void int8(int64_t n, int shift) {
+  for (int64_t block : {int64_t{1}, int64_t{33}, int64_t{256}}) {
+    const int64_t blocks = (n + block - 1) / block;
+    auto x = floats(n, shift), residual = floats(n, shift), acc = floats(n, shift);
+    Array<int8_t> q(n, shift);
+    Array<float> scale(blocks, shift);
+    CHECK(cml_int8_encode(q.data(), scale.data(), x.data(), residual.data(), n, block) == 1);
+    CHECK(cml_int8_encode(q.data(), scale.data(), x.data(), nullptr, n, block) == 1);
+    cml_int8_decode(acc.data(), q.data(), scale.data(), n, block, 0);
+    cml_int8_decode(acc.data(), q.data(), scale.data(), n, block, 1);
+    for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(acc.get(i) - x.get(i)) <= scale.get(i / block) * 0.5001f);
+    if (n == 0) continue;
+    x.set(n / 2, std::numeric_limits<float>::infinity());
+    CHECK(cml_int8_encode(q.data(), scale.data(), x.data(), residual.data(), n, block) == 0);
+  }
+  CHECK(cml_int8_encode(nullptr, nullptr, nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT);
+}
+
+void select(int64_t n, int shift) {
+  const auto g = floats(n, shift);
+  for (int64_t cap : {int64_t{0}, int64_t{1}, n / 7, n}) {
+    for (int64_t from : {int64_t{0}, n / 3, n - 1}) {
+      if (from < 0 || (n > 0 && from >= n) || (n == 0 && from != 0)) continue;
+      auto input = floats(n, shift), residual = floats(n, shift);
+      if (n > 40) input.set(40, std::numeric_limits<float>::quiet_NaN());
+      Array<uint32_t> idx(cap, shift);
+      Array<float> val(cap, shift);
+      int64_t overflow = -1;
+      int32_t finite = -1;
+      int64_t count = cml_select(input.data(), residual.data(), n, 0.4f, from, idx.data(), val.data(), cap, &overflow, &finite);
+      CHECK(count >= 0 && count <= cap && overflow >= 0 && (overflow == 0 || count == cap));
+      CHECK(finite == (n > 40 ? 0 : 1));
+      for (int64_t j = 0; j + 1 < count; ++j) CHECK(idx.get(j) < idx.get(j + 1));
+      count = cml_select(input.data(), nullptr, n, 0.4f, from, idx.data(), val.data(), cap, &overflow, &finite);
+      for (int64_t j = 0; j < count; ++j) CHECK(val.get(j) == input.get(idx.get(j)));
+    }
+  }
+  Array<float> samples(100, shift);
+  auto input = floats(n, shift);
+  cml_sample_abs(input.data(), nullptr, n, 12345, 100, samples.data());
+  for (int64_t j = 0; j < 100; ++j) CHECK(samples.get(j) >= 0.0f);
+  int64_t overflow;
+  int32_t finite;
+  for (float bad : {0.0f, -1.0f, std::numeric_limits<float>::quiet_NaN()})
+    CHECK(cml_select(nullptr, nullptr, 0, bad, 0, nullptr, nullptr, 0, &overflow, &finite) == CML_ERR_ARGUMENT);
+  CHECK(cml_select(nullptr, nullptr, 0, 1.0f, 1, nullptr, nullptr, 0, &overflow, &finite) == CML_ERR_ARGUMENT);
+  CHECK(cml_select(nullptr, nullptr, 1, 1.0f, 0, nullptr, nullptr, -1, &overflow, &finite) == CML_ERR_ARGUMENT);
+}
+
+void sparse(int64_t n, int shift) {
+  for (int64_t k : {int64_t{0}, int64_t{1}, n / 10, n}) {
+    if (k > n) continue;
+    const auto list = positions(n, k);
+    Array<uint32_t> idx(k, shift);
+    Array<int8_t> q(k, shift);
+    for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+    auto acc = floats(n, shift), val = floats(k, shift), scale = floats((k + 6) / 7, shift);
+    CHECK(cml_scatter_add(acc.data(), n, idx.data(), val.data(), k) == k);
+    CHECK(cml_scatter_add_int8(acc.data(), n, idx.data(), q.data(), scale.data(), k, 7) == k);
+    if (k == 0) continue;
+    idx.set(k - 1, static_cast<uint32_t>(n));
+    CHECK(cml_scatter_add(acc.data(), n, idx.data(), val.data(), k) == CML_ERR_CORRUPT);
+    idx.set(k - 1, 0xffffffffu);
+    CHECK(cml_scatter_add_int8(acc.data(), n, idx.data(), q.data(), scale.data(), k, 7) == CML_ERR_CORRUPT);
+    CHECK(cml_scatter_add_int8(acc.data(), n, idx.data(), q.data(), scale.data(), k, 0) == CML_ERR_ARGUMENT);
+  }
+}
+
+template <class Encode, class Decode>
+void packed(int64_t n, int64_t k, int64_t nbytes, int shift, Encode encode, Decode decode) {
+  const auto list = positions(n, k);
+  Array<uint32_t> idx(k, shift), back(k, shift), untouched(k, shift);
+  for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+  Array<uint8_t> bytes(nbytes, shift);
+  if (nbytes > 0) CHECK(encode(bytes.data(), nbytes - 1, idx.data(), k, n) == CML_ERR_CAPACITY);
+  CHECK(encode(bytes.data(), nbytes, idx.data(), k, n) == nbytes);
+  CHECK(decode(back.data(), k, n, bytes.data(), nbytes) == k);
+  CHECK(back.equals(idx));
+  for (int shot = 0; shot < 200 && nbytes > 0; ++shot) {
+    Array<uint8_t> bad(nbytes, shift);
+    for (int64_t i = 0; i < nbytes; ++i) bad.set(i, bytes.get(i));
+    for (uint32_t flips = 1 + draw() % 3; flips > 0; --flips) {
+      const int64_t at = draw() % nbytes;
+      bad.set(at, static_cast<uint8_t>(bad.get(at) ^ (1u << draw() % 8)));
+    }
+    Array<uint32_t> out(k, shift);
+    const int64_t got = decode(out.data(), k, n, bad.data(), nbytes);
+    CHECK(got == k || got == CML_ERR_CORRUPT);
+    if (got < 0) CHECK(out.equals(untouched));
+  }
+  for (int64_t cut : {nbytes - 1, nbytes / 2, int64_t{0}}) {
+    if (cut < 0 || cut == nbytes) continue;
+    Array<uint8_t> shorter(cut, shift);
+    CHECK(decode(untouched.data(), k, n, shorter.data(), cut) == CML_ERR_CORRUPT);
+  }
+  for (int shot = 0; shot < 20; ++shot) {
+    Array<uint8_t> noise(nbytes, shift);
+    for (int64_t i = 0; i < nbytes; ++i) noise.set(i, static_cast<uint8_t>(draw()));
+    Array<uint32_t> out(k, shift);
+    const int64_t got = decode(out.data(), k, n, noise.data(), nbytes);
+    CHECK(got == k || got == CML_ERR_CORRUPT);
+  }
+}
+
+void all_positions(int64_t n, int shift) {
+  for (int64_t k : {int64_t{0}, int64_t{1}, n / 100, n / 10, n / 2, n}) {
+    if (k > n) continue;
+    packed(n, k, cml_ef_bound(n, k), shift, cml_ef_encode, cml_ef_decode);
+    packed(n, k, (n + 7) / 8, shift, cml_bitmap_encode, cml_bitmap_decode);
+  }
+  CHECK(cml_ef_bound(n, n + 1) == CML_ERR_ARGUMENT && cml_ef_bound(-1, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_ef_bound(int64_t{1} << 32, 1) == CML_ERR_ARGUMENT && cml_ef_bound(n, -1) == CML_ERR_ARGUMENT);
+}
+
+}  // namespace
+
+int main() {
+  const char* errors[] = {cml_error_name(CML_ERR_CAPACITY), cml_error_name(CML_ERR_CORRUPT), cml_error_name(CML_ERR_ARGUMENT)};
+  for (const char* name : errors) CHECK(std::strcmp(name, cml_error_name(0)) != 0);
+  for (int portable : {0, 1}) {
+    cml_force_portable(portable);
+    for (int64_t n : {0, 1, 7, 8, 9, 31, 33, 63, 64, 65, 257, 2047, 2112, 4097, 12289}) {
+      for (int shift : {0, 1, 3}) {
+        checksums(n, shift);
+        sums_and_casts(n, shift);
+        int8(n, shift);
+        select(n, shift);
+        sparse(n, shift);
+        all_positions(n, shift);
+      }
+    }
+    std::printf("%s ran\n", cml_isa());
+  }
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,87 @@
+"""The one table of codecs, the inputs they are tried on, and a step through worker and server sides. Knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, topk
+from commlayer.compressors.codec import Codec, State
+from commlayer.compressors.kernels import BACKENDS
+from commlayer.records import Spec
+
+PLAIN: list[Codec] = [
+    identity(),
+    fp16(),
+    bf16(),
+    int8(),
+    int8(block=48),
+    topk(ratio=0.01),
+    topk(ratio=0.03, values="fp16"),
+    topk(ratio=0.2, values="fp32"),
+    topk(ratio=1.0, values="int8"),
+    topk(ratio=0.05, values="fp32", exact=True),
+]
+CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
+SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
+AVAILABLE = [name for name, module in BACKENDS.items() if module is not None]
+
+
+def noise(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def room(codec: Codec, spec: Spec) -> memoryview:
+    return memoryview(bytearray(codec.bound(spec)))
+
+
+def encode(codec: Codec, x: torch.Tensor, state: State) -> memoryview:
+    """The payload of round 0 in memory of its own."""
+    out = room(codec, Spec((x.numel(),)))
+    return out[: codec.start(x, state, out)]
+
+
+def decoded(codec: Codec, payload: memoryview | bytes, n: int) -> torch.Tensor:
+    out = torch.full((n,), 7.0)
+    codec.decode(payload, codec.init(Spec((n,))), out)
+    return out
+
+
+class Cluster:
+    """Workers and a server of one bucket. A step runs all rounds and returns each worker's decoded sum."""
+
+    def __init__(self, codec: Codec, spec: Spec, workers: int) -> None:
+        self.codec, self.spec = codec, spec
+        self.states = [codec.init(spec) for _ in range(workers)]
+        self.server = codec.init_server(spec)
+        self.accs = [codec.zeros(spec, r) for r in range(len(codec.rounds))]
+        self.rooms = [room(codec, spec) for _ in range(workers)]
+        self.result = room(codec, spec)
+        self.payloads: list[memoryview] = []
+        self.finite: list[bool] = []
+
+    def step(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        codec, result = self.codec, memoryview(b"")
+        for r, acc in enumerate(self.accs):
+            self.payloads = []
+            for x, state, out in zip(xs, self.states, self.rooms, strict=True):
+                nbytes = codec.start(x, state, out) if r == 0 else codec.next(r - 1, result, state, out)
+                self.payloads.append(out[:nbytes])
+            for i, payload in enumerate(self.payloads):
+                codec.add(r, payload, acc, first=i == 0)
+            result = memoryview(bytes(self.result[: codec.emit(r, acc, self.server, self.result)]))
+        sums = [torch.full((self.spec.numel,), 7.0) for _ in xs]
+        self.finite = [codec.decode(result, state, out) for state, out in zip(self.states, sums, strict=True)]
+        return sums
+
+    def undo(self) -> None:
+        """An abandoned step, in the order in which the runtime does it."""
+        for state in self.states:
+            self.codec.undo(state)
+        self.codec.undo_server(self.server)
+
+    def kept(self) -> torch.Tensor:
+        """The sum of all residuals, the server's included, in float64."""
+        residuals = [s["residual"].double() for s in [*self.states, self.server] if "residual" in s]
+        return torch.stack(residuals).sum(0) if residuals else torch.zeros(self.spec.numel, dtype=torch.float64)
