@@ -1,0 +1,233 @@
+"""Frames, sans I/O: headers to bytes, bytes to messages. The only reader and writer of docs/wire.md, "Frames".
+
+Knows no sockets, peers or threads. After an error a Reader stays in ERROR and raises the same error for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from commlayer.errors import CorruptFrame
+from commlayer.transport.crc import crc32c
+from commlayer.transport.protocol import Flag, Header, Kind
+
+MAGIC = b"CML1"
+VERSION = 1
+DEFAULT_MAX_NBYTES = 256 << 20
+STAGING_NBYTES = 16 << 10
+"""A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
+
+_LAYOUT = struct.Struct("<4s4B3I4HB3sQf3I")
+_CRC = struct.Struct("<I")
+HEADER_NBYTES = _LAYOUT.size
+_CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
+_FLAGS = sum(Flag)
+_STRANGERS = (
+    (b"CML", "a commlayer of another wire format"),
+    (b"HTTP", "an HTTP server"),
+    (b"PRI ", "a gRPC or HTTP/2 client"),
+    (b"\x00\x00", "a gRPC or HTTP/2 server"),
+    (b"GET ", "a web browser or a health check"),
+    (b"POST", "an HTTP client"),
+    (b"SSH-", "an SSH server"),
+    (b"\x16\x03", "a TLS client"),
+    (b"\x15\x03", "a TLS server"),
+)
+
+
+class State(enum.Enum):
+    HEADER = "reads a header"
+    BODY = "reads a body"
+    ERROR = "has failed"
+
+
+class Event(enum.Enum):
+    EMPTY = "a whole header, without a body"
+    ANNOUNCED = "a whole header that announces a body"
+    WHOLE = "a whole body"
+    FAULT = "bytes that break the format"
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.HEADER, Event.EMPTY): State.HEADER,
+    (State.HEADER, Event.ANNOUNCED): State.BODY,
+    (State.HEADER, Event.FAULT): State.ERROR,
+    (State.BODY, Event.WHOLE): State.HEADER,
+    (State.BODY, Event.FAULT): State.ERROR,
+}
+"""All there are. What is not in the table cannot happen; nothing leaves ERROR."""
+
+
+class Frame(NamedTuple):
+    header: Header
+    body: memoryview
+
+
+def encode(header: Header, body_nbytes: int, crc: int) -> bytes:
+    """The header's bytes for a body of that size with that CRC-32C (0 if it is empty)."""
+    return seal(pack(header, body_nbytes), crc)
+
+
+def pack(header: Header, body_nbytes: int) -> bytes:
+    """The same without checksums. Raises ValueError for a number that does not fit its field."""
+    h = header
+    try:
+        fixed = _LAYOUT.pack(
+            MAGIC, VERSION, h.kind, h.flags, h.round, h.generation, h.step, h.bucket, h.part, h.parts, h.sender, h.order,
+            h.codec, b"", h.used, h.weight, body_nbytes, 0, 0,
+        )
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"{header} with a body of {body_nbytes} bytes does not fit a frame header: {error}") from None
+    return fixed[: _CHECKED_NBYTES - _CRC.size]
+
+
+def seal(packed: bytes, crc: int) -> bytes:
+    checked = packed + _CRC.pack(crc)
+    return checked + _CRC.pack(crc32c(checked))
+
+
+def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
+    """The header in HEADER_NBYTES bytes, its body's size and CRC. Raises CorruptFrame."""
+    if data[:4] != MAGIC:
+        raise CorruptFrame(f"wrong magic {bytes(data[:4])!r}, expected {MAGIC!r}: {_guess(bytes(data[:4]))}")
+    if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
+        raise CorruptFrame("the header's checksum does not match")
+    (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
+     codec, reserved, used, weight, nbytes, crc, _) = _LAYOUT.unpack(data)
+    if version != VERSION:
+        raise CorruptFrame(f"frame version {version}, here {VERSION}: install the same commlayer on all machines")
+    if kind not in _KINDS:
+        raise CorruptFrame(f"unknown kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
+    if flags & ~_FLAGS or any(reserved) or part >= parts:
+        raise CorruptFrame(f"flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
+    if nbytes > max_nbytes:
+        raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")
+    header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used)
+    return header, nbytes, crc
+
+
+_KINDS = frozenset(Kind)
+
+
+def _guess(start: bytes) -> str:
+    found = next((who for magic, who in _STRANGERS if start.startswith(magic)), "not a commlayer peer")
+    return f"the other end is probably {found}"
+
+
+def fresh(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+class Reader:
+    """Bytes in, frames out. A carrier reads into wanted(), says filled(n), takes next() until it is None: more bytes needed.
+
+    All of a large body but its beginning is so read straight into memory from `allocate`. feed() is all three, for bytes.
+    """
+
+    def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = fresh) -> None:
+        self.max_nbytes, self._allocate = max_nbytes, allocate
+        self.state = State.HEADER
+        self._staging = memoryview(bytearray(STAGING_NBYTES))
+        self._start = self._stop = 0  # what of the staging is filled and not yet used
+        self._header, self._crc = Header(0), 0
+        self._body = memoryview(b"")
+        self._got = self._running = 0  # bytes of the body so far, and their checksum
+        self._error: CorruptFrame | None = None
+
+    @property
+    def between(self) -> bool:
+        """Whether the bytes so far end with a whole frame, so that a connection may end here."""
+        return self.state is State.HEADER and self._start == self._stop
+
+    def wanted(self) -> memoryview:
+        """Where the next bytes belong. Never empty, if next() was taken until it was None."""
+        if self.state is State.BODY:
+            return self._body[self._got :]
+        return self._staging[self._stop :]
+
+    def filled(self, nbytes: int) -> None:
+        """The carrier wrote so many bytes at the beginning of wanted()."""
+        if self.state is State.BODY:
+            self._take(self._body[self._got : self._got + nbytes])
+        else:
+            self._stop += nbytes
+
+    def next(self) -> Frame | None:
+        """A whole frame, or None while bytes are missing. Raises CorruptFrame, now and from then on."""
+        try:
+            return _STEPS[self.state](self)
+        except CorruptFrame as error:
+            if self.state is not State.ERROR:
+                self._error = error
+                self._go(Event.FAULT)
+            raise
+
+    def feed(self, data: bytes | memoryview) -> list[Frame]:
+        """All frames that are whole with these bytes."""
+        rest, frames = memoryview(data), []
+        while True:
+            while (frame := self.next()) is not None:
+                frames.append(frame)
+            if not rest:
+                return frames
+            room = self.wanted()
+            n = min(len(room), len(rest))
+            room[:n] = rest[:n]
+            self.filled(n)
+            rest = rest[n:]
+
+    def _go(self, event: Event) -> None:
+        self.state = TRANSITIONS[self.state, event]
+
+    def _in_header(self) -> Frame | None:
+        have = self._stop - self._start
+        if have < HEADER_NBYTES:
+            if self._start:  # to the front: the room behind must hold a whole header
+                self._staging[:have] = bytes(self._staging[self._start : self._stop])
+                self._start, self._stop = 0, have
+            return None
+        raw = self._staging[self._start : self._start + HEADER_NBYTES]
+        self._header, nbytes, self._crc = decode(raw, self.max_nbytes)
+        self._start += HEADER_NBYTES
+        self._body = self._allocate(nbytes)
+        n = min(nbytes, self._stop - self._start)
+        self._body[:n] = self._staging[self._start : self._start + n]
+        self._start += n
+        self._got = self._running = 0
+        self._take(self._body[:n])
+        if nbytes == 0:
+            self._check()
+            self._go(Event.EMPTY)
+            return Frame(self._header, self._body)
+        self._go(Event.ANNOUNCED)
+        return self._in_body()
+
+    def _in_body(self) -> Frame | None:
+        if self._got < len(self._body):
+            return None
+        self._check()
+        self._go(Event.WHOLE)
+        body, self._body = self._body, memoryview(b"")
+        return Frame(self._header, body)
+
+    def _take(self, piece: memoryview) -> None:
+        """The next bytes of the body. Their checksum is taken now, while they are in the cache and the next are under way."""
+        self._got += len(piece)
+        self._running = crc32c(piece, self._running)
+
+    def _check(self) -> None:
+        if self._running != self._crc:
+            raise CorruptFrame(f"the checksum of a body of {len(self._body)} bytes does not match",
+                               step=self._header.step, bucket=self._header.bucket)
+
+    def _in_error(self) -> Frame | None:
+        assert self._error is not None
+        raise self._error.with_traceback(None)  # else each raise would add frames to it, and keep their buffers
+
+
+_STEPS: dict[State, Callable[[Reader], Frame | None]] = {
+    State.HEADER: Reader._in_header, State.BODY: Reader._in_body, State.ERROR: Reader._in_error,
+}

@@ -1,0 +1,98 @@
+"""Collectives of torch.distributed with deadlines and named errors. Knows groups and tensors; nothing of buckets.
+
+The order of calls must be the same on all ranks of a group; the caller sees to that.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commlayer.errors import CommError, DeadlineExceeded
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, work: Any, what: str) -> None:
+        self._work, self._what = work, what
+
+    def wait(self, deadline: float) -> None:
+        """Until `deadline` of time.monotonic(); on CUDA it orders the current stream instead of blocking the host."""
+        left = deadline - time.monotonic()
+        try:
+            self._work.wait(datetime.timedelta(seconds=max(left, 0.001)))
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+            kind = DeadlineExceeded if "imed out" in text or "imeout" in text else CommError
+            raise kind(f"{self._what} failed: {text}", peer="a peer of the process group") from None
+
+
+class Groups:
+    """The group of all ranks and, where nodes have several, the group of this node's."""
+
+    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device) -> None:
+        self.device = device
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call init_process_group or start under torchrun")
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.ranks_per_node = ranks_per_node
+        if self.world % ranks_per_node:
+            raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
+        self.node, self.local = divmod(self.rank, ranks_per_node)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._all = dist.new_group(timeout=timeout)
+        self._node = None
+        if ranks_per_node > 1:
+            for node in range(self.world // ranks_per_node):
+                ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+                group = dist.new_group(list(ranks), timeout=timeout)
+                self._node = group if self.rank in ranks else self._node
+
+    def allreduce(self, x: torch.Tensor) -> Pending:
+        """Sum over all ranks, in place."""
+        return Pending(dist.all_reduce(x, group=self._all, async_op=True), "all-reduce")
+
+    def reduce(self, x: torch.Tensor, owner: int) -> Pending:
+        """Sum over this node's ranks into local rank `owner`; on the others x is undefined afterwards."""
+        dst = self.node * self.ranks_per_node + owner
+        return Pending(dist.reduce(x, dst, group=self._node, async_op=True), "reduce inside the node")
+
+    def broadcast(self, x: torch.Tensor, owner: int) -> Pending:
+        """From local rank `owner` to this node's ranks."""
+        src = self.node * self.ranks_per_node + owner
+        return Pending(dist.broadcast(x, src, group=self._node, async_op=True), "broadcast inside the node")
+
+    def broadcast_all(self, x: torch.Tensor) -> Pending:
+        """From rank 0 to all."""
+        return Pending(dist.broadcast(x, 0, group=self._all, async_op=True), "broadcast")
+
+    def gather_all(self, x: torch.Tensor) -> torch.Tensor:
+        """One row per rank of a small tensor."""
+        rows = [torch.empty_like(x) for _ in range(self.world)]
+        dist.all_gather(rows, x, group=self._all)
+        return torch.stack(rows)
+
+    def share_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank. Not torch's object broadcast: that one unpickles."""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, 0, group=self._all)
+        body = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        if self.rank == 0 and data:
+            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if body.numel():
+            dist.broadcast(body, 0, group=self._all)
+        return bytes(body.cpu().numpy())
+
+    def barrier(self) -> None:
+        self.gather_all(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        for group in (self._node, self._all):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._node = None

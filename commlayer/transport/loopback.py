@@ -1,0 +1,143 @@
+"""The carrier inside one process: peers are threads. Knows mailboxes and wire order; no sockets, no threads of its own."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterable
+
+from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.transport import framing, mailbox
+from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name
+
+_LAST = 1 << 32
+"""After every step: where the end of a wire waits its turn."""
+
+
+class _Wire:
+    """One direction between two peers. Whoever finds it idle delivers until it is empty; who finds it busy only queues."""
+
+    def __init__(self, source: int, target: Mailbox) -> None:
+        self._source, self._target = source, target
+        self._lock = threading.Lock()
+        self._queue: list[tuple[int, int, int, Operation | None, Header, memoryview]] = []
+        self._seq = 0
+        self._busy = False
+
+    def put(self, operation: Operation | None, header: Header, body: memoryview) -> None:
+        """Without an operation it is the end of the wire."""
+        with self._lock:
+            self._seq += 1
+            step = _LAST if operation is None else header.step
+            heapq.heappush(self._queue, (step, header.order, self._seq, operation, header, body))
+            if self._busy:
+                return
+            self._busy = True
+        while (item := self._next()) is not None:
+            *_, operation, header, body = item
+            if operation is None:
+                self._target.end(PeerLost("closed its end", peer=peer_name(self._source)), self._source)
+                continue
+            try:
+                self._target.deliver(Message(self._source, header, body))
+            except CorruptFrame as error:
+                self._target.end(error, self._source)
+            mailbox.sent(operation, header)
+
+    def _next(self) -> tuple[int, int, int, Operation | None, Header, memoryview] | None:
+        with self._lock:
+            self._busy = bool(self._queue)
+            return heapq.heappop(self._queue) if self._queue else None
+
+
+class Hub:
+    """Where peers of one process meet: each is connected to all others from its first moment."""
+
+    def __init__(self, max_nbytes: int = framing.DEFAULT_MAX_NBYTES) -> None:
+        self.max_nbytes = max_nbytes
+        self._lock = threading.Lock()
+        self._ends: dict[int, Loopback] = {}
+
+    def transport(self, rank: int) -> Loopback:
+        end = Loopback(self, rank)
+        with self._lock:
+            if rank in self._ends:
+                raise ValueError(f"{peer_name(rank)} is connected already: close it first")
+            self._ends[rank] = end
+            for other in self._ends.values():
+                if other is not end:
+                    other.connect(end)
+                    end.connect(other)
+        return end
+
+    def mesh(self, ranks: Iterable[int]) -> list[Loopback]:
+        return [self.transport(rank) for rank in ranks]
+
+    def leave(self, rank: int) -> None:
+        with self._lock:
+            self._ends.pop(rank, None)
+
+
+class Loopback:
+    """A Transport; made by a Hub."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+        self._mailbox = Mailbox()
+        self._lock = threading.Lock()
+        self._wires: dict[int, _Wire] = {}
+        self._others: dict[int, Loopback] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(sorted(peer for peer in self._wires if self._mailbox.failure(peer) is None))
+
+    def connect(self, other: Loopback) -> None:
+        with self._lock:
+            self._wires[other.rank] = _Wire(self._rank, other._mailbox)
+            self._others[other.rank] = other
+        self._mailbox.admit(other.rank)
+
+    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        data = bytes(body)  # a copy, as a socket makes
+        if len(data) > self._hub.max_nbytes:
+            raise ValueError(f"a body of {len(data)} bytes for {peer_name(peer)}, allowed {self._hub.max_nbytes}")
+        framing.pack(header, len(data))  # refuses what a socket would refuse
+        operation = mailbox.sending(peer, header)
+        with self._lock:
+            wire = self._wires.get(peer)
+        error = self._mailbox.failure(peer)
+        if error is None and wire is None:
+            error = PeerLost("not connected", peer=peer_name(peer))
+        if error is not None:
+            operation.fail(error)
+        elif wire is not None:
+            wire.put(operation, header, memoryview(data))
+        return operation
+
+    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+        return self._mailbox.recv(peer, match)
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return mailbox.wait(handle, deadline)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        with self._lock:
+            cut = [other for rank, other in self._others.items() if peer in (None, rank)]
+        self._mailbox.abort(reason, peer)
+        for other in cut:
+            other._mailbox.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
+
+    def close(self) -> None:
+        self._hub.leave(self._rank)
+        with self._lock:
+            wires, self._wires = self._wires, {}
+        self._mailbox.abort(CommError("this end of the transport was closed"))
+        for wire in wires.values():
+            wire.put(None, Header(0), memoryview(b""))

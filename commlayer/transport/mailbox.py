@@ -1,0 +1,241 @@
+"""Operations under way, and the matching of arrivals with posted receives. Knows peers and keys; no carrier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
+from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, key, peer_name
+
+log = logging.getLogger("commlayer")
+
+DEFAULT_MAX_KEPT_NBYTES = 4 << 30
+KEPT_OVERHEAD_NBYTES = 512
+"""What a kept arrival is charged beside its body, so that a flood of empty ones meets the cap too."""
+
+_NO_BODY = memoryview(b"")
+
+
+class Operation:
+    """The one Handle. Ends once, by complete() or fail(); whichever comes second changes nothing."""
+
+    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
+
+    def __init__(self, what: str, peer: int | None, step: int | None = None, bucket: int | None = None) -> None:
+        self._what, self.peer, self.step, self.bucket = what, peer, step, bucket
+        self._lock = threading.Lock()
+        self._message: Message | None = None
+        self._error: CommError | None = None
+        self._callbacks: list[Callable[[Handle], None]] | None = []
+        self._event: threading.Event | None = None
+
+    def done(self) -> bool:
+        return self._message is not None or self._error is not None
+
+    def error(self) -> CommError | None:
+        return self._error
+
+    def message(self) -> Message:
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # else each raise would add frames to it, and keep their locals
+        if self._message is None:
+            raise ValueError(f"{self._what} with {_name(self.peer)} is still under way: wait for it first")
+        return self._message
+
+    def on_done(self, callback: Callable[[Handle], None]) -> None:
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        _call(callback, self)
+
+    def complete(self, message: Message) -> None:
+        self._end(message, None)
+
+    def fail(self, error: CommError) -> None:
+        self._end(None, error)
+
+    def _end(self, message: Message | None, error: CommError | None) -> None:
+        with self._lock:
+            if self._callbacks is None:
+                return
+            self._message, self._error = message, error
+            callbacks, self._callbacks = self._callbacks, None
+            if self._event is not None:
+                self._event.set()
+        for callback in callbacks:
+            _call(callback, self)
+
+    def wait(self, deadline: float) -> Message:
+        with self._lock:
+            if self._event is None and self._callbacks is not None:
+                self._event = threading.Event()
+        if self._event is not None and not self._event.wait(max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceeded(f"{self._what} not done before the deadline", peer=_name(self.peer),
+                                   step=self.step, bucket=self.bucket)
+        return self.message()
+
+
+def sending(peer: int, header: Header) -> Operation:
+    return Operation(f"send of {Kind(header.kind).name}", peer, header.step, header.bucket)
+
+
+def sent(operation: Operation, header: Header) -> None:
+    assert operation.peer is not None
+    operation.complete(Message(operation.peer, header, _NO_BODY))
+
+
+def follow(operation: Operation, handle: Handle) -> None:
+    """Ends the operation as `handle` ends."""
+
+    def ended(inner: Handle) -> None:
+        error = inner.error()
+        if error is None:
+            operation.complete(inner.message())
+        else:
+            operation.fail(error)
+
+    handle.on_done(ended)
+
+
+def wait(handle: Handle, deadline: float) -> Message:
+    """Transport.wait for every carrier. Ctrl-C interrupts it on the main thread."""
+    if not isinstance(handle, Operation):
+        raise TypeError(f"wait for {handle!r}: give it what send or recv returned")
+    return handle.wait(deadline)
+
+
+def _name(peer: int | None) -> str:
+    return "any peer" if peer is None else peer_name(peer)
+
+
+def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
+    try:
+        callback(operation)
+    except Exception:
+        log.exception("a callback failed; callbacks must not raise, the link with %s goes on", _name(operation.peer))
+
+
+class Mailbox:
+    """Where a carrier puts arrivals and a transport asks for them. Any number of threads may call it.
+
+    Whoever is earliest comes first: of the receives that fit an arrival, and of the arrivals that fit a receive.
+    """
+
+    def __init__(self, max_kept_nbytes: int = DEFAULT_MAX_KEPT_NBYTES) -> None:
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._posted: dict[tuple[int | None, Key | None], deque[tuple[int, Operation]]] = {}
+        self._kept: OrderedDict[int, Message] = OrderedDict()  # by order of arrival
+        self._index: dict[tuple[int, Key], deque[int]] = {}  # the same, by peer and key
+        self._kept_nbytes: dict[int, int] = {}
+        self._max_kept_nbytes = max_kept_nbytes
+        self._failed: dict[int | None, CommError] = {}
+
+    def failure(self, peer: int | None) -> CommError | None:
+        """What ended this peer, or everything."""
+        return self._failed.get(None) or self._failed.get(peer)
+
+    def recv(self, peer: int | None, match: Key | None) -> Operation:
+        step, bucket = (None, None) if match is None else match[2:4]
+        what = "receive" if match is None else f"receive of {Kind(match[0]).name}"
+        operation = Operation(what, peer, step, bucket)
+        with self._lock:
+            message = self._take(peer, match)
+            error = self.failure(peer)
+            if message is None and error is None:
+                self._seq += 1
+                self._posted.setdefault((peer, match), deque()).append((self._seq, operation))
+        if message is not None:
+            operation.complete(message)
+        elif error is not None:
+            operation.fail(error)
+        return operation
+
+    def deliver(self, message: Message) -> None:
+        """An arrival, whole and checked. Raises CorruptFrame if its sender has sent too much that nobody asked for."""
+        peer, k = message.peer, key(message.header)
+        with self._lock:
+            if self.failure(peer) is not None:
+                return
+            operation = self._posted_for(peer, k)
+            if operation is None:
+                self._keep(message, k)
+                return
+        operation.complete(message)
+
+    def end(self, reason: CommError, peer: int) -> None:
+        """The connection is over: what arrived can still be received, what has not will not. The first reason stays."""
+        with self._lock:
+            self._failed.setdefault(peer, reason)
+            reason = self._failed[peer]
+            operations = self._unpost(peer)
+        for operation in operations:
+            operation.fail(reason)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        """Like end, for one peer or for all, and forgets what arrived."""
+        with self._lock:
+            reason = self._failed.setdefault(peer, reason)
+            for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
+                self._forget(seq)
+            operations = self._unpost(peer)
+        for operation in operations:
+            operation.fail(reason)
+
+    def admit(self, peer: int) -> None:
+        """A new connection of this peer: a former one's end no longer counts."""
+        with self._lock:
+            self._failed.pop(peer, None)
+
+    def _posted_for(self, peer: int, k: Key) -> Operation | None:
+        best: tuple[int | None, Key | None] | None = None
+        for place in ((peer, k), (peer, None), (None, k), (None, None)):
+            queue = self._posted.get(place)
+            if queue and (best is None or queue[0][0] < self._posted[best][0][0]):
+                best = place
+        if best is None:
+            return None
+        queue = self._posted[best]
+        _, operation = queue.popleft()
+        if not queue:
+            del self._posted[best]
+        return operation
+
+    def _keep(self, message: Message, k: Key) -> None:
+        peer, charge = message.peer, len(message.body) + KEPT_OVERHEAD_NBYTES
+        total = self._kept_nbytes.get(peer, 0) + charge
+        if total > self._max_kept_nbytes:
+            raise CorruptFrame(f"sent more than {self._max_kept_nbytes} bytes that nobody has asked for", peer=peer_name(peer))
+        self._kept_nbytes[peer] = total
+        self._seq += 1
+        self._kept[self._seq] = message
+        self._index.setdefault((peer, k), deque()).append(self._seq)
+
+    def _take(self, peer: int | None, match: Key | None) -> Message | None:
+        if peer is not None and match is not None:
+            queue = self._index.get((peer, match))
+            return self._forget(queue[0]) if queue else None
+        for seq, message in self._kept.items():
+            if peer in (None, message.peer) and (match is None or match == key(message.header)):
+                return self._forget(seq)
+        return None
+
+    def _forget(self, seq: int) -> Message:
+        """Takes a kept arrival out. It is the earliest of its peer and key, or all of them go."""
+        message = self._kept.pop(seq)
+        place = (message.peer, key(message.header))
+        queue = self._index[place]
+        queue.popleft()
+        if not queue:
+            del self._index[place]
+        self._kept_nbytes[message.peer] -= len(message.body) + KEPT_OVERHEAD_NBYTES
+        return message
+
+    def _unpost(self, peer: int | None) -> list[Operation]:
+        places = [place for place in self._posted if peer is None or place[0] == peer]
+        return [operation for place in places for _, operation in self._posted.pop(place)]

@@ -1,0 +1,125 @@
+"""What a transport is: five methods and a mailbox of messages. Knows headers and bytes; no codecs, nor what a bucket means."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from commlayer.errors import CommError
+
+SERVER_BASE = 0x8000
+"""Peers are 16-bit numbers: a worker is its rank, summation server i is SERVER_BASE + i."""
+
+
+def peer_name(peer: int) -> str:
+    """The name that errors use."""
+    return f"server {peer - SERVER_BASE}" if peer >= SERVER_BASE else f"worker {peer}"
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. The receiver drops a peer that sends any other number."""
+
+    HELLO = 1  # first frame of a connection: job, versions, plan hash (msgpack body)
+    WELCOME = 2  # the answer: msgpack body, empty error or the reason of a refusal
+    PUSH = 3  # worker -> server: a contribution
+    RESULT = 4  # server -> worker: the sum
+    STALLED = 5  # server -> worker: who has not contributed yet (msgpack body)
+    STATE_GET = 6  # worker -> server: send your codec state of this bucket
+    STATE = 7  # server -> worker, or worker -> server to restore it
+    STATE_OK = 8  # server -> worker: restored
+    DATA = 9  # point to point, for tests and probes
+    BYE = 10  # orderly end: what follows is not a loss
+
+
+class Flag(enum.IntFlag):
+    """Bits of Header.flags."""
+
+    NONE = 0
+    UNDO = 1  # PUSH: the sender abandoned the step before; the server gives its last result back to its residual
+
+
+class Header(NamedTuple):
+    """The fixed part of a frame. docs/wire.md gives the bytes; framing.py is the only reader and writer of them."""
+
+    kind: int
+    generation: int = 0
+    step: int = 0
+    bucket: int = 0
+    part: int = 0
+    parts: int = 1
+    round: int = 0
+    codec: int = 0
+    sender: int = 0
+    order: int = 0
+    """Place in the order on the wire: lower goes first."""
+    flags: int = 0
+    weight: float = 0.0
+    used: int = 0
+    """One bit per slice of the bucket: the sender has a gradient for it. A server ors them."""
+
+
+Key = tuple[int, int, int, int, int, int]
+
+
+def key(h: Header) -> Key:
+    """What matches a receive to a message: all that names a contribution but its sender."""
+    return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
+
+
+class Message(NamedTuple):
+    peer: int
+    header: Header
+    body: memoryview
+
+
+class Handle(Protocol):
+    """One operation under way. Callbacks run on the thread that completes it and must not block."""
+
+    def done(self) -> bool: ...
+
+    def error(self) -> CommError | None: ...
+
+    def message(self) -> Message:
+        """The received message (of a send: the header with an empty body). Raises the error it ended with."""
+        ...
+
+    def on_done(self, callback: Callable[[Handle], None]) -> None:
+        """Calls callback(handle) once, at once if it is done already."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves messages between peers. Every wait has a deadline; every error names its peer.
+
+    The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of
+    (step, order), then of sending, so an urgent bucket overtakes those that wait but never the one on the wire.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This end's own peer number."""
+        ...
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Connected peers."""
+        ...
+
+    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
+
+    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+        """The next message from that peer with that key; None stands for any. Arrivals before the call are kept."""
+        ...
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        """Until time.monotonic() reaches `deadline`, then DeadlineExceeded naming the peer."""
+        ...
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        """Ends the peer's operations, or everyone's, with `reason`: now and for all later calls."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is queued (bounded by a few seconds), says BYE, releases everything. Twice is once."""
+        ...

@@ -1,0 +1,240 @@
+"""A transport over a transport that makes hosts' links as slow as told: a WAN on one machine, without root. Knows peers' hosts.
+
+A frame waits for the sender's uplink in order of (step, order), is handed to the inner transport when its last bit is out, and
+is delivered at the receiver after the delay and its turn on the downlink. Peers of the same host reach each other unshaped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from commlayer.errors import CommError, CorruptFrame
+from commlayer.transport import framing, mailbox
+from commlayer.transport.framing import HEADER_NBYTES
+from commlayer.transport.links import CHUNK_NBYTES, Clock, Links, MonotonicClock
+from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport
+
+_WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
+"""Carriers keep BYE to themselves, so that this receive ends only with the peer."""
+FLUSH_S = 5.0
+
+
+class _Arrival(NamedTuple):
+    """On its way in: up to its first bit, then, `reserved`, until it is whole. A loss travels behind the data."""
+
+    peer: int
+    what: Message | CommError
+    last_bit: float
+    reserved: bool = False
+
+
+def shaped(inner: Transport, links: Links, hosts: Mapping[int, int], clock: Clock | None = None) -> Shaped:
+    """`hosts[peer]` is the host of a peer, this one included, as an index into links.hosts. Peers not in it are not shaped."""
+    return Shaped(inner, links, hosts, clock or MonotonicClock())
+
+
+class Shaped:
+    """A Transport; made by shaped(). `sent_nbytes` and `received_nbytes` count frames by peer, headers included."""
+
+    def __init__(self, inner: Transport, links: Links, hosts: Mapping[int, int], clock: Clock) -> None:
+        self._inner, self._links, self._hosts, self._clock = inner, links, hosts, clock
+        self.sent_nbytes: Counter[int] = Counter()
+        self.received_nbytes: Counter[int] = Counter()
+        self._mailbox = Mailbox()
+        self._work = threading.Condition()
+        self._up: list[tuple[int, int, int, float, Operation, Header, memoryview]] = []
+        self._down: list[tuple[float, int, _Arrival]] = []
+        self._newest: dict[int, float] = {}  # by peer: latest first bit, and
+        self._whole: dict[int, float] = {}  # latest time of being in
+        self._seq = 0
+        self._sending = False
+        self._watched: set[int] = set()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._pace, name="shaped uplink", daemon=True),
+            threading.Thread(target=self._delay, name="shaped downlink", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        for peer in inner.peers:
+            self._watch(peer)
+        inner.recv().on_done(self._arrived)
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self._inner.peers
+
+    def _near(self, peer: int) -> bool:
+        host = self._hosts[self.rank]
+        return self._hosts.get(peer, host) == host
+
+    # ---- out
+
+    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        self._watch(peer)
+        view = memoryview(body).cast("B")
+        framing.pack(header, len(view))  # refuses now what the pacing thread would refuse
+        operation = mailbox.sending(peer, header)
+        if (error := self._mailbox.failure(peer)) is not None:
+            operation.fail(error)
+            return operation
+        with self._work:
+            self.sent_nbytes[peer] += HEADER_NBYTES + len(view)
+            if not self._near(peer):
+                self._seq += 1
+                heapq.heappush(self._up, (header.step, header.order, self._seq, self._clock.now(), operation, header, view))
+                self._work.notify_all()
+        if self._near(peer):
+            mailbox.follow(operation, self._inner.send(peer, header, view))
+        return operation
+
+    def _pace(self) -> None:
+        """The uplink: one frame after the other, in the order on the wire, in chunks among this host's processes."""
+        host = self._hosts[self.rank]
+        while not self._stop.is_set():
+            with self._work:
+                self._sending = False
+                self._work.notify_all()
+                while not self._up:
+                    self._work.wait()
+                    if self._stop.is_set():
+                        return
+                *_, queued, operation, header, body = heapq.heappop(self._up)
+                self._sending = True
+            left = HEADER_NBYTES + len(body)
+            while left > 0 and not self._stop.is_set():
+                nbytes = min(left, CHUNK_NBYTES)
+                self._clock.sleep_until(self._links.send(host, queued, nbytes), self._stop)
+                left -= nbytes
+            assert operation.peer is not None
+            mailbox.follow(operation, self._inner.send(operation.peer, header, body))
+
+    # ---- in
+
+    def _arrived(self, handle: Handle) -> None:
+        """One receive is posted at a time, the next after this message is dealt with: so arrivals keep their order."""
+        while handle.error() is None:
+            self._take(handle.message())
+            handle = self._inner.recv()
+            if not handle.done():
+                handle.on_done(self._arrived)
+                return
+        # The inner transport has ended; each peer's watch says so.
+
+    def _take(self, message: Message) -> None:
+        peer, nbytes = message.peer, HEADER_NBYTES + len(message.body)
+        with self._work:
+            self.received_nbytes[peer] += nbytes
+        if self._near(peer):
+            self._hand_over(peer, message)
+        else:
+            first_bit, last_bit = self._links.reaches(self._hosts[peer], self._hosts[self.rank], self._clock.now(), nbytes)
+            self._put(first_bit, _Arrival(peer, message, last_bit))
+
+    def _watch(self, peer: int) -> None:
+        with self._work:
+            if peer in self._watched or (self._mailbox.failure(peer) is not None and peer not in self._inner.peers):
+                return
+            self._watched.add(peer)
+        self._mailbox.admit(peer)
+        self._inner.recv(peer, _WATCH).on_done(lambda handle: self._lost(peer, handle))
+
+    def _lost(self, peer: int, handle: Handle) -> None:
+        error = handle.error()
+        assert error is not None
+        if self._near(peer):
+            self._hand_over(peer, error)
+        else:
+            self._put(0.0, _Arrival(peer, error, 0.0))
+
+    def _put(self, due: float, arrival: _Arrival) -> None:
+        """Into the delay line; what comes from one peer never overtakes."""
+        with self._work:
+            self._seq += 1
+            due = self._newest[arrival.peer] = max(due, self._newest.get(arrival.peer, due))
+            heapq.heappush(self._down, (due, self._seq, arrival))
+            self._wake.set()
+            self._work.notify_all()
+
+    def _delay(self) -> None:
+        """The delay line: at its first bit a frame reserves the downlink, and it is handed over when it is in."""
+        host = self._hosts[self.rank]
+        while not self._stop.is_set():
+            with self._work:
+                self._wake.clear()
+                while not self._down:
+                    self._work.wait()
+                    if self._stop.is_set():
+                        return
+                due, seq, arrival = self._down[0]
+                ready = due <= self._clock.now()
+                if ready:
+                    heapq.heappop(self._down)
+            if not ready:
+                self._clock.sleep_until(due, self._wake)  # or until something comes that may be due earlier
+            elif arrival.reserved:
+                self._hand_over(arrival.peer, arrival.what)
+            else:
+                if isinstance(arrival.what, Message):
+                    nbytes = HEADER_NBYTES + len(arrival.what.body)
+                    whole = self._links.receive(host, due, arrival.last_bit, nbytes)
+                    self._whole[arrival.peer] = max(whole, self._whole.get(arrival.peer, whole))
+                with self._work:
+                    heapq.heappush(self._down, (self._whole.get(arrival.peer, due), seq, arrival._replace(reserved=True)))
+
+    def _hand_over(self, peer: int, what: Message | CommError) -> None:
+        if isinstance(what, CommError):
+            with self._work:
+                self._watched.discard(peer)
+            self._mailbox.end(what, peer)
+            return
+        self._watch(peer)
+        try:
+            self._mailbox.deliver(what)
+        except CorruptFrame as error:
+            self.abort(error, peer)
+
+    # ---- the rest
+
+    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+        if peer is not None:
+            self._watch(peer)
+        return self._mailbox.recv(peer, match)
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return mailbox.wait(handle, deadline)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        self._mailbox.abort(reason, peer)
+        with self._work:
+            cut = [item for item in self._up if peer in (None, item[4].peer)]
+            self._up = [item for item in self._up if peer not in (None, item[4].peer)]
+            heapq.heapify(self._up)
+        for item in cut:
+            item[4].fail(reason)
+        self._inner.abort(reason, peer)
+
+    def close(self) -> None:
+        with self._work:
+            self._work.wait_for(lambda: not self._up and not self._sending, FLUSH_S)
+        self._stop.set()
+        with self._work:
+            self._wake.set()
+            self._work.notify_all()
+        reason = CommError("this end of the transport was closed")
+        self._mailbox.abort(reason)
+        for item in self._up:
+            item[4].fail(reason)
+        self._inner.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)

@@ -1,0 +1,279 @@
+"""The carrier over TCP: listens, dials, and keeps one connection for each peer. Knows addresses and sockets; no matching."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
+from commlayer.transport import framing, mailbox
+from commlayer.transport import hello as greeting
+from commlayer.transport.connection import Connection, drop, watch
+from commlayer.transport.framing import Reader
+from commlayer.transport.hello import Admit, Hello, same_job
+from commlayer.transport.mailbox import Mailbox
+from commlayer.transport.pool import Pool
+from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
+
+Address = tuple[str, int]
+FORMER_S = 0.5
+"""How long a new connection waits for the end of the peer's former one, which may still be on its way."""
+
+MAX_GREETINGS = 64
+"""Connections that may be in their greeting at once; more wait in the kernel's backlog."""
+
+
+class Settings(NamedTuple):
+    max_nbytes: int = framing.DEFAULT_MAX_NBYTES
+    """Largest body taken from a peer."""
+    max_kept_nbytes: int = mailbox.DEFAULT_MAX_KEPT_NBYTES
+    """Most that one peer may send ahead of any receive."""
+    buffer_nbytes: int = 0
+    """Of each socket, each way; 0 leaves it to the kernel, which tunes it to the link."""
+    keepalive_s: int = 10
+    """Silence after which the kernel asks whether the peer's machine is there; three missing answers end the connection."""
+    greeting_s: float = 10.0
+    flush_s: float = 3.0
+    """How long close() may take to send what is queued."""
+
+
+class TcpTransport:
+    """A Transport. `hello` says who this end is and may be replaced, as when a plan arrives; its rank stays. `admit` judges who
+    dials in; by default the job, protocol and plan must be those of `hello`.
+
+    Bodies of received messages lie in buffers of `pool`; who gives them back to it saves page faults.
+    """
+
+    def __init__(
+        self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings(), pool: Pool | None = None,
+    ) -> None:
+        self.hello = hello
+        self.pool = pool or Pool()
+        self._admit, self._settings = admit, settings
+        self._mailbox = Mailbox(settings.max_kept_nbytes)
+        self._lock = threading.Condition()  # notified when a rank is free again
+        self._connections: dict[int, Connection] = {}
+        self._taken: set[int] = set()  # ranks that are connected or in their greeting
+        self._ending: set[Connection] = set()
+        self._listeners: list[socket.socket] = []
+        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._closed = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        return self.hello.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(sorted(peer for peer in self._connections if self._mailbox.failure(peer) is None))
+
+    # ---- connecting
+
+    def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
+        """Takes connections from now on. Returns the address bound; port 0 lets the system choose one."""
+        try:
+            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            sock = watch(socket.create_server(where[:2], family=family, backlog=128))
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host}:{port}: {_listen_remedy(error)}") from None
+        with self._lock:
+            self._listeners.append(sock)
+        threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
+        bound: Address = sock.getsockname()[:2]
+        return bound
+
+    def dial(self, peer: int, address: Address, deadline: float) -> None:
+        """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason."""
+        who, (host, port) = peer_name(peer), address
+        begin = time.monotonic()
+        self._reserve(peer)
+        sock = None
+        try:
+            try:
+                sock = watch(socket.create_connection(address, max(0.001, deadline - begin)))
+            except TimeoutError:
+                raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
+                                       "that it runs, and the firewalls between", peer=who) from None
+            except OSError as error:
+                raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
+                               "address and that it runs there", peer=who) from None
+            self._tune(sock)
+            reader = self._reader()
+            greeting.greet(sock, reader, self.hello, peer, deadline)
+            self._mailbox.admit(peer)
+            self._connect(sock, peer, reader)
+        except BaseException:
+            if sock is not None:
+                drop(sock)
+            with self._lock:
+                self._taken.discard(peer)
+                self._lock.notify_all()
+            raise
+
+    def _reserve(self, peer: int) -> None:
+        with self._lock:
+            if not self._lock.wait_for(lambda: peer not in self._taken, FORMER_S):
+                raise ValueError(f"{peer_name(peer)} is connected already")
+            self._taken.add(peer)
+
+    def _accept_loop(self, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            self._greetings.acquire()
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                self._greetings.release()
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    self._closed.wait(0.1)  # the system is short of something: others may free it
+                    continue
+                if error.errno in (errno.ECONNABORTED, errno.EINTR):
+                    continue
+                return  # close() shut the listener down
+            watch(sock)
+            where = f"{address[0]}:{address[1]}"
+            threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, where: str) -> None:
+        deadline = time.monotonic() + self._settings.greeting_s
+        peer = None
+        try:
+            self._tune(sock)
+            reader = self._reader()
+            hello = greeting.read_hello(sock, reader, f"the dialler at {where}", deadline)
+            reason = self._judge(hello)
+            if not reason:
+                peer = hello.rank
+            greeting.welcome(sock, self.rank, reason, where, deadline)
+            if peer is None:
+                drop(sock)
+            else:
+                self._connect(sock, peer, reader)
+        except (CommError, OSError) as error:
+            mailbox.log.warning("connection from %s dropped: %s", where, error)
+            drop(sock)
+            if peer is not None:
+                self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
+                with self._lock:
+                    self._taken.discard(peer)
+                    self._lock.notify_all()
+        finally:
+            self._greetings.release()
+
+    def _judge(self, hello: Hello) -> str:
+        reason = (self._admit or same_job(self.hello))(hello)
+        with self._lock:
+            if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_S):
+                reason = f"{peer_name(hello.rank)} is connected already: give each process its own rank or end the old one"
+            if not reason and hello.rank == self.rank:
+                reason = f"{peer_name(self.rank)} is this end itself: give each process its own rank"
+            if not reason:
+                self._taken.add(hello.rank)
+                self._mailbox.admit(hello.rank)  # before the welcome: who was welcomed counts as connected
+        return reason
+
+    def _reader(self) -> Reader:
+        return Reader(greeting.MAX_NBYTES, self.pool.take)
+
+    def _tune(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._settings.keepalive_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._settings.keepalive_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        if self._settings.buffer_nbytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
+
+    def _connect(self, sock: socket.socket, peer: int, reader: Reader) -> None:
+        sock.settimeout(None)
+        reader.max_nbytes = self._settings.max_nbytes
+        connection = Connection(sock, peer, self._mailbox, reader, self._ended)
+        with self._lock:
+            if self._closed.is_set():
+                raise PeerLost("this end of the transport was closed", peer=peer_name(peer))
+            self._connections[peer] = connection
+            connection.start()  # under the lock: close() must find only what it can join
+
+    def _ended(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.pop(connection.peer, None)
+            self._taken.discard(connection.peer)
+            self._lock.notify_all()
+            self._ending = {c for c in self._ending if c.alive()} | {connection}
+
+    # ---- the five methods
+
+    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        if len(body) > self._settings.max_nbytes:
+            raise ValueError(f"a body of {len(body)} bytes for {peer_name(peer)}, allowed {self._settings.max_nbytes}")
+        operation = mailbox.sending(peer, header)
+        with self._lock:
+            connection = self._connections.get(peer)
+        if connection is not None:
+            connection.send(operation, header, body)
+        else:
+            operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
+        return operation
+
+    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+        return self._mailbox.recv(peer, match)
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return mailbox.wait(handle, deadline)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        """Drops the connections too: the other side reads "connection closed"."""
+        self._mailbox.abort(reason, peer)
+        with self._lock:
+            cut = [c for c in self._connections.values() if peer in (None, c.peer)]
+        for connection in cut:
+            connection.end(reason)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            listeners, self._listeners = self._listeners, []
+            connections = list(self._connections.values())
+        for listener in listeners:
+            try:
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+            except OSError:
+                pass
+            drop(listener)
+        reason = CommError("this end of the transport was closed")
+        self._mailbox.abort(reason)
+        deadline = time.monotonic() + self._settings.flush_s
+        bye = Header(Kind.BYE, sender=self.rank)
+        for connection in connections:
+            connection.send(mailbox.sending(connection.peer, bye), bye, b"", last=True)
+        for connection in connections:
+            if not connection.join(deadline):
+                connection.end(reason)
+        with self._lock:
+            rest = list(self._ending)
+        for connection in rest:
+            connection.join(time.monotonic() + 1.0)
+
+
+def parse_address(text: str) -> Address:
+    """("host", 1234) of "host:1234"; an IPv6 host stands in brackets."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"address {text!r}: expected HOST:PORT, as 192.168.1.5:29400 or [::1]:29400")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _listen_remedy(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "the address is not of this machine: bind one that is, or 0.0.0.0 for all"
+    if error.errno == errno.EACCES:
+        return "not allowed: choose a port above 1023"
+    return error.strerror or str(error)
