@@ -1,0 +1,39 @@
+"""The command `commlayer`: names the commands and turns what users can mend into one line. Loads no torch and no grpc."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from commlayer.cli.serve import serve
+from commlayer.errors import CommError
+
+app = typer.Typer(
+    name="commlayer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Gradient compression and communication scheduling for PyTorch over slow, uneven networks and GPUs.",
+)
+
+
+@app.callback()
+def commlayer() -> None:
+    """Keeps `commlayer serve` a subcommand while it is the only one."""
+
+
+app.command()(serve)
+
+
+def run() -> None:
+    """The entry point. Exit codes: 0 done, 2 something to mend (one line says what), 130 Ctrl-C."""
+    try:
+        app(prog_name="commlayer")
+    except (CommError, ValueError, OSError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
+        print(f"commlayer: {text}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()

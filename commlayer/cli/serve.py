@@ -1,0 +1,88 @@
+"""`commlayer serve`: a coordinator, a summation server, or both, until the job is over. Knows neither codecs nor decisions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import signal
+import threading
+from typing import Annotated
+
+import typer
+
+from commlayer.config import Config, host_port, join_host, read_config
+from commlayer.errors import CommError
+
+log = logging.getLogger("commlayer")
+
+
+def serve(
+    join: Annotated[str, typer.Option(help="host:port of a coordinator: serve sums only.", metavar="ADDR")] = "",
+    bind: Annotated[str, typer.Option(help="Address of this machine to listen on, else 127.0.0.1.", metavar="HOST")] = "",
+    advertise: Annotated[str, typer.Option(help="Name or address under which others reach this machine.", metavar="HOST")] = "",
+    port: Annotated[int, typer.Option(help="The coordinator's port, the data port is the next one; 0: any free ones.")] = 0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
+    workers: Annotated[int, typer.Option(help="How many workers to wait for; 0: as many as the first one says.", min=0)] = 0,
+    servers: Annotated[int | None, typer.Option(help="How many summation servers with this one, else 1.", min=0)] = None,
+    no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
+    parent: Annotated[int, typer.Option(hidden=True)] = 0,
+) -> None:
+    """Host the coordinator of a job and a summation server; with --join only a server of that job."""
+    given = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure}
+    config = read_config({name: value for name, value in given.items() if value})
+    if config.join and no_server:
+        raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
+    if servers == 0 and not no_server:
+        raise ValueError("--servers 0 does not count this one: add --no-server to coordinate only")
+    if config.port == 65535 and not config.join and not no_server:
+        raise ValueError("--port 65535 leaves no next port for the data: choose a lower one")
+    logging.basicConfig(level=logging.WARNING if parent else logging.INFO, format="commlayer serve: %(message)s")
+    end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: end.set())
+    if parent:
+        from commlayer.control.embedded import follow_parent
+
+        follow_parent(parent, end)
+    if servers is None:
+        servers = 0 if no_server else 1
+    _run(config, workers=workers, servers=servers, sums=not no_server, end=end)
+
+
+def _run(config: Config, *, workers: int, servers: int, sums: bool, end: threading.Event) -> None:
+    """Until `end` is set or the job is over. Tells the addresses as one line of JSON on standard output."""
+    from commlayer.control import client, messages
+    from commlayer.control.coordinator import Coordinator
+
+    with contextlib.ExitStack() as stack:
+        control, near, data, data_port = config.join, config.join, "", config.port
+        if not control:
+            coordinator = Coordinator(config, workers=workers, servers=servers, ended=end)
+            stack.callback(coordinator.close)
+            control, near = coordinator.address, coordinator.near
+            data_port = config.port and config.port + 1
+        if sums:
+            # Here, since it loads torch, which a coordinator does without.
+            from commlayer.control.serving import Serving
+
+            serving = Serving(config.bind, data_port, config)
+            stack.callback(serving.close)
+            data = join_host(config.advertise or config.bind, host_port(serving.address)[1])
+        print(json.dumps({"control": control, "data": data}), flush=True)
+        log.info("workers join with COMMLAYER_JOIN=%s", control)
+        if sums:
+            try:
+                member = client.join(near, messages.server(data, config.node), config, _note, deadline_s=math.inf, ended=end)
+            except CommError:
+                if end.is_set():
+                    return
+                raise
+            stack.callback(member.leave)
+            serving.start(member.view, member.plan, member.rank)
+        end.wait()
+
+
+def _note(error: CommError) -> None:
+    """The workers act on a death; a server only says so."""
+    log.warning("%s", error)

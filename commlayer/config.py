@@ -1,0 +1,225 @@
+"""The one reader of environment and TOML. Knows names, allowed values and where a value came from; not what it is for."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+from commlayer.errors import RecordError
+from commlayer.records import Record
+
+PREFIX = "COMMLAYER_"
+DAY_S = 86400.0
+
+# `description` says what is allowed: error messages and `describe` quote it.
+Text = Annotated[str, msgspec.Meta(description="text")]
+Flag = Annotated[bool, msgspec.Meta(description="true or false")]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 40, description="a whole number of bytes, 0 or more")]
+Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
+Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
+CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=1 << 40, description="a whole number of bytes, at least 4096")]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
+
+
+class Config(Record, frozen=True):
+    """Settings of one process. The first source that names a field wins: argument, environment, TOML file, default."""
+
+    join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
+    bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
+    advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
+    port: Port = 0
+    """Where a coordinator listens; a summation server in the same process takes the next one."""
+    insecure: Flag = False
+    servers: Servers = "one"
+    node: Count = 0
+    """Which machine a server of this process shares; workers under torchrun count their own."""
+    ranks_per_node: Count = 0
+    """0: as torchrun says (LOCAL_WORLD_SIZE)."""
+    deadline_s: Seconds = 60.0
+    join_deadline_s: Seconds = 60.0
+    heartbeat_s: Seconds = 1.0
+    dead_after_s: Seconds = 10.0
+    """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
+    fuse_nbytes: Bytes = 1 << 20
+    cut_nbytes: CutBytes = 4 << 20
+    backend: Backend = "auto"
+    threads: Count = 0
+    """0: as many as the machine suggests."""
+    shape: Text = ""
+    """Link shaping inside the process, for the demo; empty for none."""
+
+
+class Launch(NamedTuple):
+    """Who this process is, as torchrun says; a process started by hand is rank 0 of 1."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    node: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    restart: int = 0
+
+
+class _Setting(NamedTuple):
+    value: Any
+    source: str
+    text: bool
+    """Values that arrive as text, from the environment, are converted; others must have their type."""
+
+
+_TYPES = get_type_hints(Config, include_extras=True)
+
+
+def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None,
+                cwd: str | Path = ".") -> Config:
+    """The settings in force, checked; a RecordError names the field, its source, what was got and what is allowed."""
+    environ = os.environ if environ is None else environ
+    settings = _from_file(environ, Path(cwd)) | _from_environment(environ) | _from_argument(argument)
+    fields = {name: _checked(name, setting) for name, setting in settings.items()}
+    config = Config(**fields)
+
+    def source(name: str) -> str:
+        return settings[name].source if name in settings else "default"
+
+    if config.dead_after_s < 2 * config.heartbeat_s:
+        raise RecordError(f"dead_after_s: got {config.dead_after_s:g} from {source('dead_after_s')}, allowed: at least twice "
+                          f"heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}")
+    if config.join:
+        try:
+            host_port(config.join)
+        except ValueError as error:
+            raise RecordError(f"join: {error} (from {source('join')})") from None
+    _check_plain_text(config)
+    return config
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """What torchrun's variables say. RANK and WORLD_SIZE come together or not at all."""
+    environ = os.environ if environ is None else environ
+
+    def number(name: str, default: int) -> int:
+        text = environ.get(name, "")
+        if text and not text.isdecimal():
+            raise RecordError(f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more")
+        return int(text) if text else default
+
+    if bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
+        there, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
+        raise RecordError(f"{there} is in the environment but {missing} is not: set both (torchrun does) or none")
+    rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
+    # Launchers that set only RANK and WORLD_SIZE are taken at one process per node.
+    local_world = number("LOCAL_WORLD_SIZE", 1)
+    found = Launch(rank, world, number("LOCAL_RANK", 0), local_world, number("GROUP_RANK", rank // max(local_world, 1)),
+                   environ.get("MASTER_ADDR", ""), number("MASTER_PORT", 0), number("TORCHELASTIC_RESTART_COUNT", 0))
+    if found.rank >= found.world:
+        raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}")
+    if found.local_rank >= local_world:
+        raise RecordError(f"LOCAL_RANK: got {found.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
+                          f"which is {local_world}")
+    return found
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """The environment for a child process that is to have exactly these settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    # An empty file setting keeps the child from reading a commlayer.toml of its own.
+    return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
+
+
+def quiet_forks() -> None:
+    """Before grpc is imported: its fork handlers hang forked children (DataLoader workers) that exit while a channel lives."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """The two halves of "host:port" or "[v6 address]:port"."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in bare and bare == host) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"got {address!r}, allowed: host:port with a port from 1 to 65535, as in 10.0.0.1:7000 or [::1]:7000")
+    return bare, int(port)
+
+
+def join_host(host: str, port: int) -> str:
+    """The inverse of host_port."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Without asking a name service: a name that is not "localhost" counts as remote."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_plain_text(config: Config) -> None:
+    """Plain text leaves the machine only where the user has said so, to an address that the user has named."""
+    remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", config.advertise)) if host]
+    remote += [("join", host_port(config.join)[0])] if config.join else []
+    for name, host in remote:
+        if not is_loopback(host) and not config.insecure:
+            raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set insecure (--insecure, "
+                              f"{PREFIX}INSECURE=1) if you trust every machine on the way, or tunnel it to 127.0.0.1")
+    named = "advertise" if config.advertise else "bind"
+    if getattr(config, named) in ("0.0.0.0", "::"):
+        raise RecordError(f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
+                          f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
+
+
+def _from_argument(argument: Config | Mapping[str, Any] | None) -> dict[str, _Setting]:
+    if isinstance(argument, Config):
+        argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
+    given = (argument or {}).items()
+    return {_known(name, f"argument {name}"): _Setting(value, f"argument {name}", False) for name, value in given}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
+    # Kubernetes adds variables of this form for a service that is called commlayer.
+    linked = {n for n, v in environ.items() if PREFIX + "SERVICE_HOST" in environ
+              and (n.startswith((PREFIX + "SERVICE_", PREFIX + "PORT_")) or (n == PREFIX + "PORT" and "://" in v))}
+    names = [n for n in sorted(environ) if n.startswith(PREFIX) and n != PREFIX + "CONFIG" and n not in linked]
+    return {_known(n.removeprefix(PREFIX).lower(), f"environment variable {n}"):
+            _Setting(environ[n], f"environment variable {n}", True) for n in names}
+
+
+def _from_file(environ: Mapping[str, str], cwd: Path) -> dict[str, _Setting]:
+    named = environ.get(PREFIX + "CONFIG")
+    path = cwd / (named or "commlayer.toml")
+    if named == "" or (named is None and not path.is_file()):
+        return {}
+    try:
+        fields = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise RecordError(f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RecordError(f"{path} is not TOML: {error}") from None
+    return {_known(name, f"{path}:{name}"): _Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
+
+
+def _known(name: str, source: str) -> str:
+    if name not in _TYPES:
+        near = difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.5)
+        meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(_TYPES)}"
+        raise RecordError(f"{name}: no such setting ({source}); {meant}")
+    return name
+
+
+def _checked(name: str, setting: _Setting) -> Any:
+    try:
+        return msgspec.convert(setting.value, _TYPES[name], strict=not setting.text)
+    except msgspec.ValidationError:
+        allowed = next(m.description for m in _TYPES[name].__metadata__)
+        raise RecordError(f"{name}: got {setting.value!r} from {setting.source}, allowed: {allowed}") from None

@@ -1,0 +1,158 @@
+"""`commlayer serve` as a child process of a training process. Knows pipes and process ids; not what is served.
+
+The child ends with its parent: its standard input is a pipe that ends when the parent does, and it also asks whose child it is,
+since forked DataLoader workers hold that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called attach() ends.)
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from commlayer.config import Config, child_environment
+from commlayer.errors import CommError, DeadlineExceeded
+
+ROOT = Path(__file__).parents[2]
+# The child must run the package that this process runs, installed or not, whatever lies in the current directory.
+RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.cli.main import run; run()"
+TAIL_LINES = 15
+LOOK_S = 1.0
+GRACE_S = 5.0
+
+
+class Embedded:
+    """A running child. `control` and `data` are its addresses, empty for what it does not serve."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stderr: _Stderr, control: str, data: str) -> None:
+        self.control, self.data = control, data
+        self.pid = process.pid
+        self._process, self._stderr, self._owner = process, stderr, os.getpid()
+
+    @classmethod
+    def start(cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", no_server: bool = False) -> Embedded:
+        """A coordinator with server 0, or with `join` only a server; ready when this returns.
+
+        CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
+        """
+        command = [sys.executable, "-P", "-c", RUN, str(ROOT), "serve", "--parent", str(os.getpid())]
+        command += ["--join", join] if join else ["--workers", str(workers), "--servers", str(servers)]
+        command += ["--no-server"] if no_server else []
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # Ctrl-C goes to the trainer, which ends the child when it no longer needs it.
+            start_new_session=True, env=child_environment(config),
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stderr = _Stderr(process.stderr)
+        made = cls(process, stderr, "", "")
+        try:
+            line = _first_line(process, config.join_deadline_s)
+        except BaseException:
+            made.close()
+            raise
+        if line is None:
+            made.close()
+            raise CommError(f"did not start: {stderr.tail() or f'exit code {process.returncode}'}", peer="embedded server")
+        addresses = json.loads(line)
+        made.control, made.data = addresses["control"], addresses["data"]
+        stderr.forward()
+        return made
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Ends the child in bounded time. It may go on for `linger_s` first: it ends by itself when all workers have left."""
+        if os.getpid() != self._owner:
+            return  # a forked copy of the trainer does not own it
+        process = self._process
+        if process.poll() is None and linger_s > 0:
+            _ended(process, linger_s)
+        assert process.stdin is not None
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+        if not _ended(process, GRACE_S):
+            process.terminate()
+            if not _ended(process, GRACE_S):
+                process.kill()
+                process.wait()
+        self._stderr.finish()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def follow_parent(parent: int, stop: threading.Event) -> None:
+    """In the child: sets `stop` when the parent has ended, and leaves the process if that is not heeded."""
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            readable, _, _ = select.select([0], [], [], LOOK_S)
+            if readable and not os.read(0, 1):
+                break
+        stop.set()
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="commlayer-parent", daemon=True).start()
+
+
+class _Stderr:
+    """Drains the child's standard error: keeps the last lines and, once it has started, passes new ones on."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._lines: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._forward = False
+        self._thread = threading.Thread(target=self._drain, name="commlayer-stderr", daemon=True)
+        self._thread.start()
+
+    def forward(self) -> None:
+        self._forward = True
+
+    def tail(self) -> str:
+        self._thread.join(timeout=1.0)
+        return "\n".join(self._lines).strip()
+
+    def finish(self) -> None:
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._pipe.close()
+
+    def _drain(self) -> None:
+        for data in self._pipe:
+            line = data.decode("utf-8", "replace").rstrip("\n")
+            self._lines.append(line)
+            if self._forward:
+                print(line, file=sys.stderr, flush=True)
+
+
+def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
+    """The first line on its standard output, None if it ended without one."""
+    assert process.stdout is not None
+    descriptor = process.stdout.fileno()
+    deadline, data = time.monotonic() + deadline_s, b""
+    while b"\n" not in data:
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            raise DeadlineExceeded(f"did not start within {deadline_s:g} s", peer="embedded server")
+        more = os.read(descriptor, 4096)
+        if not more:
+            return None
+        data += more
+    return data
+
+
+def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""Who takes part: decisions as functions of (state, request, now). Knows no clock, lock or socket.
+
+A seat belongs to one process, known by its token. Until everyone is in, a seat whose process falls silent is cleared, so that
+a restarted one can take it; from then on a silent process is dead for good and the others are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from commlayer.control.messages import ANY, PROTOCOL, Gone, Join, Pulse, Seat, Status, digest_of
+from commlayer.records import Member, Record, ServerInfo, View
+
+PAUSE_S = 2.0
+"""A longer gap between two ticks means that the coordinator itself was stopped, so silence in it is nobody's fault."""
+
+
+class Place(Record, frozen=True):
+    """A taken seat: the request it was given for, when its process was last heard, and why it is gone."""
+
+    join: Join
+    rank: int
+    seen_s: float
+    dead: str = ""
+    left: str = ""
+
+    @property
+    def here(self) -> bool:
+        return not self.dead and not self.left
+
+    @property
+    def peer(self) -> str:
+        return f"{self.join.kind} {self.rank}"
+
+
+class State(Record, frozen=True):
+    """All that the coordinator knows. `workers` is 0 until somebody says how many there are."""
+
+    workers: int
+    servers: int
+    places: Mapping[str, Place] = msgspec.field(default_factory=dict)
+    """By token."""
+    view: View | None = None
+    plan: bytes = b""
+    ticked_s: float | None = None
+    refused: tuple[tuple[str, str], ...] = ()
+    """Peer and reason, so that those who wait learn why someone is missing."""
+
+
+class Taken(NamedTuple):
+    """A decision: the state after it and what the asker is told."""
+
+    state: State
+    reply: Seat
+
+
+def join(state: State, request: Join, now: float) -> Taken:
+    """Seats the process, refuses it, or answers one that is seated. The last one in makes the view of generation 1."""
+    place = state.places.get(request.token)
+    if place is not None:
+        if not place.here:
+            return Taken(state, Seat(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
+        state = _with(state, msgspec.structs.replace(place, seen_s=now))
+        return Taken(state, _seat(state, place))
+    problem = _problem(state, request)
+    if problem:
+        asked = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
+        line = f"{asked} on {_who(request)}: {problem}"
+        kept = tuple(entry for entry in state.refused if entry[0] != asked)[-7:]
+        return Taken(msgspec.structs.replace(state, refused=(*kept, (asked, problem))), Seat(error=line))
+    rank = request.rank if request.rank != ANY else _free(state, request.kind)
+    place = Place(request, rank, now)
+    workers = state.workers or request.world if request.kind == "worker" else state.workers
+    state = _completed(msgspec.structs.replace(_with(state, place), workers=workers))
+    return Taken(state, _seat(state, place))
+
+
+def heartbeat(state: State, token: str, now: float) -> tuple[State, Pulse]:
+    """Notes that the process lives and tells it who does not."""
+    place = state.places.get(token)
+    if place is None:
+        return state, Pulse(stranger=True)
+    if place.here:
+        state = _with(state, msgspec.structs.replace(place, seen_s=now))
+    others = [p for t, p in sorted(state.places.items()) if t != token]
+    lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead)
+    left = tuple(Gone(p.peer, p.left) for p in others if p.left)
+    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state))
+
+
+def leave(state: State, token: str, reason: str) -> State:
+    """An orderly end. Before the view is complete it frees the seat."""
+    place = state.places.get(token)
+    if place is None or not place.here:
+        return state
+    if state.view is None:
+        return _without(state, {token})
+    return _with(state, msgspec.structs.replace(place, left=reason or "finished"))
+
+
+def tick(state: State, now: float, dead_after_s: float) -> State:
+    """Judges silence. Call it a few times per second."""
+    paused_s = now - state.ticked_s if state.ticked_s is not None else 0.0
+    places = state.places
+    if paused_s > PAUSE_S:
+        places = {t: msgspec.structs.replace(p, seen_s=min(now, p.seen_s + paused_s)) for t, p in places.items()}
+    state = msgspec.structs.replace(state, places=places, ticked_s=now)
+    silent = {t: p for t, p in places.items() if p.here and now - p.seen_s >= dead_after_s}
+    if state.view is None:
+        return _without(state, silent) if silent else state
+    for p in silent.values():
+        reason = f"no heartbeat for {now - p.seen_s:.1f} s from {_who(p.join)}: it was killed, stopped or cut off"
+        state = _with(state, msgspec.structs.replace(p, dead=reason))
+    return state
+
+
+def over(state: State) -> bool:
+    """The job began and no worker is left in it."""
+    return state.view is not None and not any(p.here for p in state.places.values() if p.join.kind == "worker")
+
+
+def empty(state: State) -> bool:
+    """The job is over and its servers have left too: nobody will ask again."""
+    return over(state) and not any(p.here for p in state.places.values())
+
+
+def status(state: State) -> Status:
+    return Status(state.workers, state.servers, missing(state), state.view)
+
+
+def missing(state: State) -> str:
+    """Who has not joined yet, and why if that is known; empty when all are in."""
+    parts = []
+    for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
+        here = _ranks(state, kind)
+        absent = sorted(set(range(total)) - here)
+        if absent or (kind == "worker" and not total):
+            names = f"; missing: {one}{'s' if len(absent) > 1 else ''} {_listed(absent)}" if absent else ""
+            parts.append(f"{len(here)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
+    seated = {p.peer for p in state.places.values()}
+    parts += [f"{asked} was refused: {problem}" for asked, problem in state.refused if parts and asked not in seated]
+    return "; ".join(parts)
+
+
+def _problem(state: State, request: Join) -> str:
+    """Why the request cannot be met, or an empty string."""
+    if request.protocol != PROTOCOL:
+        return f"speaks control protocol {request.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
+    version = next((p.join.version for p in state.places.values()), request.version)
+    if request.version != version:
+        return f"runs commlayer {request.version}, the job {version}: install the same version everywhere"
+    if state.view is not None:
+        return f"the job has begun with {len(state.view.members)} workers; a running job takes no new members"
+    total = state.servers
+    if request.kind == "worker":
+        total = state.workers or request.world
+        if not total:
+            return "neither it nor the coordinator says how many workers there are: commlayer serve --workers N"
+        if request.world not in (0, total):
+            return f"expects {request.world} workers, the job has {total}: start all with the same world size"
+    if request.rank != ANY and not 0 <= request.rank < total:
+        return f"rank {request.rank} is outside 0..{total - 1}"
+    peers = [p for p in state.places.values() if p.join.kind == request.kind]
+    if request.rank == ANY and len(peers) >= total:
+        remedy = ": start the coordinator with a larger --servers" if request.kind == "server" else ""
+        return f"the job has its {total} {request.kind}s already{remedy}"
+    return next(filter(None, (_conflict(request, p) for p in peers)), "")
+
+
+def _conflict(request: Join, place: Place) -> str:
+    """Why the request does not go with a seated process of the same kind."""
+    other = place.join
+    if place.rank == request.rank:
+        return f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own"
+    if other.job != request.job:
+        return (f"trains another model: its job is {request.job}, that of {place.peer} on {_who(other)} is {other.job}; "
+                "names, shapes and order of the parameters must be equal")
+    if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
+        return (f"holds plan {request.plan_digest}, {place.peer} on {_who(other)} holds {other.plan_digest}: "
+                "give all workers the same plan")
+    return ""
+
+
+def _completed(state: State) -> State:
+    """With the view of generation 1 if everyone is in."""
+    if missing(state):
+        return state
+    seated = sorted(state.places.values(), key=lambda p: p.rank)
+    workers = [p for p in seated if p.join.kind == "worker"]
+    members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
+    servers = tuple(ServerInfo(p.rank, p.join.address, p.join.node) for p in seated if p.join.kind == "server")
+    plan = workers[0].join.plan
+    return msgspec.structs.replace(state, view=View(1, members, servers, digest_of(plan)), plan=plan)
+
+
+def _seat(state: State, place: Place) -> Seat:
+    return Seat(rank=place.rank, view=state.view, plan=state.plan, missing=missing(state))
+
+
+def _free(state: State, kind: str) -> int:
+    taken = _ranks(state, kind)
+    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+
+def _ranks(state: State, kind: str) -> set[int]:
+    return {p.rank for p in state.places.values() if p.join.kind == kind}
+
+
+def _with(state: State, place: Place) -> State:
+    return msgspec.structs.replace(state, places={**state.places, place.join.token: place})
+
+
+def _without(state: State, tokens: Iterable[str]) -> State:
+    return msgspec.structs.replace(state, places={t: p for t, p in state.places.items() if t not in set(tokens)})
+
+
+def _who(request: Join) -> str:
+    return f"{request.name} (pid {request.pid})"
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown

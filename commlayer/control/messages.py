@@ -1,0 +1,138 @@
+"""What travels on the control plane: frozen records as msgpack. Knows no sockets, no clock and no decision."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import secrets
+import socket
+from typing import Literal, TypeVar
+
+import msgspec
+
+from commlayer.errors import CorruptFrame
+from commlayer.records import Record, View
+
+PROTOCOL = 1
+SERVICE = "commlayer.Control"
+MAX_NBYTES = 64 << 20
+"""Most bytes of one message; a plan of a model with 100,000 tensors has about 20 MB."""
+
+R = TypeVar("R", bound=Record)
+Kind = Literal["worker", "server"]
+ANY = -1
+"""As a rank: the coordinator chooses."""
+
+
+class Join(Record, frozen=True):
+    """One process asks to take part. Sent again until the view is complete; `token` says that it is the same process."""
+
+    kind: Kind
+    token: str
+    name: str
+    pid: int
+    protocol: int
+    version: str
+    rank: int = ANY
+    world: int = 0
+    """0: as many as the coordinator was told."""
+    node: int = 0
+    job: str = ""
+    """Digest of the worker's Job."""
+    plan: bytes = b""
+    """The plan's canonical bytes. Those of worker 0 are everyone's."""
+    plan_digest: str = ""
+    """Not empty: what the sender holds to be the plan; all who say so must agree."""
+    address: str = ""
+    """A server's data address."""
+
+
+class Seat(Record, frozen=True):
+    """The answer to Join: `error`, or who the process is and, once all are in, the view; until then who is missing."""
+
+    error: str = ""
+    rank: int = ANY
+    view: View | None = None
+    plan: bytes = b""
+    missing: str = ""
+
+
+class Heartbeat(Record, frozen=True):
+    token: str
+
+
+class Gone(Record, frozen=True):
+    """A peer that takes no part any more, by its name in errors, and why."""
+
+    peer: str
+    reason: str
+
+
+class Pulse(Record, frozen=True):
+    """The answer to Heartbeat. `stranger`: this coordinator never seated the sender."""
+
+    stranger: bool = False
+    dead: str = ""
+    """Not empty: the sender itself was declared dead, for this reason."""
+    lost: tuple[Gone, ...] = ()
+    left: tuple[Gone, ...] = ()
+    over: bool = False
+    """Every worker has left or is dead."""
+
+
+class Leave(Record, frozen=True):
+    token: str
+    reason: str = "finished"
+
+
+class Ask(Record, frozen=True):
+    """What is this coordinator waiting for?"""
+
+
+class Status(Record, frozen=True):
+    """The answer to Ask. A worker that plans needs the number of servers before it can join."""
+
+    workers: int
+    """0: as many as the first worker says."""
+    servers: int
+    missing: str
+    view: View | None = None
+
+
+def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "") -> Join:
+    """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
+    sent = plan if rank in (0, ANY) else b""
+    return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
+                sent, plan_digest or digest_of(plan))
+
+
+def server(address: str, node: int = 0) -> Join:
+    """The request of this process as a summation server that workers reach at `address`."""
+    return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), node=node,
+                address=address)
+
+
+def digest_of(plan: bytes) -> str:
+    """records.digest of the plan, from its canonical bytes; empty for no plan."""
+    return hashlib.sha256(plan).hexdigest()[:16] if plan else ""
+
+
+def version() -> str:
+    """The installed package's version, or "source" for a bare checkout."""
+    try:
+        return importlib.metadata.version("commlayer")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
+
+
+def pack(record: Record) -> bytes:
+    return msgspec.msgpack.encode(record)
+
+
+def unpack(data: bytes, kind: type[R], peer: str) -> R:
+    """The record in `data`; CorruptFrame naming the peer if it is none."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {error}", peer=peer) from None

@@ -1,0 +1,50 @@
+"""Gives codecs to the summation service: a bucket's codec, accumulators and server state as its `Ops`. Knows no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import safetensors.torch
+
+from commlayer.compressors import parse, restore, snapshot, wrap
+from commlayer.compressors.codec import Codec
+from commlayer.records import Bucket, Plan
+
+
+class CodecOps:
+    """See transport.service.Ops."""
+
+    def __init__(self, codec: Codec, bucket: Bucket) -> None:
+        self._codec, self._spec = codec, bucket.spec
+        self._state = codec.init_server(self._spec)
+        self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
+
+    def zeros(self, r: int) -> Any:
+        return self._codec.zeros(self._spec, r)
+
+    def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None:
+        self._codec.add(r, payload, acc, first=first)
+
+    def emit(self, r: int, acc: Any, out: memoryview) -> int:
+        return self._codec.emit(r, acc, self._state, out)
+
+    def undo(self) -> None:
+        self._codec.undo_server(self._state)
+
+    def snapshot(self) -> bytes:
+        return safetensors.torch.save(snapshot(self._state))
+
+    def restore(self, data: bytes | memoryview) -> None:
+        restore(self._state, safetensors.torch.load(bytes(data)))
+
+
+def ops_of(plan: Plan, server: int) -> dict[int, CodecOps]:
+    """What server number `server` sums under that plan."""
+    mine = (b for b in plan.buckets if b.path == "service" and b.server == server)
+    return {b.id: CodecOps(wrap(parse(b.codec)), b) for b in mine}
+
+
+def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:
+    """Per bucket the ranks that contribute, in the order of their sum: the owner on each node."""
+    nodes = range(world // plan.ranks_per_node)
+    return {b.id: tuple(n * plan.ranks_per_node + b.owner for n in nodes) for b in plan.buckets if b.path == "service"}

@@ -1,0 +1,118 @@
+"""A worker's connections: to the coordinator, and to every server. Knows views and addresses; no plan's meaning, no codec."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from commlayer.config import Config, host_port
+from commlayer.control import client, messages
+from commlayer.control.client import Membership
+from commlayer.control.shaping import shaped_by
+from commlayer.errors import CommError, PeerLost
+from commlayer.records import View
+from commlayer.transport.hello import Hello
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
+from commlayer.transport.summing import Stalled, follow_stalls
+from commlayer.transport.tcp import TcpTransport
+
+Fail = Callable[[CommError], None]
+OnStalled = Callable[[int, int, tuple[int, ...]], None]
+
+
+class Uplink:
+    """Made by `connect`. Failures that come before `follow` are kept for it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._early: CommError | None = None
+        self._fail: Fail | None = None
+        self._membership: Membership | None = None
+        self.transport: Transport
+        self.recycle: Callable[[memoryview], None]
+
+    def connect(self, address: str, request: messages.Join) -> None:
+        """Takes a seat, waits for everyone, dials every server of the view."""
+        deadline = time.monotonic() + self._config.join_deadline_s
+        self._membership = membership = client.join(address, request, self._config, self._failed)
+        hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
+        transport = TcpTransport(hello)
+        self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
+        try:
+            for server in membership.view.servers:
+                # The last one in leaves little of the deadline to dial with.
+                transport.dial(SERVER_BASE + server.id, host_port(server.address), max(deadline, time.monotonic() + 10.0))
+        except BaseException as error:
+            membership.leave(f"could not reach a server: {error}")
+            self.transport.close()
+            raise
+
+    @property
+    def view(self) -> View:
+        assert self._membership is not None
+        return self._membership.view
+
+    def follow(self, fail: Fail, stalled: OnStalled) -> None:
+        """From now on deaths go to `fail`, and what servers wait for to `stalled`."""
+        with self._lock:
+            self._fail = fail
+        if self._early is not None:
+            fail(self._early)
+        for server in self.view.servers:
+            follow_stalls(self.transport, SERVER_BASE + server.id, self.view.generation, lambda said: self._told(said, stalled))
+
+    def _told(self, said: Stalled, stalled: OnStalled) -> None:
+        if said.dropped:
+            names = ", ".join(peer_name(m) for m in said.missing)
+            self._failed(PeerLost(f"was dropped by its server: {said.dropped}", peer=names, step=said.step, bucket=said.bucket))
+        left = [(peer, self.gone(peer)) for peer in map(peer_name, said.missing) if self.gone(peer)]
+        if left:
+            peer, reason = left[0]
+            self._failed(PeerLost(f"left the job: {reason}", peer=peer, step=said.step, bucket=said.bucket))
+        stalled(said.bucket, said.step, said.missing)
+
+    def _failed(self, error: CommError) -> None:
+        with self._lock:
+            fail = self._fail
+            if fail is None:
+                self._early = self._early or error
+                return
+        fail(error)
+
+    def gone(self, peer: str) -> str:
+        """Why that peer left, or nothing if it is there as far as the coordinator has said."""
+        return "" if self._membership is None else self._membership.left.get(peer, "")
+
+    def fetch_state(self, server: int, bucket: int, *, undo: bool) -> bytes:
+        """A server's codec state of a bucket; see Summation.snapshot."""
+        header = self._header(Kind.STATE_GET, bucket)._replace(flags=Flag.UNDO if undo else Flag.NONE)
+        return bytes(self._ask(server, header, b"", Kind.STATE).body)
+
+    def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
+        """Restores it; see Summation.restore."""
+        self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
+
+    def _header(self, kind: Kind, bucket: int) -> Header:
+        return Header(kind, self.view.generation, bucket=bucket, sender=self.transport.rank)
+
+    def _ask(self, server: int, header: Header, body: bytes, answer: Kind) -> Message:
+        peer = SERVER_BASE + server
+        handle = self.transport.recv(peer, key(header._replace(kind=answer)))
+        deadline = time.monotonic() + self._config.deadline_s
+        self.transport.wait(self.transport.send(peer, header, body), deadline)
+        return self.transport.wait(handle, deadline)
+
+    def close(self, reason: str = "") -> None:
+        if self._membership is not None:
+            self._membership.leave(reason or "finished")
+            self.transport.close()
+            self._membership = None
+
+
+def connect(address: str, request: messages.Join, config: Config) -> Uplink:
+    """Joins the job at that coordinator and connects to its servers."""
+    made = Uplink(config)
+    made.connect(address, request)
+    return made

@@ -1,0 +1,115 @@
+"""The plan that runs before anything is measured: buckets by size alone, one codec and one path for all. Knows no costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
+
+ELEMENT_NBYTES = 4
+"""Codecs see float32, whatever the parameter's dtype."""
+COLLECTIVE_NBYTES = 25 << 20
+"""A collective pays per call, so its buckets are large. These two are DistributedDataParallel's own figures."""
+FIRST_COLLECTIVE_NBYTES = 1 << 20
+"""The first bucket is small, so that sending begins early."""
+BUFFER_CODEC = "identity()"
+"""Running statistics are few and are averaged as they are."""
+
+
+def default_plan(
+    job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
+) -> Plan:
+    """One path for every bucket: "service" (spread over `servers` and local ranks by bytes) or "allreduce".
+
+    Small neighbours of one dtype are fused up to fuse_nbytes and large tensors cut to at most cut_nbytes; "allreduce"
+    uses sizes of its own. Equal arguments give equal plans.
+
+    >>> from commlayer.records import TensorInfo
+    >>> job = Job((TensorInfo("weight", (1000, 1000)), TensorInfo("bias", (1000,))))
+    >>> plan = default_plan(job, codec="fp16()", path="service", servers=1, ranks_per_node=1,
+    ...                     fuse_nbytes=1 << 20, cut_nbytes=1 << 21)
+    >>> [(b.id, b.slices[0].tensor, b.numel) for b in plan.buckets]
+    [(0, 1, 1000), (1, 0, 500000), (2, 0, 500000)]
+    """
+    _check(path, servers, ranks_per_node, cut_nbytes)
+    first_nbytes = fuse_nbytes
+    if path == "allreduce":
+        first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
+    groups = list(_fused(job, first_nbytes, fuse_nbytes, cut_nbytes))
+    sizes = [sum(s.numel for s in group) for group in groups]
+    service = path == "service"
+    hosts = spread(sizes, servers) if service else [0] * len(sizes)
+    owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
+    buckets = tuple(
+        Bucket(i, group, path, BUFFER_CODEC if _buffer(job, group) else codec, hosts[i], owners[i], _shape(job, group))
+        for i, group in enumerate(groups)
+    )
+    return Plan(job.digest(), buckets, servers if service else 0, ranks_per_node)
+
+
+def _buffer(job: Job, group: Sequence[Slice]) -> bool:
+    return job.tensors[group[0].tensor].buffer
+
+
+def _shape(job: Job, group: Sequence[Slice]) -> tuple[int, ...]:
+    """A whole matrix in a bucket of its own keeps its shape."""
+    info = job.tensors[group[0].tensor]
+    whole = len(group) == 1 and group[0].numel == info.numel
+    return info.shape if whole and len(info.shape) > 1 else ()
+
+
+def spread(sizes: Sequence[int], hosts: int) -> list[int]:
+    """A host for each size, in order: the one with the least so far, the lowest number among equals."""
+    loads = [0] * hosts
+    chosen = []
+    for size in sizes:
+        host = min(range(hosts), key=loads.__getitem__)
+        loads[host] += size
+        chosen.append(host)
+    return chosen
+
+
+def cut(tensor: int, numel: int, limit: int) -> tuple[Slice, ...]:
+    """The fewest slices of at most `limit` of its elements (one or more), which differ in size by at most one."""
+    parts = -(-numel // limit)
+    edges = [numel * i // parts for i in range(parts + 1)]
+    return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
+
+
+def _fused(job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int) -> Iterator[tuple[Slice, ...]]:
+    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow."""
+    limit = first_nbytes
+    held: list[Slice] = []
+    held_nbytes, held_kind = 0, ("", False)
+    numbered = list(enumerate(job.tensors))
+    gradients = [pair for pair in numbered if not pair[1].buffer]
+    buffers = [pair for pair in numbered if pair[1].buffer]
+    for tensor, info in [*reversed(gradients), *buffers]:
+        kind = (info.dtype, info.buffer)
+        nbytes = info.numel * ELEMENT_NBYTES
+        fits = held_nbytes + nbytes <= limit and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
+        if held and nbytes and not fits:
+            yield tuple(held)
+            held, held_nbytes, limit = [], 0, fuse_nbytes
+        if nbytes > cut_nbytes:
+            for part in cut(tensor, info.numel, cut_nbytes // ELEMENT_NBYTES):
+                yield (part,)
+            limit = fuse_nbytes
+        elif nbytes:
+            held.append(Slice(tensor, 0, info.numel))
+            held_nbytes += nbytes
+            held_kind = kind
+    if held:
+        yield tuple(held)
+
+
+def _check(path: str, servers: int, ranks_per_node: int, cut_nbytes: int) -> None:
+    if path not in ("service", "allreduce"):
+        raise ValueError(f'path: got {path!r}, allowed: "service" or "allreduce"')
+    if path == "service" and servers < 1:
+        raise ValueError(f'servers: got {servers}, path "service" needs at least 1')
+    if ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node: got {ranks_per_node}, allowed: at least 1")
+    if cut_nbytes < ELEMENT_NBYTES:
+        raise ValueError(f"cut_nbytes: got {cut_nbytes}, allowed: at least {ELEMENT_NBYTES}, one element")

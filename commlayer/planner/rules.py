@@ -1,0 +1,78 @@
+"""Checks a plan against the model before it runs. Knows what every plan must keep, not what makes one good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from commlayer.records import MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
+
+PATHS = ("service", "allreduce")
+
+
+def verify(plan: Plan, job: Job) -> list[str]:
+    """All problems, a line each; empty for a plan that sums every element exactly once."""
+    if plan.schema != SCHEMA:
+        return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
+    if plan.job != job.digest():
+        return [f"this plan was made for another model: job {plan.job}, here {job.digest()} "
+                f"({len(job.tensors)} tensors, {job.numel} elements)"]
+    problems = [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, job, place, bucket)]
+    if plan.ranks_per_node < 1:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
+    return problems + list(_buffers(plan, job)) + list(_coverage(plan, job))
+
+
+def _buffers(plan: Plan, job: Job) -> Iterator[str]:
+    """Buffers are announced when backward is over, so a gradient behind one would wait for it; and they have no loss scale."""
+    begun = False
+    for bucket in plan.buckets:
+        kinds = {job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)}
+        if len(kinds) > 1:
+            yield f"bucket {bucket.id}: mixes gradients and buffers"
+        if begun and False in kinds:
+            yield f"bucket {bucket.id}: gradients stand behind buffers, which are ready last"
+        begun = begun or True in kinds
+
+
+def _bucket(plan: Plan, job: Job, place: int, bucket: Bucket) -> Iterator[str]:
+    name = f"bucket {bucket.id}"
+    if bucket.id != place:
+        yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
+    if bucket.path not in PATHS:
+        yield f"{name}: path {bucket.path!r}, allowed: {', '.join(PATHS)}"
+    if not bucket.codec.strip():
+        yield f"{name}: no codec"
+    if bucket.path == "service" and not 0 <= bucket.server < plan.servers:
+        yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
+    if bucket.path == "service" and not 0 <= bucket.owner < plan.ranks_per_node:
+        yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
+    if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
+        yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
+    if bucket.shape and math.prod(bucket.shape) != bucket.numel:
+        yield f"{name}: shape {bucket.shape} for {bucket.numel} elements"
+    for part in bucket.slices:
+        if not 0 <= part.tensor < len(job.tensors):
+            yield f"{name}: tensor {part.tensor}, the model has {len(job.tensors)}"
+        elif not 0 <= part.start < part.stop <= job.tensors[part.tensor].numel:
+            info = job.tensors[part.tensor]
+            yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has {info.numel}"
+
+
+def _coverage(plan: Plan, job: Job) -> Iterator[str]:
+    parts: list[list[tuple[Slice, int]]] = [[] for _ in job.tensors]
+    for bucket in plan.buckets:
+        for part in bucket.slices:
+            if 0 <= part.tensor < len(parts):
+                parts[part.tensor].append((part, bucket.id))
+    for info, found in zip(job.tensors, parts, strict=True):
+        reached, last = 0, -1
+        for part, bucket_id in sorted(found, key=lambda entry: (entry[0].start, entry[0].stop, entry[1])):
+            if part.start > reached:
+                yield f"{info.name}: elements {reached}..{part.start} are in no bucket"
+            elif part.start < reached:
+                yield f"{info.name}: elements {part.start}..{min(reached, part.stop)} are in buckets {last} and {bucket_id}"
+            if part.stop >= reached:
+                reached, last = part.stop, bucket_id
+        if reached < info.numel:
+            yield f"{info.name}: elements {reached}..{info.numel} are in no bucket"

@@ -1,0 +1,112 @@
+"""The command line as a user meets it: help, one-line errors, exit codes, and a coordinator served to the end of its job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from control_kit import ROOT, WAIT_S, Failures, quick
+
+from commlayer.control import client, messages
+
+COMMAND = [sys.executable, "-m", "commlayer.cli.main"]
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {"COMMLAYER_CONFIG": ""}
+
+
+def ended(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT, env=CLEAN | environ)
+
+
+@pytest.fixture
+def served() -> Iterator[Any]:
+    """Starts `commlayer serve` with these arguments; its process and what it said first."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def serve(*arguments: str, **environ: str) -> tuple[subprocess.Popen[str], dict[str, str]]:
+        process = subprocess.Popen([*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, cwd=ROOT, env=CLEAN | environ)
+        processes.append(process)
+        assert process.stdout is not None
+        return process, json.loads(process.stdout.readline())
+
+    yield serve
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+def test_help_loads_neither_torch_nor_grpc() -> None:
+    look = ("import sys; sys.argv = ['commlayer', 'serve', '--help']\n"
+            "from commlayer.cli.main import run\n"
+            "try: run()\n"
+            "except SystemExit as end: print(end.code, sorted({'torch', 'grpc', 'numpy'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert "--no-server" in done.stdout
+    assert "--parent" not in done.stdout, "an option for embedded servers only"
+
+
+MISTAKES = [
+    (("serve", "--no-server", "--port", "99999"), {}, "port: got 99999 from argument port, allowed: a port number"),
+    (("serve", "--no-server", "--bind", "0.0.0.0"), {}, "bind: 0.0.0.0 is not loopback and traffic is plain text: set"),
+    (("serve", "--no-server", "--bind", "0.0.0.0", "--insecure"), {}, "bind: 0.0.0.0 names no address that others could reach"),
+    (("serve", "--join", "nowhere"), {}, "join: got 'nowhere', allowed: host:port"),
+    (("serve", "--join", "127.0.0.1:7000", "--no-server"), {}, "--no-server with --join 127.0.0.1:7000 leaves nothing to do"),
+    (("serve", "--servers", "0"), {}, "--servers 0 does not count this one: add --no-server"),
+    (("serve", "--port", "65535"), {}, "--port 65535 leaves no next port for the data"),
+    (("serve", "--no-server"), {"COMMLAYER_HEARTBEAT_S": "soon"}, "heartbeat_s: got 'soon' from environment variable"),
+    (("serve", "--no-server"), {"COMMLAYER_CONFIG": "/nonexistent.toml"}, "COMMLAYER_CONFIG: /nonexistent.toml cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environ", "line"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], environ: dict[str, str], line: str) -> None:
+    done = ended(*arguments, **environ)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"commlayer: {line}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_option_or_command_is_exit_code_2() -> None:
+    for arguments in (("serve", "--prt", "1"), ("serv",)):
+        done = ended(*arguments)
+        assert done.returncode == 2
+        assert "No such" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_one_line(served: Any) -> None:
+    _, said = served("--no-server")
+    done = ended("serve", "--no-server", "--port", said["control"].rpartition(":")[2])
+    assert done.returncode == 2
+    assert done.stderr == (f"commlayer: {said['control']} is in use: stop what listens there, or choose another --port "
+                           "(0 for any free one)\n")
+
+
+def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
+    process, said = served("--no-server", "--workers", "1")
+    assert said["data"] == ""
+    assert client.ask(said["control"], WAIT_S).workers == 1
+    member = client.join(said["control"], messages.worker("job", 0, 0, plan=b"p"), quick(), Failures())
+    assert process.poll() is None
+    member.leave()
+    assert process.wait(WAIT_S) == 0
+
+
+def test_settings_reach_serve_through_the_environment(served: Any) -> None:
+    _, said = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="reference")
+    assert said["control"].startswith("127.0.0.4:")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_it_ends_on_request(served: Any, sent: signal.Signals, code: int) -> None:
+    process, _ = served("--no-server")
+    process.send_signal(sent)
+    assert process.wait(WAIT_S) == code
+    assert "Traceback" not in process.stderr.read()

@@ -1,0 +1,172 @@
+"""Settings: which source wins, and that every mistake is one line naming field, source, what was got and what is allowed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlayer.config import (
+    Config,
+    Launch,
+    child_environment,
+    host_port,
+    is_loopback,
+    join_host,
+    read_config,
+    read_launch,
+)
+from commlayer.errors import RecordError
+
+NOWHERE = "/nonexistent"
+
+
+def read(argument: Any = None, environ: dict[str, str] | None = None, cwd: str | Path = NOWHERE) -> Config:
+    return read_config(argument, environ=environ or {}, cwd=cwd)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert read() == Config()
+
+
+SOURCES = ("argument", "environment", "file")
+
+
+@pytest.mark.parametrize("sources", [s for n in (1, 2, 3) for s in itertools.combinations(SOURCES, n)])
+def test_the_first_source_that_names_a_field_wins(sources: tuple[str, ...], tmp_path: Path) -> None:
+    values = {"argument": 11.0, "environment": 12.0, "file": 13.0}
+    if "file" in sources:
+        (tmp_path / "commlayer.toml").write_text("deadline_s = 13\nthreads = 3\n")
+    environ = {"COMMLAYER_DEADLINE_S": "12"} if "environment" in sources else {}
+    config = read({"deadline_s": 11} if "argument" in sources else None, environ, tmp_path)
+    assert config.deadline_s == values[sources[0]]
+    assert config.threads == (3 if "file" in sources else 0), "a field is taken from the source that has it"
+
+
+def test_a_config_given_as_argument_counts_whole_and_is_checked() -> None:
+    assert read(Config(threads=2), {"COMMLAYER_THREADS": "5", "COMMLAYER_DEADLINE_S": "5"}) == Config(threads=2)
+    with pytest.raises(RecordError, match="threads: got -1 from argument threads"):
+        read(Config(threads=-1))
+
+
+def test_the_file_may_be_named_and_must_then_exist(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text('servers = "each"\n')
+    assert read(None, {"COMMLAYER_CONFIG": "other.toml"}, tmp_path).servers == "each"
+    with pytest.raises(RecordError, match=r"^COMMLAYER_CONFIG: .*missing.toml cannot be read: No such file"):
+        read(None, {"COMMLAYER_CONFIG": "missing.toml"}, tmp_path)
+
+
+MISTAKES = [
+    ({"port": 70000}, {}, "", "port: got 70000 from argument port, allowed: a port number from 0 to 65535, 0 for any free one"),
+    ({"port": "7000"}, {}, "", "port: got '7000' from argument port, allowed: a port"),
+    ({"deadline_s": 0}, {}, "", "deadline_s: got 0 from argument deadline_s, allowed: a number of seconds above 0"),
+    ({"deadline_s": float("nan")}, {}, "", "deadline_s: got nan"),
+    ({"insecure": 1}, {}, "", "insecure: got 1 from argument insecure, allowed: true or false"),
+    ({"servers": "two"}, {}, "", "servers: got 'two' from argument servers, allowed: \"one\""),
+    (None, {"COMMLAYER_PORT": "http"}, "", "port: got 'http' from environment variable COMMLAYER_PORT, allowed: a port"),
+    (None, {"COMMLAYER_DEADLNE_S": "3"}, "",
+     "deadlne_s: no such setting (environment variable COMMLAYER_DEADLNE_S); did you mean deadline_s?"),
+    ({"heartbeats": 1}, {}, "", "heartbeats: no such setting (argument heartbeats); did you mean heartbeat_s?"),
+    ({"zzz": 1}, {}, "", "zzz: no such setting (argument zzz); allowed: join, bind"),
+    (None, {}, "threads = 1.5", "commlayer.toml:threads, allowed: a whole number from 0 to 65536"),
+    (None, {}, "thread = 1", "commlayer.toml:thread); did you mean threads?"),
+    (None, {}, "threads = ", "commlayer.toml is not TOML: "),
+    ({"dead_after_s": 1.5}, {"COMMLAYER_HEARTBEAT_S": "1"}, "",
+     "dead_after_s: got 1.5 from argument dead_after_s, allowed: at least twice heartbeat_s, which is 1 from environment"),
+    ({"join": "somewhere"}, {}, "", "join: got 'somewhere', allowed: host:port"),
+]
+
+
+@pytest.mark.parametrize(("argument", "environ", "toml", "line"), MISTAKES)
+def test_a_mistake_is_one_line(argument: Any, environ: dict[str, str], toml: str, line: str, tmp_path: Path) -> None:
+    if toml:
+        (tmp_path / "commlayer.toml").write_text(toml)
+    with pytest.raises(RecordError) as caught:
+        read(argument, environ, tmp_path)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+PLAIN_TEXT = [
+    ({}, ""),
+    ({"bind": "127.0.0.2", "advertise": "localhost", "join": "[::1]:7000"}, ""),
+    ({"bind": "10.0.0.1"}, "bind: 10.0.0.1 is not loopback"),
+    ({"advertise": "gpu-box"}, "advertise: gpu-box is not loopback"),
+    ({"join": "gpu-box:7000"}, "join: gpu-box is not loopback"),
+    ({"bind": "10.0.0.1", "insecure": True}, ""),
+    ({"join": "gpu-box:7000", "insecure": True}, ""),
+    ({"bind": "0.0.0.0"}, "bind: 0.0.0.0 is not loopback"),
+    ({"bind": "0.0.0.0", "insecure": True}, "bind: 0.0.0.0 names no address"),
+    ({"bind": "::", "insecure": True, "advertise": "0.0.0.0"}, "advertise: 0.0.0.0 names no address"),
+    ({"bind": "0.0.0.0", "advertise": "192.168.1.7", "insecure": True}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "problem"), PLAIN_TEXT)
+def test_plain_text_leaves_loopback_only_when_told_to(fields: dict[str, Any], problem: str) -> None:
+    if problem:
+        with pytest.raises(RecordError, match=problem):
+            read(fields)
+    else:
+        read(fields)
+
+
+def test_kubernetes_service_links_are_not_settings() -> None:
+    links = {"COMMLAYER_SERVICE_HOST": "10.1.2.3", "COMMLAYER_SERVICE_PORT": "7000", "COMMLAYER_PORT": "tcp://10.1.2.3:7000",
+             "COMMLAYER_PORT_7000_TCP": "tcp://10.1.2.3:7000"}
+    assert read(None, links | {"COMMLAYER_THREADS": "2"}) == Config(threads=2)
+
+
+CONFIGS = st.builds(
+    Config, join=st.sampled_from(["", "127.0.0.1:7000"]), port=st.integers(0, 65535), insecure=st.booleans(),
+    servers=st.sampled_from(["one", "each"]), deadline_s=st.floats(1e-3, 86400), dead_after_s=st.floats(2.0, 86400),
+    fuse_nbytes=st.integers(0, 1 << 40), backend=st.sampled_from(["auto", "native", "reference"]),
+    shape=st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
+)
+
+
+@given(CONFIGS)
+def test_a_child_process_gets_exactly_the_settings_of_its_parent(config: Config) -> None:
+    assert read(None, child_environment(config)) == config
+
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+            "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "2"}
+
+
+def test_launch_is_what_torchrun_says() -> None:
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1, "node0", 29500, 2)
+    assert read_launch({}) == Launch()
+    assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == Launch(rank=3, world=4, node=3), "one process per node unless told"
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"RANK": ""}, "WORLD_SIZE is in the environment but RANK is not"),
+    ({"WORLD_SIZE": ""}, "RANK is in the environment but WORLD_SIZE is not"),
+    ({"RANK": "8"}, "RANK: got 8 from the environment, allowed: below WORLD_SIZE, which is 8"),
+    ({"RANK": "-1"}, "RANK: got '-1' from the environment, allowed: a whole number"),
+    ({"LOCAL_RANK": "4"}, "LOCAL_RANK: got 4 from the environment, allowed: below LOCAL_WORLD_SIZE, which is 4"),
+])
+def test_a_launch_that_contradicts_itself_is_named(change: dict[str, str], line: str) -> None:
+    with pytest.raises(RecordError, match=line):
+        read_launch(TORCHRUN | change)
+
+
+@given(st.sampled_from(["10.0.0.1", "::1", "fe80::1", "gpu-box.lan", "localhost"]), st.integers(1, 65535))
+def test_addresses_come_back_as_they_went(host: str, port: int) -> None:
+    assert host_port(join_host(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize("address", ["", "host", ":7000", "host:", "host:0", "host:65536", "host:x", "::1:7000", "[]:7"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="allowed: host:port"):
+        host_port(address)
+
+
+def test_only_loopback_is_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "localhost.example.org", "")))

@@ -1,0 +1,237 @@
+"""Joining and heartbeats over real sockets, with the coordinator and its clients in this process."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from control_kit import WAIT_S, Failures, quick
+
+from commlayer.control import client, messages
+from commlayer.control.coordinator import THREADS, Coordinator
+from commlayer.errors import CommError, DeadlineExceeded, Refused
+
+PLAN = b"a plan"
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    """What a test opens, newest last; closed in the reverse order."""
+    things: list[Any] = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+def join_all(address: str, world: int, failures: list[Failures] | None = None, **fields: Any) -> list[client.Membership]:
+    config = quick(**fields)
+
+    def one(rank: int) -> client.Membership:
+        request = messages.worker("job", rank, world, plan=PLAN if rank == 0 else b"")
+        return client.join(address, request, config, failures[rank] if failures else Failures())
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+def test_many_more_workers_than_threads_join_and_see_one_view(opened: list[Any]) -> None:
+    world = 64
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    # Slow heartbeats: 64 clients in one process share one interpreter.
+    members = join_all(coordinator.address, world, heartbeat_s=2.0, dead_after_s=60.0)
+    opened.extend(members)
+    assert world > THREADS
+    assert len({messages.pack(m.view) for m in members}) == 1
+    assert [m.rank for m in members] == list(range(world))
+    assert {m.plan for m in members} == {PLAN}
+
+
+def test_a_large_plan_fits(opened: list[Any]) -> None:
+    plan = bytes(24 << 20)
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    opened.append(client.join(coordinator.address, messages.worker("job", 0, 1, plan=plan), quick(), Failures()))
+    assert opened[-1].plan == plan
+
+
+def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+
+    def late(rank: int) -> str:
+        with pytest.raises(DeadlineExceeded) as caught:
+            client.join(coordinator.address, messages.worker("job", rank, 4), quick(), Failures(), deadline_s=1.0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        lines = list(pool.map(late, (0, 1)))
+    assert f"coordinator {coordinator.address}: 2 of 4 workers joined before the deadline of 1 s; missing: ranks 2, 3" in lines
+    assert "0 of 4 workers joined" in client.ask(coordinator.address, WAIT_S).missing
+
+
+def test_nobody_at_the_address_is_said_by_the_deadline() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        for late in (lambda: client.join(address, messages.worker("job", 0, 1), quick(), Failures(), deadline_s=0.5),
+                     lambda: client.ask(address, 0.5)):
+            with pytest.raises(DeadlineExceeded, match=rf"coordinator {address}: did not answer within 0.5 s: is it running"):
+                late()
+
+
+def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(client.join, f"127.0.0.1:{port}", messages.worker("job", 0, 1), quick(), Failures())
+        opened.append(Coordinator(quick(port=port)))
+        opened.append(joining.result(WAIT_S))
+
+
+def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    with ThreadPoolExecutor(1) as pool:
+        ended = threading.Event()
+        request = messages.worker("jobA", 0, 2)
+        waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
+        while "rank 1" not in client.ask(coordinator.address, WAIT_S).missing:
+            pass
+        why = "worker 1 on .* trains another model: its job is jobB, that of worker 0 on .* is jobA"
+        with pytest.raises(Refused, match=why):
+            client.join(coordinator.address, messages.worker("jobB", 1, 2), quick(), Failures())
+        ended.set()
+        with pytest.raises(CommError, match="stopped while waiting"):
+            waiting.result(WAIT_S)
+
+
+def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    link = client._Link(coordinator.address)
+    opened.append(link)
+    for bad in (messages.Ask(), messages.Leave("token")):
+        with pytest.raises(Refused, match="Join failed: .* sent a Join that breaks the format"):
+            link.call("Join", bad, messages.Seat, WAIT_S)
+    assert client.ask(coordinator.address, WAIT_S).missing == "0 of ? workers joined"
+
+
+def test_a_silent_worker_is_reported_once_to_each_of_the_others(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    failures = [Failures() for _ in range(3)]
+    members = join_all(coordinator.address, 3, failures)
+    opened.extend(members)
+    members[1].close()
+    for other in (0, 2):
+        assert failures[other].came.wait(WAIT_S)
+        members[other].leave()  # joins the heartbeat thread, so that no later report can be missed
+        assert [error.peer for error in failures[other].errors] == ["worker 1"]
+        assert "no heartbeat for" in str(failures[other].errors[0])
+    assert failures[1].errors == []
+
+
+def test_a_leave_is_information_and_no_failure(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    failures = Failures()
+    ended = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        request = messages.server("127.0.0.1:1")
+        serving = pool.submit(client.join, coordinator.address, request, quick(), failures, ended=ended)
+        first, second = join_all(coordinator.address, 2, [failures, failures])
+        server = serving.result(WAIT_S)
+    opened.extend((server, second))
+    assert (server.name, server.plan) == ("server 0", PLAN)
+    first.leave("out of data")
+    assert not coordinator.over.is_set()
+    # A second leave comes after the first on every path, so what the server hears last tells of both.
+    second.leave()
+    assert ended.wait(WAIT_S)
+    assert coordinator.over.wait(WAIT_S)
+    assert server.left == {"worker 0": "out of data", "worker 1": "finished"}
+    assert failures.errors == []
+    server.leave()
+
+
+class Warnings(logging.Handler):
+    """Collects what the package warns of, to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: queue.Queue[str] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.put(record.getMessage())
+
+
+@pytest.fixture
+def warnings() -> Iterator[Warnings]:
+    log, watch = logging.getLogger("commlayer"), Warnings()
+    log.addHandler(watch)
+    yield watch
+    log.removeHandler(watch)
+
+
+def test_training_goes_on_without_its_coordinator_and_says_so_once(opened: list[Any], warnings: Warnings) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    failures = Failures()
+    (member,) = join_all(coordinator.address, 1, [failures])
+    opened.append(member)
+    coordinator.close()
+    line = warnings.lines.get(timeout=WAIT_S)
+    assert f"coordinator {coordinator.address}: not reachable" in line
+    assert "training goes on" in line
+    opened.append(Coordinator(quick(port=int(coordinator.address.rpartition(":")[2]))))
+    assert "was restarted and does not know this job" in warnings.lines.get(timeout=WAIT_S), "and not the first line again"
+    member.leave()
+    assert warnings.lines.empty()
+    assert failures.errors == []
+
+
+def test_a_port_in_use_is_one_line(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    with pytest.raises(OSError, match=f"{coordinator.address} is in use: stop what listens there, or choose another --port "):
+        Coordinator(quick(port=int(coordinator.address.rpartition(":")[2])))
+    with pytest.raises(OSError, match="cannot listen on 203.0.113.1:0: .*bind an address of this machine"):
+        Coordinator(quick(bind="203.0.113.1", insecure=True))
+
+
+def test_forked_children_that_exit_do_not_disturb_the_heartbeats(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    failures = [Failures(), Failures()]
+    opened.extend(join_all(coordinator.address, 2, failures))
+    fork = multiprocessing.get_context("fork")
+    for leave in (_exit_quietly, _exit_and_collect) * 4:
+        child = fork.Process(target=leave, args=(opened[1:],))
+        child.start()
+        child.join(WAIT_S)
+        assert child.exitcode == 0, "a child must not hang in what it inherited"
+    opened[1].close()
+    assert failures[1].came.wait(WAIT_S), "the heartbeats of the parent still work"
+    assert [error.peer for error in failures[1].errors] == ["worker 0"]
+    assert failures[0].errors == []
+
+
+def _exit_quietly(members: list[Any]) -> None:
+    del members
+
+
+def _exit_and_collect(members: list[Any]) -> None:
+    import gc
+
+    members.clear()
+    gc.collect()
+    raise SystemExit(0)

@@ -1,0 +1,241 @@
+"""The membership decisions over made-up times: no clock, thread or socket takes part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlayer.control import membership
+from commlayer.control.membership import State
+from commlayer.control.messages import ANY, PROTOCOL, Join, Seat, digest_of
+
+PLAN = b'{"a": "plan"}'
+DEAD_AFTER_S = 10.0
+
+
+def worker(rank: int, /, **fields: Any) -> Join:
+    """Worker `rank` of 2 on a host of its own; its token is w<rank> unless given."""
+    base = Join("worker", f"w{rank}", f"host{rank}", 100 + rank, PROTOCOL, "1.0", rank, 2, rank, "jobA",
+                PLAN if rank == 0 else b"", digest_of(PLAN))
+    return msgspec.structs.replace(base, **fields)
+
+
+def server(number: int, **fields: Any) -> Join:
+    base = Join("server", f"s{number}", "host0", 200 + number, PROTOCOL, "1.0", address=f"127.0.0.1:{7000 + number}")
+    return msgspec.structs.replace(base, **fields)
+
+
+def after(state: State, *requests: Join, now: float = 0.0) -> tuple[State, Seat]:
+    """Joins in turn; the state and the last answer."""
+    reply = Seat()
+    for request in requests:
+        state, reply = membership.join(state, request, now)
+    return state, reply
+
+
+def running(workers: int = 3, servers: int = 1, now: float = 0.0) -> State:
+    requests = [server(i) for i in range(servers)] + [worker(i, world=workers) for i in range(workers)]
+    state, reply = after(State(0, servers), *requests, now=now)
+    assert reply.view is not None
+    return state
+
+
+def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
+    state, reply = after(State(0, 1), worker(1), server(0, node=1))
+    assert (reply.error, reply.view, reply.plan) == ("", None, b"")
+    state, reply = after(state, worker(0))
+    view = reply.view
+    assert view is not None
+    assert [(m.rank, m.node, m.name, m.pid) for m in view.members] == [(0, 0, "host0", 100), (1, 1, "host1", 101)]
+    assert [(s.id, s.address, s.node) for s in view.servers] == [(0, "127.0.0.1:7000", 1)]
+    assert (view.generation, view.plan, reply.plan) == (1, digest_of(PLAN), PLAN)
+    for early in (worker(1), server(0)):
+        assert after(state, early)[1].view == view, "those who came earlier learn it when they ask again"
+        assert after(state, early)[1].plan == PLAN
+
+
+@given(st.permutations(range(6)))
+def test_the_view_does_not_depend_on_who_came_first(order: list[int]) -> None:
+    requests = [server(0), server(1, rank=1), *(worker(i, world=4) for i in range(4))]
+    requests[0] = server(0, rank=0)
+    _, reply = after(State(0, 2), *(requests[i] for i in order))
+    assert reply.view == running(4, 2).view
+
+
+def test_a_worker_without_a_rank_gets_the_lowest_free_one() -> None:
+    state, reply = after(State(3, 0), worker(1, world=0), worker(0, token="x", rank=ANY, world=0))
+    assert (reply.rank, reply.error) == (0, "")
+    state, reply = after(state, worker(0, token="y", rank=ANY, world=0))
+    assert reply.rank == 2
+    assert reply.view is not None
+
+
+REFUSALS = [
+    (State(0, 0), [], worker(0, protocol=9), "worker 0 on host0 (pid 100): speaks control protocol 9, the coordinator 1"),
+    (State(0, 0), [worker(0)], worker(1, version="2.0"), "runs commlayer 2.0, the job 1.0: install the same version"),
+    (State(0, 0), [worker(0)], worker(1, job="jobB"),
+     "trains another model: its job is jobB, that of worker 0 on host0 (pid 100) is jobA"),
+    (State(0, 0), [worker(0)], worker(1, world=3), "expects 3 workers, the job has 2"),
+    (State(4, 0), [], worker(1), "expects 2 workers, the job has 4"),
+    (State(0, 0), [], worker(0, world=0), "commlayer serve --workers N"),
+    (State(0, 0), [], worker(2), "rank 2 is outside 0..1"),
+    (State(0, 0), [], worker(-2), "rank -2 is outside 0..1"),
+    (State(0, 0), [worker(1)], worker(1, token="other", name="hostX", pid=7),
+     "worker 1 on hostX (pid 7): rank 1 is taken by host1 (pid 101)"),
+    (State(0, 0), [worker(0)], worker(1, plan_digest="else"), f"holds plan else, worker 0 on host0 (pid 100) holds "
+                                                              f"{digest_of(PLAN)}"),
+    (State(0, 1), [server(0)], server(1), "the job has its 1 servers already: start the coordinator with a larger --servers"),
+    (State(0, 0), [], server(0), "the job has its 0 servers already"),
+    (State(0, 2), [server(0, rank=1)], server(1, rank=1), "rank 1 is taken by host0 (pid 200)"),
+    (State(2, 1), [worker(0), worker(1)], worker(5, rank=ANY, world=0), "the job has its 2 workers already"),
+    (running(2, 0), [], worker(1, token="late"), "the job has begun with 2 workers"),
+]
+
+
+@pytest.mark.parametrize(("state", "first", "request_", "line"), REFUSALS)
+def test_a_refusal_says_why_and_changes_no_seat(state: State, first: list[Join], request_: Join, line: str) -> None:
+    state, _ = after(state, *first)
+    refused, reply = membership.join(state, request_, 1.0)
+    assert line in reply.error
+    assert "\n" not in reply.error
+    assert refused.places == state.places
+    assert refused.view == state.view
+
+
+def test_who_waits_learns_who_is_missing_and_why() -> None:
+    state, reply = after(State(0, 2), worker(0, world=4), worker(1, world=4))
+    assert reply.missing == "2 of 4 workers joined; missing: ranks 2, 3; 0 of 2 servers joined; missing: servers 0, 1"
+    state, _ = after(state, server(0), server(1), worker(2, world=4, job="jobB"))
+    refused = "2 of 4 workers joined; missing: ranks 2, 3; worker 2 was refused: trains another model"
+    assert membership.missing(state).startswith(refused)
+    state, reply = after(state, worker(2, world=4))
+    assert reply.missing == "3 of 4 workers joined; missing: rank 3", "a refusal is forgotten once the seat is taken"
+    assert after(State(20, 0), worker(3, world=20))[1].missing.endswith("ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more")
+    assert membership.missing(State(0, 0)) == "0 of ? workers joined"
+
+
+def test_asking_again_is_not_joining_twice() -> None:
+    state, _ = after(State(0, 0), worker(0))
+    again, reply = after(state, worker(0), worker(0), now=5.0)
+    assert reply.error == ""
+    assert len(again.places) == 1
+    assert again.places["w0"].seen_s == 5.0
+
+
+def test_silence_before_the_view_frees_the_seat() -> None:
+    state, _ = after(State(3, 0), worker(0, world=3))
+    state = membership.tick(state, 9.9, DEAD_AFTER_S)
+    assert "w0" in state.places
+    state = membership.tick(state, 10.0, DEAD_AFTER_S)
+    assert not state.places
+    _, reply = after(state, worker(0, world=3, token="restarted"), now=11.0)
+    assert (reply.error, reply.rank) == ("", 0)
+
+
+def test_giving_up_before_the_view_frees_the_seat() -> None:
+    state, _ = after(State(0, 0), worker(0))
+    assert not membership.leave(state, "w0", "waited in vain").places
+
+
+def beat(state: State, *tokens: str, now: float) -> State:
+    for token in tokens:
+        state, _ = membership.heartbeat(state, token, now)
+    return state
+
+
+def ticked(state: State, start: float, stop: float) -> State:
+    """Ticks every second of [start, stop], as the coordinator does every fraction of one."""
+    while start <= stop:
+        state = membership.tick(state, start, DEAD_AFTER_S)
+        start += 1.0
+    return state
+
+
+def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_all() -> None:
+    state = ticked(running(3), 0.0, 5.0)
+    state = beat(state, "w0", "w1", "s0", now=5.0)
+    state = ticked(state, 6.0, 9.0)
+    assert membership.heartbeat(state, "w0", 9.0)[1].lost == ()
+    state = ticked(state, 10.0, 10.0)
+    state, pulse = membership.heartbeat(state, "w0", 10.0)
+    assert [(gone.peer, gone.reason) for gone in pulse.lost] == [
+        ("worker 2", "no heartbeat for 10.0 s from host2 (pid 102): it was killed, stopped or cut off")]
+    state, own = membership.heartbeat(state, "w2", 10.5)
+    assert own.dead == pulse.lost[0].reason, "one that comes back is told that it counts as dead"
+    assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].lost == pulse.lost
+    assert "no longer of this job" in after(state, worker(2, world=3))[1].error
+
+
+def test_a_dead_server_is_named_too() -> None:
+    state = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
+    assert [gone.peer for gone in membership.heartbeat(state, "w0", 10.0)[1].lost] == ["server 0"]
+
+
+def test_an_orderly_leave_is_not_a_loss() -> None:
+    state = membership.leave(running(3), "w2", "training finished")
+    state, pulse = membership.heartbeat(state, "w0", 1.0)
+    assert pulse.lost == ()
+    assert [(gone.peer, gone.reason) for gone in pulse.left] == [("worker 2", "training finished")]
+    state = ticked(beat(ticked(state, 1.0, 9.0), "w0", "w1", "s0", now=9.0), 10.0, 15.0)
+    assert membership.heartbeat(state, "w0", 15.0)[1].lost == (), "it owes no heartbeats any more"
+
+
+def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
+    state = ticked(running(3), 0.0, 3.0)
+    state = membership.tick(state, 600.0, DEAD_AFTER_S)
+    assert not any(place.dead for place in state.places.values())
+    state = beat(state, "w0", "w1", "s0", now=605.0)
+    state = ticked(state, 600.0, 607.0)
+    assert [p.peer for p in state.places.values() if p.dead] == ["worker 2"], "the 3 s before the stop still count"
+
+
+def test_a_stranger_is_told_so() -> None:
+    state, pulse = membership.heartbeat(running(2), "someone", 1.0)
+    assert pulse.stranger
+    assert "someone" not in state.places
+
+
+def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
+    state = running(2)
+    assert not membership.over(State(0, 0))
+    assert not membership.over(state)
+    state = membership.leave(state, "w0", "finished")
+    assert not membership.over(state)
+    state = ticked(beat(ticked(state, 0.0, 9.0), "s0", now=9.0), 10.0, 10.0)
+    assert membership.over(state), "left or dead, both are gone"
+    assert not membership.empty(state)
+    assert membership.heartbeat(state, "s0", 10.0)[1].over
+    assert membership.empty(membership.leave(state, "s0", "finished"))
+
+
+def test_status_says_what_one_that_plans_needs() -> None:
+    state, _ = after(State(0, 2), worker(1))
+    status = membership.status(state)
+    assert (status.workers, status.servers, status.view) == (2, 2, None)
+    assert "missing: rank 0" in status.missing
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "beat", "leave", "tick"]), st.integers(0, 3), st.floats(0.0, 4.0))))
+def test_no_history_seats_two_in_one_place_or_changes_a_view(events: list[tuple[str, int, float]]) -> None:
+    state, now, view = State(3, 1), 0.0, None
+    for what, who, later_s in events:
+        now += later_s
+        request = server(0) if who == 3 else worker(who, world=3)
+        if what == "join":
+            state, reply = membership.join(state, request, now)
+            assert reply.error or reply.rank == (0 if who == 3 else who)
+        elif what == "beat":
+            state, _ = membership.heartbeat(state, request.token, now)
+        elif what == "leave":
+            state = membership.leave(state, request.token, "finished")
+        else:
+            state = membership.tick(state, now, DEAD_AFTER_S)
+        seats = [place.peer for place in state.places.values()]
+        assert len(seats) == len(set(seats))
+        assert view is None or state.view == view
+        view = state.view
+        assert (view is None) == bool(membership.missing(state))

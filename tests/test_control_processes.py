@@ -1,0 +1,147 @@
+"""The control plane between real processes: kills, stops, a held GIL, and embedded servers that end with their trainer."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+from control_kit import WAIT_S, Failures, Process, quick
+
+from commlayer.control import client, messages
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.embedded import Embedded
+from commlayer.errors import CommError
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator(quick())
+    yield made
+    made.close()
+
+
+def wait_gone(pid: int) -> None:
+    """Until that process, which need not be a child, has ended; its parent or init reaps it."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([handle], [], [], WAIT_S)[0], f"process {pid} is still there"
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_worker_is_named_to_every_survivor(coordinator: Coordinator, sent: signal.Signals) -> None:
+    workers = [Process(coordinator.address, rank, 3) for rank in range(3)]
+    seats = [worker.told() for worker in workers]
+    assert [seat["rank"] for seat in seats] == [0, 1, 2]
+    victim = workers[1].process
+    assert all(seat["pids"][1] == victim.pid for seat in seats), "everyone knows who that is"
+    victim.send_signal(sent)
+    for survivor in (workers[0], workers[2]):
+        line = survivor.told()["failure"]
+        assert line.startswith("worker 1: no heartbeat for ")
+        assert f"(pid {victim.pid}): it was killed, stopped or cut off" in line
+    if sent is signal.SIGSTOP:
+        victim.send_signal(signal.SIGCONT)
+        assert f"coordinator {coordinator.address}: declared this worker 1 dead" in workers[1].told()["failure"]
+    workers[1].kill()
+    for survivor in (workers[0], workers[2]):
+        survivor.go_on()
+        assert survivor.process.returncode == 0
+
+
+def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
+    failures = Failures()
+    holder = Process(coordinator.address, 1, 2, how="hold_gil")
+    request = messages.worker("job", 0, 2, plan=b"a plan")
+    member = client.join(coordinator.address, request, quick(), failures)
+    holder.told()
+    assert holder.told() == {"held": True}
+    assert failures.errors == []
+    holder.go_on()
+    member.leave()
+    assert failures.errors == []
+
+
+def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> None:
+    config = quick()
+    server = Embedded.start(config, workers=1, servers=0, no_server=True)
+    member = client.join(server.control, messages.worker("job", 0, 1), config, Failures())
+    member.leave()
+    server.close(linger_s=WAIT_S)
+    assert server._process.returncode == 0
+    server.close()
+
+
+def test_an_embedded_coordinator_is_closed_though_nobody_came() -> None:
+    server = Embedded.start(quick(), workers=2, servers=0, no_server=True)
+    server.close()
+    assert server._process.returncode == 0
+
+
+def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlayer.control.embedded.GRACE_S", 0.2)
+    server = Embedded.start(quick(), workers=1, servers=0, no_server=True)
+    os.kill(server.pid, signal.SIGSTOP)
+    server.close()
+    assert server._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("pipe_held", [False, True])
+def test_an_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinator, pipe_held: bool) -> None:
+    how = "embed_and_fork" if pipe_held else "embed"
+    trainer = Process(coordinator.address, 0, 1, how=how)
+    trainer.told()
+    told = trainer.told()
+    trainer.process.kill()
+    trainer.process.wait(WAIT_S)
+    wait_gone(told["embedded"])
+    if pipe_held:
+        os.kill(told["forked"], signal.SIGKILL)
+    trainer.kill()
+
+
+def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
+    server = Embedded.start(quick(), workers=1, servers=0, no_server=True)
+    try:
+        assert os.getsid(server.pid) != os.getsid(0)
+    finally:
+        server.close()
+
+
+def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
+    server = Embedded.start(quick(), workers=1, servers=0, no_server=True)
+    try:
+        child = os.fork()
+        if child == 0:
+            server.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert server._process.poll() is None
+        assert client.ask(server.control, WAIT_S).workers == 1
+    finally:
+        server.close()
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CommError, match=f"embedded server: did not start: commlayer: 127.0.0.1:{port} is in use") as caught:
+            Embedded.start(quick(port=port), workers=1, servers=0, no_server=True)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_server_that_hangs_at_its_start_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlayer.control.embedded.RUN", "import time; time.sleep(1000)")
+    monkeypatch.setattr("commlayer.control.embedded.GRACE_S", 0.2)
+    with pytest.raises(CommError, match="embedded server: did not start within 0.3 s"):
+        Embedded.start(quick(join_deadline_s=0.3), workers=1)

@@ -1,0 +1,121 @@
+"""Imports go one way. Reads the import graph from the source, so that an import inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "commlayer"
+
+BOTTOM = {"errors", "records", "native", "config"}
+MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
+UPPER = {"runtime", "control"}
+SURFACE = {"connect", "checkpoint", "session", "ddp"}
+TOP = {"cli", ""}
+"""The package's own __init__ is the part "": it names everything, lazily."""
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "records": {"errors"},
+    "native": {"errors"},
+    "config": {"errors", "records"},
+    **{part: BOTTOM | {part} for part in MIDDLE},
+    # runtime executes and control decides: what they need of each other is handed in above them.
+    **{part: BOTTOM | MIDDLE | {part} for part in UPPER},
+    **dict.fromkeys(SURFACE, BOTTOM | MIDDLE | UPPER | SURFACE),
+    **dict.fromkeys(TOP, BOTTOM | MIDDLE | UPPER | SURFACE | TOP),
+}
+TORCHLESS = {"errors", "records", "native", "config", "planner", "balance", ""}
+LATE = {"importlib.import_module", "import_module", "__import__"}
+
+
+class Import(NamedTuple):
+    """One import of `target`, written in dots, by a file."""
+
+    file: Path
+    line: int
+    target: str
+
+
+def imports_of(file: Path) -> list[Import]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [Import(file, node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = file.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
+            origin = ".".join((*base, *([node.module] if node.module else [])))
+            found += [Import(file, node.lineno, f"{origin}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in LATE and isinstance(node.args[0], ast.Constant):
+            found.append(Import(file, node.lineno, str(node.args[0].value)))
+    return found
+
+
+def part_of(name: str) -> str:
+    """commlayer.control.client.join belongs to "control", commlayer itself to ""."""
+    pieces = name.split(".")
+    known = len(pieces) > 1 and ((PACKAGE / pieces[1]).is_dir() or (PACKAGE / f"{pieces[1]}.py").is_file())
+    return pieces[1] if known else ""
+
+
+def own_part(file: Path) -> str:
+    inside = file.relative_to(PACKAGE).with_suffix("").parts
+    return "" if inside == ("__init__",) else inside[0]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+IMPORTS = [found for file in FILES for found in imports_of(file)]
+
+
+def said(found: Import) -> str:
+    return f"{found.file.relative_to(ROOT)}:{found.line} imports {found.target}"
+
+
+def test_every_part_has_its_place() -> None:
+    unplaced = {own_part(file) for file in FILES} - set(ALLOWED)
+    assert not unplaced, f"say in ALLOWED what these may import: {unplaced}"
+
+
+def test_imports_go_one_way() -> None:
+    inside = [found for found in IMPORTS if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
+    assert len(inside) > 20, "the graph was read"
+    assert [said(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]] == []
+
+
+def test_planner_and_balance_import_no_torch() -> None:
+    assert [said(i) for i in IMPORTS if own_part(i.file) in TORCHLESS and i.target.split(".")[0] == "torch"] == []
+
+
+def test_planning_loads_no_torch() -> None:
+    there = [part for part in ("planner", "balance") if (PACKAGE / part / "__init__.py").exists()]
+    parts = ["commlayer", *(f"commlayer.{part}" for part in there)]
+    look = f"import sys, {', '.join(parts)}; print(sorted({{'torch', 'grpc'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])
+def test_nothing_reads_pickles(module: str) -> None:
+    assert [said(i) for i in IMPORTS if i.target.split(".")[0] == module] == []
+
+
+def test_one_module_imports_cupy() -> None:
+    assert len({i.file for i in IMPORTS if i.target.split(".")[0] == "cupy"}) <= 1
+
+
+def reads_environment(file: Path) -> list[str]:
+    names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
+    nodes = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Attribute)]
+    found = [f"{file.relative_to(ROOT)}:{node.lineno}" for node in nodes if ast.unparse(node) in names]
+    return found + [said(i) for i in imports_of(file) if i.target in names]
+
+
+def test_only_config_reads_the_environment() -> None:
+    assert reads_environment(PACKAGE / "config.py"), "the search finds what is there"
+    assert [line for file in FILES if own_part(file) != "config" for line in reads_environment(file)] == []

@@ -1,0 +1,148 @@
+"""The default plan: its laws over random models, its exact shape on small ones, and that `verify` finds all damage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer import records
+from commlayer.planner import default_plan, verify
+from commlayer.planner.default import COLLECTIVE_NBYTES, ELEMENT_NBYTES, FIRST_COLLECTIVE_NBYTES, cut, spread
+from commlayer.records import MAX_TENSORS_PER_BUCKET, Job, Plan, Slice, TensorInfo
+
+SIZES = st.one_of(st.integers(0, 40), st.integers(0, 50_000), st.just(20_000_000))
+JOBS = st.lists(st.tuples(SIZES, st.sampled_from(["float32", "bfloat16"])), max_size=90).map(
+    lambda entries: Job(tuple(TensorInfo(f"t{i}", (n,), dtype) for i, (n, dtype) in enumerate(entries))))
+
+
+def job_of(*sizes: int) -> Job:
+    return Job(tuple(TensorInfo(f"t{i}", (n,)) for i, n in enumerate(sizes)))
+
+
+def plan_of(job: Job, **fields: Any) -> Plan:
+    """Fuses up to 100 elements and cuts above 1000 unless told otherwise."""
+    base: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ranks_per_node": 1,
+                            "fuse_nbytes": 400, "cut_nbytes": 4000}
+    return default_plan(job, **base | fields)
+
+
+def shapes(plan: Plan) -> list[list[tuple[int, int, int]]]:
+    return [[(s.tensor, s.start, s.stop) for s in bucket.slices] for bucket in plan.buckets]
+
+
+CUT = st.sampled_from([40_000, 80_000_000])
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.sampled_from(["service", "allreduce"]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 8000), CUT)
+def test_every_default_plan_keeps_every_rule(job: Job, path: str, servers: int, ranks: int, fuse: int, limit: int) -> None:
+    plan = plan_of(job, path=path, servers=servers, ranks_per_node=ranks, fuse_nbytes=fuse, cut_nbytes=limit)
+    assert verify(plan, job) == []
+    if path == "allreduce":
+        fuse = limit = COLLECTIVE_NBYTES
+    tensors = [s.tensor for bucket in plan.buckets for s in bucket.slices]
+    assert tensors == sorted(tensors, reverse=True), "buckets follow the order in which backward makes gradients"
+    for bucket in plan.buckets:
+        nbytes = bucket.numel * ELEMENT_NBYTES
+        assert nbytes <= limit
+        assert len(bucket.slices) == 1 or nbytes <= fuse
+        assert len({job.tensors[s.tensor].dtype for s in bucket.slices}) == 1
+    again = plan_of(job, path=path, servers=servers, ranks_per_node=ranks, fuse_nbytes=fuse, cut_nbytes=limit)
+    assert records.digest(again) == records.digest(plan)
+    assert records.decode(records.encode(plan), Plan, "plan") == plan
+
+
+def test_small_neighbours_are_fused_and_large_tensors_cut() -> None:
+    plan = plan_of(job_of(60, 30, 20, 2500, 0, 10))
+    assert shapes(plan) == [
+        [(5, 0, 10)], [(3, 0, 833)], [(3, 833, 1666)], [(3, 1666, 2500)], [(2, 0, 20), (1, 0, 30)], [(0, 0, 60)]]
+
+
+def test_a_full_bucket_is_closed_at_the_mask_of_the_frame_header() -> None:
+    plan = plan_of(job_of(*[1] * (MAX_TENSORS_PER_BUCKET + 1)))
+    assert [len(bucket.slices) for bucket in plan.buckets] == [MAX_TENSORS_PER_BUCKET, 1]
+
+
+def test_collectives_are_large_but_for_the_first() -> None:
+    quarter_mib = (1 << 18) // ELEMENT_NBYTES
+    plan = plan_of(job_of(*[quarter_mib] * 60), path="allreduce")
+    assert [b.numel * ELEMENT_NBYTES for b in plan.buckets] == [FIRST_COLLECTIVE_NBYTES, 14 << 20]
+    assert len(plan.buckets[1].slices) == 56
+    assert (plan.servers, {b.server for b in plan.buckets}) == (0, {0})
+
+
+@given(st.integers(1, 10_000), st.integers(1, 3000))
+def test_cuts_are_nearly_equal_fewest_and_gapless(numel: int, limit: int) -> None:
+    parts = cut(3, numel, limit)
+    assert len(parts) == math.ceil(numel / limit)
+    assert [p.start for p in parts] == [0, *(p.stop for p in parts[:-1])]
+    assert sum(p.numel for p in parts) == numel
+    assert max(p.numel for p in parts) <= min(limit, min(p.numel for p in parts) + 1)
+
+
+@given(st.lists(st.integers(1, 1000)), st.integers(1, 6))
+def test_no_host_gets_more_than_one_size_above_the_least_loaded(sizes: list[int], hosts: int) -> None:
+    chosen = spread(sizes, hosts)
+    loads = [sum(size for size, host in zip(sizes, chosen, strict=True) if host == h) for h in range(hosts)]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_equal_loads_are_filled_from_the_lowest_number() -> None:
+    assert spread([5, 1, 1, 5, 5], 3) == [0, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(("fields", "line"), [
+    ({"path": "ring"}, 'path: got \'ring\', allowed: "service" or "allreduce"'),
+    ({"servers": 0}, "servers: got 0"),
+    ({"ranks_per_node": 0}, "ranks_per_node: got 0"),
+    ({"cut_nbytes": 3}, "cut_nbytes: got 3"),
+])
+def test_arguments_out_of_range_are_named(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        plan_of(job_of(1), **fields)
+
+
+JOB = job_of(60, 30, 20, 2500)
+GOOD = plan_of(JOB)
+
+
+def changed(index: int, **fields: Any) -> Plan:
+    """GOOD with one bucket changed."""
+    buckets = list(GOOD.buckets)
+    buckets[index] = msgspec.structs.replace(buckets[index], **fields)
+    return msgspec.structs.replace(GOOD, buckets=tuple(buckets))
+
+
+DAMAGE = [
+    (msgspec.structs.replace(GOOD, schema=99), "plan has schema 99"),
+    (msgspec.structs.replace(GOOD, job="0123"), "this plan was made for another model: job 0123, here "),
+    (msgspec.structs.replace(GOOD, buckets=GOOD.buckets[:-1]), "t0: elements 0..60 are in no bucket"),
+    (changed(0, slices=(Slice(3, 0, 800),)), "t3: elements 800..833 are in no bucket"),
+    (changed(0, slices=(Slice(3, 0, 900),)), "t3: elements 833..900 are in buckets 0 and 1"),
+    (changed(0, slices=(Slice(3, 833, 1666),)), "t3: elements 833..1666 are in buckets 0 and 1"),
+    (changed(0, id=7), "bucket 7 stands at place 0"),
+    (changed(0, server=1), "bucket 0: server 1, the plan has 1"),
+    (changed(0, owner=-1), "bucket 0: owner -1, the plan has 1 ranks per node"),
+    (changed(0, path="carrier pigeon"), "bucket 0: path 'carrier pigeon', allowed: service, allreduce"),
+    (changed(0, codec=" "), "bucket 0: no codec"),
+    (changed(0, slices=()), "bucket 0: 0 slices, allowed: 1 to 64"),
+    (changed(0, slices=(Slice(4, 0, 1),)), "bucket 0: tensor 4, the model has 4"),
+    (changed(0, slices=(Slice(3, 0, 2501),)), "bucket 0: elements 0..2501 of t3, which has 2500"),
+    (changed(0, slices=(Slice(3, 5, 5),)), "bucket 0: elements 5..5 of t3"),
+    (msgspec.structs.replace(GOOD, ranks_per_node=0), "ranks_per_node is 0"),
+]
+
+
+@pytest.mark.parametrize(("plan", "line"), DAMAGE)
+def test_each_kind_of_damage_is_found(plan: Plan, line: str) -> None:
+    assert any(problem.startswith(line) for problem in verify(plan, JOB)), verify(plan, JOB)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    bad = msgspec.structs.replace(changed(1, codec=""), buckets=(*changed(1, codec="").buckets[:-1],))
+    assert verify(bad, JOB) == ["bucket 1: no codec", "t0: elements 0..60 are in no bucket"]
