@@ -1,0 +1,206 @@
+"""From a Job to a running Worker: settles the plan, starts or finds the servers, joins, dials. Knows no model and no hooks."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from commlayer import planner, records
+from commlayer.compressors import parse, wrap
+from commlayer.config import Config, Launch, read_launch
+from commlayer.control import messages, uplink
+from commlayer.control.embedded import Embedded
+from commlayer.records import Job, Plan
+from commlayer.runtime.sync import align as align_tensors
+from commlayer.runtime.worker import Worker
+from commlayer.transport.groups import Groups
+
+LINGER_S = 5.0
+"""Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
+DEFAULT_CODEC = "topk(ratio=0.01, values='int8')"
+"""What "auto" runs between nodes until a planner chooses."""
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+REFUSED = b"!"
+"""In front of the reason that rank 0 sends in place of a plan; a plan's bytes begin with a brace."""
+
+
+class Connection:
+    """What a session holds on to. `worker` is None where there is nobody to average with."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.worker: Worker | None = None
+        self.groups: Groups | None = None
+        self.uplink: uplink.Uplink | None = None
+        self.embedded: list[Embedded] = []
+        self.rank, self.world = 0, 1
+        self._closed = False
+
+    def stats(self) -> dict[str, float]:
+        return {} if self.worker is None else self.worker.counters.as_dict()
+
+    def close(self, reason: str = "") -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if not reason and (error := getattr(sys, "last_value", None)) is not None:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self.worker is not None:
+            self.worker.close()
+        if self.uplink is not None:
+            self.uplink.close(reason)
+        for child in self.embedded:
+            child.close(linger_s=0.0 if reason else LINGER_S)
+        if self.groups is not None:
+            self.groups.close()
+
+
+def connect(
+    job: Job, device: torch.device, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
+) -> Connection:
+    """Joins the job that the environment names; all ranks call it together."""
+    launch = read_launch()
+    made = Connection()
+    _begin_group(launch, device)
+    grouped = dist.is_initialized() and dist.get_world_size() > 1
+    if grouped:
+        made.rank, made.world = dist.get_rank(), dist.get_world_size()
+    _check_dtypes(job)
+    per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
+    if not grouped and not (config.join or isinstance(plan, Plan)):
+        _check_plan(_settle(plan, job, config, 1, 1), job)  # a mistake in it is one on a single process, too
+        return made
+    try:
+        if grouped:
+            made.groups = Groups(per_node, config.deadline_s, device)
+            _same_model(job, made.groups)
+            align_tensors(align, made.groups, config.join_deadline_s)
+        made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), job, made.groups)
+        if made.plan.servers and made.plan.ranks_per_node != per_node:
+            raise ValueError(f"plan: made for {made.plan.ranks_per_node} ranks per node, here are {per_node}: make it again, "
+                             "or set ranks_per_node")
+        codecs = {b.id: wrap(parse(b.codec)) for b in made.plan.buckets}
+        if made.plan.servers:
+            _join(made, job, config, per_node)
+        up = made.uplink
+        made.worker = Worker(
+            job, made.plan, codecs, device, rank=made.rank, groups=made.groups, transport=up.transport if up else None,
+            recycle=up.recycle if up else (lambda _: None),
+        )
+        if made.uplink is not None:
+            made.uplink.follow(made.worker.fail, made.worker.stalled)
+    except BaseException:
+        made.close("failed to start")
+        raise
+    atexit.register(made.close)
+    return made
+
+
+def _begin_group(launch: Launch, device: torch.device) -> None:
+    """Under torchrun, and only where the script has not made a group itself."""
+    if not dist.is_initialized() and launch.world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Plan:
+    """The plan that was asked for: a Plan, a file, one codec for everything, or the default."""
+    if isinstance(plan, Plan):
+        return plan
+    nodes = world // per_node
+    if isinstance(plan, str | Path) and str(plan) != "auto":
+        path = Path(plan)
+        if not path.is_file():
+            raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
+        return records.decode(path.read_bytes(), Plan, f"plan {path}")
+    if plan == "auto":
+        # One machine needs no server and gains nothing from compression.
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", DEFAULT_CODEC)
+    else:
+        codec = str(plan)
+        path_name = "service"
+    servers = nodes if config.servers == "each" else 1
+    return planner.default_plan(
+        job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+    )
+
+
+def _check_dtypes(job: Job) -> None:
+    for info in job.tensors:
+        if info.dtype not in DTYPES:
+            raise ValueError(f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
+
+
+def _same_model(job: Job, groups: Groups) -> None:
+    """Before anything whose size depends on the model is exchanged. Every rank hears who differs."""
+    mine = torch.tensor([int(job.digest(), 16) >> 1], dtype=torch.int64, device=groups.device)
+    digests = groups.gather_all(mine).view(-1).tolist()
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ValueError(f"rank {', '.join(others)} trains another model than rank 0: names, shapes, dtypes and order of what "
+                         "is trained must be equal")
+
+
+def _check_plan(plan: Plan, job: Job) -> None:
+    problems = planner.verify(plan, job)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"plan: {problems[0]}{more}")
+
+
+def _agree(settle: Callable[[], Plan], job: Job, groups: Groups | None) -> Plan:
+    """Rank 0's plan, on every rank, or its reason for having none; checked against this rank's model."""
+    if groups is None:
+        plan = settle()
+    else:
+        data = b""
+        if groups.rank == 0:
+            try:
+                data = records.encode(settle())
+            except ValueError as error:
+                groups.share_bytes(REFUSED + str(error).encode())
+                raise
+        data = groups.share_bytes(data)
+        if data.startswith(REFUSED):
+            raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
+        plan = records.decode(data, Plan, "plan of rank 0")
+    _check_plan(plan, job)
+    return plan
+
+
+def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
+    """Starts the embedded servers where none were named, then joins and dials them."""
+    assert made.plan is not None
+    node, local = divmod(made.rank, per_node)
+    address = config.join
+    if not address:
+        address = _start_embedded(made, config, per_node, node, local)
+    made.uplink = uplink.connect(address, messages.worker(
+        job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
+        plan_digest=records.digest(made.plan),
+    ), config)
+
+
+def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> str:
+    """Starts this node's `commlayer serve` processes: all servers on rank 0's node, or spread over the nodes."""
+    assert made.plan is not None
+    nodes = made.world // per_node
+    config = msgspec.structs.replace(config, node=node)
+    homes = [number % nodes if config.servers == "each" else 0 for number in range(made.plan.servers)]
+    mine = homes.count(node) if local == 0 else 0
+    address = ""
+    if made.rank == 0:
+        made.embedded.append(Embedded.start(config, workers=made.world, servers=made.plan.servers))
+        address, mine = made.embedded[0].control, mine - 1
+    if made.groups is not None:
+        address = made.groups.share_bytes(address.encode()).decode()
+    made.embedded += [Embedded.start(config, join=address) for _ in range(mine)]
+    return address

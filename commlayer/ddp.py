@@ -1,0 +1,162 @@
+"""The same through DistributedDataParallel's communication hook. Knows DDP's buckets; the worker does the rest.
+
+DDP regroups its buckets after the first step, so nothing is keyed by their index: tensors are known by their parameters. The
+first backward pass only collects (its buckets are reduced together when the last one is in), because before it the hook has
+not seen which parameters there are.
+
+(Annotations are evaluated here: DDP checks those of a hook.)
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from commlayer.config import Config, read_config
+from commlayer.connect import Connection, connect
+from commlayer.records import Job, TensorInfo
+from commlayer.runtime.lanes import Lane
+from commlayer.runtime.measure import loss_scale
+
+
+class _Part(NamedTuple):
+    """What one call of the hook brought."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
+
+
+class HookState:
+    """What `comm_hook` needs: `ddp.register_comm_hook(commlayer.HookState(plan=...), commlayer.comm_hook)`."""
+
+    def __init__(self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None) -> None:
+        self._plan, self._config, self._scaler = plan, read_config(config), scaler
+        self.connection = Connection()
+        self.weight = 1.0
+        self._numbers: dict[int, int] = {}
+        self._step: list[_Part] = []
+        self._lane: Lane | None = None
+        self._actions: list[Callable[[], None]] = []
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """One bucket of DDP's; its future completes when the whole step is in."""
+        if self._error is not None:
+            raise self._error
+        device = bucket.buffer().device
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        part = _Part(bucket.parameters(), bucket.gradients(), bucket.buffer(), future)
+        self._step.append(part)
+        last = bucket.is_last()
+        if last:
+            # Not before: under a reentrant checkpoint an earlier bucket may belong to a backward pass inside this one.
+            self._ended.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self._lane is not None:
+            self._feed(part)
+        elif last:
+            self._lane = Lane("ddp", self._latch)
+            self._begin(device)
+            for held in self._step:
+                self._feed(held)
+        if last:
+            step, self._step = self._step, []
+            assert self._lane is not None
+            self._lane.put(lambda: self._finish(step))
+        return future
+
+    def _begin(self, device: torch.device) -> None:
+        """All parameters have been seen: names them in DDP's order, which is the same on all ranks."""
+        # DDP's order is ready order; a Job stands in registration order, which is about its reverse.
+        parameters = [p for part in self._step for p in part.parameters][::-1]
+        self._numbers = {id(p): i for i, p in enumerate(parameters)}
+        job = Job(tuple(
+            TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
+        ))
+        self.connection = connect(job, device, plan=self._plan, config=self._config)
+        for action in self._actions:
+            action()
+        self._actions.clear()
+
+    def _feed(self, part: _Part) -> None:
+        worker = self.connection.worker
+        if worker is None:
+            return
+        if worker.begins():
+            worker.scale = loss_scale(self._scaler)
+            worker.weight = self.weight
+        for p, gradient in zip(part.parameters, part.gradients, strict=True):
+            worker.ready(self._numbers[id(p)], gradient)
+
+    def _finish(self, step: list[_Part]) -> None:
+        """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
+        worker = self.connection.worker
+        try:
+            if worker is not None:
+                targets: list[torch.Tensor | None] = [None] * len(self._numbers)
+                for part in step:
+                    for p, gradient in zip(part.parameters, part.gradients, strict=True):
+                        targets[self._numbers[id(p)]] = gradient
+                worker.finish(targets, self._config.deadline_s)
+                worker.commit(targets)
+        except BaseException as error:
+            self._latch(error)
+        finally:
+            for part in step:
+                part.future.set_result(part.buffer)
+            self._ended.set()
+
+    def _end(self) -> None:
+        """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
+        self._ended.wait(self._config.deadline_s * 2)
+        if self._error is not None:
+            raise self._error
+
+    def _latch(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        """Runs it now, or when the first backward pass has made the connection."""
+        if self._lane is not None:
+            action()
+        else:
+            self._actions.append(action)
+
+
+def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's hook signature. Averages come from the plan in `state`."""
+    return state.take(bucket)
+
+
+class DDPDriver:
+    """A session's way to the gradients of a DistributedDataParallel module: the hook above."""
+
+    def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
+        self._model, self._state = model, state
+        model.register_comm_hook(state, comm_hook)
+
+    @property
+    def connection(self) -> Connection:
+        return self._state.connection
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._model.no_sync()
+
+    def weight(self, n: float) -> None:
+        self._state.weight = n
+
+    def synchronize(self) -> None:
+        """Nothing to do: DDP ends every backward pass with the averages in place."""
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        self._state.when_connected(action)
+
+    def detach(self) -> None:
+        """DDP has no way to take a hook out again."""

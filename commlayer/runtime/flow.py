@@ -1,0 +1,133 @@
+"""One bucket on one worker: its memory, and the moves between gradients, payload and result. Knows no threads and no peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commlayer.compressors.codec import Buffer, Codec
+from commlayer.records import Bucket, Job
+
+PAYLOAD_HEADER = 16
+"""Bytes before x, so that an in-place codec's payload is its header and x itself."""
+ALIGN = 64
+
+
+class Flow:
+    """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
+
+    The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
+    the device and `host` is its pinned twin that codecs read and write; on CPU they are one.
+    """
+
+    def __init__(self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int) -> None:
+        self.bucket, self.codec, self.order = bucket, codec, order
+        self.spec = bucket.spec
+        self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
+        self.numel, self.nslices = bucket.numel, len(bucket.slices)
+        floats = self.numel + self.nslices + 1
+        block = _aligned(PAYLOAD_HEADER, floats, pinned=device.type == "cuda")
+        self.host_all = block[PAYLOAD_HEADER:].view(torch.float32)
+        self.host = self.host_all[: self.numel]
+        self.all = self.host_all if device.type == "cpu" else torch.empty(floats, device=device)
+        self.x = self.all[: self.numel]
+        self.tail = self.all[self.numel :]
+        self.views = self._views()
+        if bucket.path == "service":
+            self.state = codec.init(self.spec)
+            self.bound = codec.bound(self.spec)
+            whole = block[: PAYLOAD_HEADER + 4 * self.numel]
+            self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
+        else:
+            self.state, self.bound, self.payload = {}, 0, memoryview(b"")
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a step."""
+        self.sources: list[torch.Tensor | None] = [None] * self.nslices
+        self.waiting = self.nslices
+        self.started = self.done = False
+        self.finite = True
+        self.weight, self.used = 0.0, 0
+
+    def _views(self) -> list[torch.Tensor]:
+        views, at = [], 0
+        for s, shape in zip(self.bucket.slices, self.shapes, strict=True):
+            views.append(self.x[at : at + s.numel].view(shape))
+            at += s.numel
+        return views
+
+    def _parts(self, sources: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (view of x, the same elements of the gradient) of the slices that have a gradient.
+
+        A whole tensor is paired in its own shape, so any strides will do; a cut one must be contiguous (see `whole`).
+        """
+        pairs = []
+        for view, tensor, s in zip(self.views, sources, self.bucket.slices, strict=True):
+            if tensor is not None:
+                pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
+        return pairs
+
+    def gather(self, factor: float, weight: float) -> None:
+        """x = gradients times factor; zeros where there is none."""
+        used = 0
+        for i, (view, tensor) in enumerate(zip(self.views, self.sources, strict=True)):
+            if tensor is None:
+                view.zero_()
+            else:
+                used |= 1 << i
+        pairs = self._parts(self.sources)
+        if pairs:
+            torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
+        if factor != 1.0:
+            self.x.mul_(factor)
+        self.used, self.weight = used, weight
+
+    def write_tail(self) -> None:
+        """Puts used and weight where a collective will sum them."""
+        flags = [float(self.used >> i & 1) for i in range(self.nslices)]
+        self.tail.copy_(torch.tensor([*flags, self.weight]))
+
+    def read_used(self) -> None:
+        """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
+        if any(source is None for source in self.sources):
+            self.used = sum(1 << i for i, flag in enumerate(self.tail[:-1].tolist()) if flag > 0)
+
+    def over_weight(self, scale: float) -> float | torch.Tensor:
+        """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
+        return scale / (self.tail[-1].item() if self.x.device.type == "cpu" else self.tail[-1])
+
+    def encode(self) -> int:
+        """Round 0: x to payload."""
+        self.started = True
+        return self.codec.start(self.host, self.state, self.payload)
+
+    def encode_next(self, r: int, result: Buffer) -> int:
+        return self.codec.next(r, result, self.state, self.payload)
+
+    def decode(self, result: Buffer) -> None:
+        """The last round's result to x."""
+        self.finite = self.codec.decode(result, self.state, self.host)
+
+    def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
+        """targets = x times factor, in one pass; None leaves out a slice."""
+        pairs = self._parts(targets)
+        for view, target in pairs:
+            torch.mul(view, factor, out=target.detach())
+
+    def undo(self) -> None:
+        if self.started:
+            self.codec.undo(self.state)
+
+
+def slice_shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
+    info = job.tensors[tensor]
+    return info.shape if (start, stop) == (0, info.numel) else (stop - start,)
+
+
+def _aligned(lead: int, floats: int, *, pinned: bool) -> torch.Tensor:
+    """Bytes for `lead` bytes and then floats, the floats on a 64-byte boundary."""
+    raw = torch.empty(ALIGN + lead + 4 * floats + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+    skip = -(raw.data_ptr() + lead) % ALIGN
+    return raw[skip : skip + lead + 4 * floats]

@@ -1,0 +1,73 @@
+"""Hooks on a model's parameters: tell a worker when gradients are final. Knows autograd; nothing of codecs or networks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import torch
+from torch import nn
+
+REENTRANT = (
+    "activation checkpointing with use_reentrant=True runs a backward pass inside the backward pass, so gradients become final "
+    "twice: pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+)
+
+
+class Hooks:
+    """Calls `ready(tensor, gradient)` for each parameter and `finish()` when the outermost backward pass ends.
+
+    `finish` runs as an end callback of the autograd engine, so gradients are final when backward() returns: GradScaler and
+    clipping read them before any step hook could run.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ready: Callable[[int, torch.Tensor], None], finish: Callable[[], None],
+        active: Callable[[], bool],
+    ) -> None:
+        self._ready, self._finish, self._active = ready, finish, active
+        self._graph: int | None = None
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(parameters) if p.requires_grad
+        ]
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def final(parameter: torch.Tensor) -> None:
+            if self._active():
+                self._enter()
+                assert parameter.grad is not None
+                self._ready(number, parameter.grad)
+
+        return final
+
+    def _enter(self) -> None:
+        """Once per backward pass: asks to be called at its end."""
+        graph = torch._C._current_graph_task_id()
+        if graph == self._graph:
+            return
+        if _inside_checkpoint():
+            raise RuntimeError(REENTRANT)
+        if self._graph is not None:
+            raise RuntimeError("a backward pass began before another had ended: that one raised, or this one runs inside it")
+        self._graph = graph
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._graph = None
+        self._finish()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _inside_checkpoint() -> bool:
+    """Whether a reentrant checkpoint's backward is on this thread's stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,35 @@
+"""Reads what there is to average off a model, and the loss scale off a scaler. Knows modules; nothing of plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.records import Job, TensorInfo
+
+
+def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, each once (tied weights count once), in registration order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The floating-point buffers: running statistics that workers average."""
+    return [(name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel()]
+
+
+def job_of(model: nn.Module) -> Job:
+    """What is averaged: gradients of trained parameters, then float buffers."""
+    named: list[tuple[str, torch.Tensor, bool]] = [(name, tensor, False) for name, tensor in parameters_of(model)]
+    named += [(name, tensor, True) for name, tensor in buffers_of(model)]
+    return Job(tuple(
+        TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), buffer)
+        for name, tensor, buffer in named
+    ))
+
+
+def loss_scale(scaler: Any) -> float:
+    """The scale that a GradScaler has in force; 1 without one."""
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

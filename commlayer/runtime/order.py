@@ -1,0 +1,41 @@
+"""In which order the forward pass needs parameters, seen in the first forward. Knows modules and hooks; nothing of buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class ForwardOrder:
+    """Watches one forward pass; `take` gives tensor number -> place.
+
+    Module hooks see a parameter only where a module that holds it directly is called. What they do not see (functional use,
+    compiled graphs) is missing from the result, and the caller falls back to reversed ready order.
+    """
+
+    def __init__(self, model: nn.Module, index: dict[int, int]) -> None:
+        """`index` maps id(parameter) to the tensor's number."""
+        self._places: dict[int, int] = {}
+        self._handles = []
+        for module in model.modules():
+            numbers = [index[id(p)] for p in module.parameters(recurse=False) if id(p) in index]
+            if numbers:
+                self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
+
+    def _hook(self, numbers: list[int]) -> Callable[[nn.Module, object], None]:
+        def seen(_module: nn.Module, _args: object) -> None:
+            if torch.compiler.is_compiling():
+                return  # in a graph, modules are not called one by one
+            for number in numbers:
+                self._places.setdefault(number, len(self._places))
+
+        return seen
+
+    def take(self) -> dict[int, int]:
+        """What was seen; ends the watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return self._places

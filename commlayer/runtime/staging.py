@@ -1,0 +1,59 @@
+"""Moves a flow between its device and the host memory that codecs work on. On CPU every move is nothing.
+
+Rules for CUDA: the lane's stream waits on the event of the hook's stream, so it reads finished gradients; every tensor of the
+caller that the lane reads is recorded on the lane's stream; host copies are pinned; only lane threads wait for the device.
+Flows own their buffers for the life of the plan, so those need no record: `join` and the next hook's event order their reuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from commlayer.runtime.flow import Flow
+
+
+class Staging:
+    """One per worker."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._back = torch.cuda.Stream(device) if self._cuda else None
+
+    def mark(self) -> object:
+        """A point in the caller's stream: all it has queued so far."""
+        return torch.cuda.current_stream().record_event() if self._cuda else None
+
+    @contextlib.contextmanager
+    def lane(self, mark: object, sources: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """The lane's stream, behind the mark."""
+        if self._stream is None:
+            yield
+            return
+        assert isinstance(mark, torch.cuda.Event)
+        self._stream.wait_event(mark)
+        for source in sources:
+            if source is not None:
+                source.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def to_host(self, flow: Flow) -> None:
+        """x is readable on the host when this returns. Called inside `lane`."""
+        if self._stream is not None:
+            flow.host.copy_(flow.x, non_blocking=True)
+            self._stream.synchronize()
+
+    def to_device(self, flow: Flow) -> None:
+        """Queues the way back; `join` orders the training stream behind it."""
+        if self._back is not None:
+            with torch.cuda.stream(self._back):
+                flow.x.copy_(flow.host, non_blocking=True)
+
+    def join(self) -> None:
+        """The current stream goes on only when all results are on the device."""
+        if self._back is not None:
+            torch.cuda.current_stream().wait_stream(self._back)

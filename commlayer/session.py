@@ -1,0 +1,173 @@
+"""attach(): a PyTorch model trains through commlayer. The PyTorch surface; everything below it knows no model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlayer import checkpoint
+from commlayer.config import Config, read_config
+from commlayer.connect import Connection, connect
+from commlayer.ddp import DDPDriver, HookState
+from commlayer.records import Plan
+from commlayer.runtime.hooks import Hooks
+from commlayer.runtime.measure import buffers_of, job_of, loss_scale, parameters_of
+from commlayer.runtime.order import ForwardOrder
+
+
+class Driver(Protocol):
+    """How a session gets at gradients: hooks on the parameters, or DDP's communication hook."""
+
+    @property
+    def connection(self) -> Connection: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def weight(self, n: float) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def when_connected(self, action: Callable[[], None]) -> None: ...
+
+    def detach(self) -> None: ...
+
+
+class Session:
+    """One attached model. Made by `attach`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate locally; the next one outside synchronises what has gathered."""
+        return self._driver.no_sync()
+
+    def weight(self, n: float) -> None:
+        """How much this worker's gradients count from now on: its number of samples, or of tokens; all workers use one unit."""
+        if not 0 <= n < float("inf"):
+            raise ValueError(f"weight {n}: allowed is a finite number >= 0")
+        self._driver.weight(float(n))
+
+    def synchronize(self) -> None:
+        """Ends the step: waits for all buckets and writes the averages into `.grad`. backward() does it by itself."""
+        self._driver.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's codec state (residuals among it) and step; servers' state is in `save`."""
+        return checkpoint.worker_state(self._driver.connection.worker)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection.worker, state))
+
+    def save(self, directory: str | Path) -> None:
+        """Writes a file per rank and per server into `directory`. All ranks call it at the same step."""
+        checkpoint.save(self._driver.connection, Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Takes up what `save` wrote, under the same plan and world. All ranks call it before training."""
+        self._driver.when_connected(lambda: checkpoint.load(self._driver.connection, Path(directory)))
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
+        return self._driver.connection.stats()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, None where there is nobody to talk to."""
+        return self._driver.connection.plan
+
+    def close(self, reason: str = "") -> None:
+        """Leaves the job in good order. Called at exit, too."""
+        self._driver.detach()
+        self._driver.connection.close(reason)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+
+class _ModuleDriver:
+    """Hooks on a plain module's parameters."""
+
+    def __init__(self, model: nn.Module, connection: Connection, *, scaler: Any, deadline_s: float) -> None:
+        self.connection, self._scaler, self._deadline_s = connection, scaler, deadline_s
+        self._parameters = [p for _, p in parameters_of(model)]
+        self._buffers = [b for _, b in buffers_of(model)]
+        self._syncing = True
+        self._order: ForwardOrder | None = None
+        self._hooks: Hooks | None = None
+        if connection.worker is not None:
+            self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
+            self._hooks = Hooks(self._parameters, self._ready, self.synchronize, lambda: self._syncing)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def weight(self, n: float) -> None:
+        if self.connection.worker is not None:
+            self.connection.worker.weight = n
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        action()
+
+    def detach(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+
+    def synchronize(self) -> None:
+        worker = self.connection.worker
+        if worker is None:
+            return
+        worker.finish([*(p.grad for p in self._parameters), *self._buffers], self._deadline_s)
+        used = worker.used()
+        for p, anyone in zip(self._parameters, used, strict=False):
+            if p.grad is None and anyone:
+                p.grad = torch.empty_like(p)
+        worker.commit([*(p.grad for p in self._parameters), *self._buffers])
+
+    def _ready(self, tensor: int, gradient: torch.Tensor) -> None:
+        worker = self.connection.worker
+        assert worker is not None
+        if self._order is not None:
+            worker.reorder(self._order.take())
+            self._order = None
+        if worker.begins():
+            worker.scale = loss_scale(self._scaler)
+        worker.ready(tensor, gradient)
+
+
+def attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
+    config: Config | dict[str, Any] | None = None, sync: str = "step", scaler: Any = None,
+) -> Session:
+    """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
+
+    `plan`: "auto", the path of a plan file, a Plan, or one codec for everything. `scaler`: the GradScaler in use, so that
+    residuals are kept without its scale. Under torchrun nothing else is needed; initial parameters are taken from rank 0.
+
+    >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
+    """
+    if sync != "step":
+        raise ValueError(f"sync: got {sync!r}, allowed: 'step'")
+    read = read_config(config)
+    if isinstance(model, DistributedDataParallel):
+        return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler)))
+    del optimizer  # taken for the sake of plans that own the update; averaging does not need it
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    tensors = [*(p.data for p in model.parameters()), *model.buffers()]
+    connection = connect(job_of(model), device, plan=plan, config=read, align=tensors)
+    return Session(_ModuleDriver(model, connection, scaler=scaler, deadline_s=read.deadline_s))

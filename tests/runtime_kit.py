@@ -1,0 +1,94 @@
+"""Ranks as threads over loopback with real servers: what the tests of the runtime stand on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlayer.compressors import parse, wrap
+from commlayer.control.sums import ops_of, senders_of
+from commlayer.planner import default_plan
+from commlayer.records import Job, Plan, TensorInfo
+from commlayer.runtime.worker import Worker
+from commlayer.transport.loopback import Hub
+from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.service import Summation
+from commlayer.transport.summing import SumServer, follow_stalls
+
+SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]
+
+
+def job(shapes: list[tuple[int, ...]] | None = None) -> Job:
+    return Job(tuple(TensorInfo(f"t{i}", s) for i, s in enumerate(shapes or SHAPES)))
+
+
+class Rig:
+    """`world` workers and the plan's servers in one process."""
+
+    def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
+                 stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None) -> None:
+        self.job = job(shapes)
+        self.plan = plan or default_plan(self.job, codec=codec, path="service", servers=servers, ranks_per_node=1,
+                                         fuse_nbytes=2048, cut_nbytes=4096)
+        self.hub = hub or Hub()
+        self.servers = [
+            SumServer(Summation(s, 1, ops_of(self.plan, s), senders_of(self.plan, world)), self.hub.transport(SERVER_BASE + s),
+                      range(world), stall_s=stall_s)
+            for s in range(self.plan.servers)
+        ]
+        self.codecs = {b.id: wrap(parse(b.codec)) for b in self.plan.buckets}
+        self.transports = [self.hub.transport(rank) for rank in range(world)]
+        self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
+
+    def worker(self, rank: int, transport: Any) -> Worker:
+        worker = Worker(self.job, self.plan, self.codecs, torch.device("cpu"), rank=rank, transport=transport)
+        for s in range(self.plan.servers):
+            follow_stalls(transport, SERVER_BASE + s, 1, lambda said: worker.stalled(said.bucket, said.step, said.missing))
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for transport in self.transports:
+            transport.close()
+        for server in self.servers:
+            server.close()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Runs body(rank) on a thread each; results in rank order, an exception as its own result."""
+    results: list[Any] = [TimeoutError("did not end")] * world
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    return results
+
+
+def step(worker: Worker, gradients: list[torch.Tensor | None], deadline_s: float = 20.0) -> list[torch.Tensor | None]:
+    """One step: announces all gradients there are, waits, and returns what the worker wrote into copies of them."""
+    for tensor, gradient in enumerate(gradients):
+        if gradient is not None:
+            worker.ready(tensor, gradient)
+    worker.finish(list(gradients), deadline_s)
+    used = worker.used()
+    targets = [torch.empty(info.shape) if anyone else None for info, anyone in zip(worker.job.tensors, used, strict=True)]
+    worker.commit(targets)
+    return targets
