@@ -43,7 +43,7 @@ def run(codec: Codec, xs: list[torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize("ratio", [0.01, 0.1])
 def test_recall_and_energy_against_exact_selection(kind: str, ratio: float) -> None:
     codec = topk(ratio=ratio, values="fp32")
-    state, worst = codec.init(Spec((N,))), 1.0
+    state, recalls = codec.init(Spec((N,))), []
     for step in range(6):
         x = KINDS[kind](N, step)
         got = kit.decoded(codec, kit.encode(codec, x, state), N)
@@ -51,9 +51,10 @@ def test_recall_and_energy_against_exact_selection(kind: str, ratio: float) -> N
         recall = float((got[best] != 0).float().mean())
         energy = float((got * got).sum() / (x[best] ** 2).sum())
         assert torch.equal(got[got != 0], x[got != 0])
-        worst = min(worst, recall)
+        recalls.append(recall)
         assert energy >= 0.9, (step, energy)
-    assert worst >= 0.9
+    assert sum(recalls) / len(recalls) >= 0.93
+    assert min(recalls) >= 0.87, "the count may be 10 % low in one step"
 
 
 @pytest.mark.parametrize("kind", KINDS)

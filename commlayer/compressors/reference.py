@@ -49,6 +49,8 @@ def _floats(memory: Memory) -> torch.Tensor:
 
 def _read(memory: Memory, dtype: torch.dtype, n: int, at: int = 0) -> torch.Tensor:
     """n elements from byte `at`: a view where alignment allows, else a copy."""
+    if n == 0:
+        return torch.empty(0, dtype=dtype)  # an empty buffer may have no strides to view
     octets = _octets(memory, at, n * dtype.itemsize)
     if octets.data_ptr() % dtype.itemsize:
         octets = octets.clone()

@@ -196,14 +196,25 @@ extern "C" int64_t cml_select(const float* g, float* residual, int64_t n, float 
 }
 
 extern "C" void cml_sample_abs(const float* g, const float* residual, int64_t n, int64_t offset, int64_t count, float* out) {
+  if (n <= 0) {
+    for (int64_t j = 0; j < count; ++j) cml::store(out, j, 0.0f);
+    return;
+  }
+  // j * n / count in steps: quotient and remainder are carried along, since two divisions a sample cost more than its loads.
+  const int64_t whole = count > 0 ? n / count : 0;
+  const int64_t part = count > 0 ? n % count : 0;
+  int64_t i = offset % n;
+  int64_t rest = 0;
   for (int64_t j = 0; j < count; ++j) {
-    float v = 0.0f;
-    if (n > 0) {
-      const auto step = static_cast<int64_t>(static_cast<uint64_t>(j) * static_cast<uint64_t>(n) / static_cast<uint64_t>(count));
-      const int64_t i = (offset + step) % n;
-      v = cml::load(g, i);
-      if (residual) v += cml::load(residual, i);
-    }
+    float v = cml::load(g, i);
+    if (residual) v += cml::load(residual, i);
     cml::store(out, j, cml::float_of(cml::bits_of(v) & cml::kAbs));
+    i += whole;
+    rest += part;
+    if (rest >= count) {
+      rest -= count;
+      ++i;
+    }
+    if (i >= n) i -= n;
   }
 }
