@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from commlayer import records
 from commlayer.planner import default_plan, verify
-from commlayer.planner.default import COLLECTIVE_NBYTES, ELEMENT_NBYTES, FIRST_COLLECTIVE_NBYTES, cut, spread
+from commlayer.planner.default import COLLECTIVE_NBYTES, ELEMENT_NBYTES, FIRST_COLLECTIVE_NBYTES, SPREAD_NBYTES, cut, spread
 from commlayer.records import MAX_TENSORS_PER_BUCKET, Job, Plan, Slice, TensorInfo
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 50_000), st.just(20_000_000))
@@ -45,8 +44,8 @@ def test_every_default_plan_keeps_every_rule(job: Job, path: str, servers: int, 
     assert verify(plan, job) == []
     if path == "allreduce":
         fuse = limit = COLLECTIVE_NBYTES
-    tensors = [s.tensor for bucket in plan.buckets for s in bucket.slices]
-    assert tensors == sorted(tensors, reverse=True), "buckets follow the order in which backward makes gradients"
+    ready = [min(s.tensor for s in bucket.slices) for bucket in plan.buckets]
+    assert ready == sorted(ready, reverse=True), "buckets follow the order in which backward makes gradients"
     for bucket in plan.buckets:
         nbytes = bucket.numel * ELEMENT_NBYTES
         assert nbytes <= limit
@@ -60,7 +59,24 @@ def test_every_default_plan_keeps_every_rule(job: Job, path: str, servers: int, 
 def test_small_neighbours_are_fused_and_large_tensors_cut() -> None:
     plan = plan_of(job_of(60, 30, 20, 2500, 0, 10))
     assert shapes(plan) == [
-        [(5, 0, 10)], [(3, 0, 833)], [(3, 833, 1666)], [(3, 1666, 2500)], [(2, 0, 20), (1, 0, 30)], [(0, 0, 60)]]
+        [(3, 0, 833)], [(3, 833, 1666)], [(3, 1666, 2500)], [(5, 0, 10), (2, 0, 20), (1, 0, 30)], [(0, 0, 60)]]
+
+
+def test_a_tensor_worth_it_is_spread_over_all_servers() -> None:
+    elements = 3 * SPREAD_NBYTES // ELEMENT_NBYTES
+    plan = plan_of(job_of(elements), servers=4, fuse_nbytes=64 << 20, cut_nbytes=64 << 20)
+    assert [b.numel for b in plan.buckets] == [elements // 3] * 3
+    assert len({b.server for b in plan.buckets}) == 3
+
+
+def test_buffers_come_last_and_are_never_compressed_nor_fused_with_gradients() -> None:
+    job = Job((TensorInfo("w", (4,)), TensorInfo("mean", (3,), buffer=True), TensorInfo("var", (3,), buffer=True)))
+    plan = plan_of(job)
+    assert [([s.tensor for s in b.slices], b.codec) for b in plan.buckets] == [([0], "fp16()"), ([1, 2], "identity()")]
+    assert verify(plan, job) == []
+    turned = msgspec.structs.replace(plan, buckets=tuple(
+        msgspec.structs.replace(b, id=i) for i, b in enumerate(reversed(plan.buckets))))
+    assert verify(turned, job) == ["bucket 1: gradients stand behind buffers, which are ready last"]
 
 
 def test_a_full_bucket_is_closed_at_the_mask_of_the_frame_header() -> None:
@@ -76,13 +92,13 @@ def test_collectives_are_large_but_for_the_first() -> None:
     assert (plan.servers, {b.server for b in plan.buckets}) == (0, {0})
 
 
-@given(st.integers(1, 10_000), st.integers(1, 3000))
-def test_cuts_are_nearly_equal_fewest_and_gapless(numel: int, limit: int) -> None:
-    parts = cut(3, numel, limit)
-    assert len(parts) == math.ceil(numel / limit)
+@given(st.integers(1, 10_000), st.integers(1, 30))
+def test_cuts_are_nearly_equal_and_gapless(numel: int, count: int) -> None:
+    parts = cut(3, numel, count)
+    assert len(parts) == count
     assert [p.start for p in parts] == [0, *(p.stop for p in parts[:-1])]
     assert sum(p.numel for p in parts) == numel
-    assert max(p.numel for p in parts) <= min(limit, min(p.numel for p in parts) + 1)
+    assert max(p.numel for p in parts) <= min(p.numel for p in parts) + 1
 
 
 @given(st.lists(st.integers(1, 1000)), st.integers(1, 6))

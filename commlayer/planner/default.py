@@ -13,6 +13,8 @@ COLLECTIVE_NBYTES = 25 << 20
 """A collective pays per call, so its buckets are large. These two are DistributedDataParallel's own figures."""
 FIRST_COLLECTIVE_NBYTES = 1 << 20
 """The first bucket is small, so that sending begins early."""
+SPREAD_NBYTES = 256 << 10
+"""Tensors are spread over the servers in parts of at least this: a bucket has its own cost, of some 0.1 ms."""
 BUFFER_CODEC = "identity()"
 """Running statistics are few and are averaged as they are."""
 
@@ -36,7 +38,9 @@ def default_plan(
     first_nbytes = fuse_nbytes
     if path == "allreduce":
         first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
-    groups = list(_fused(job, first_nbytes, fuse_nbytes, cut_nbytes))
+    groups = list(_fused(job, first_nbytes, fuse_nbytes, cut_nbytes, servers if path == "service" else 1))
+    # A bucket is ready when its last tensor is; those of buffers when backward is over.
+    groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
     hosts = spread(sizes, servers) if service else [0] * len(sizes)
@@ -70,14 +74,15 @@ def spread(sizes: Sequence[int], hosts: int) -> list[int]:
     return chosen
 
 
-def cut(tensor: int, numel: int, limit: int) -> tuple[Slice, ...]:
-    """The fewest slices of at most `limit` of its elements (one or more), which differ in size by at most one."""
-    parts = -(-numel // limit)
+def cut(tensor: int, numel: int, parts: int) -> tuple[Slice, ...]:
+    """So many slices, which differ in size by at most one element."""
     edges = [numel * i // parts for i in range(parts + 1)]
     return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
 
 
-def _fused(job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int) -> Iterator[tuple[Slice, ...]]:
+def _fused(
+    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int
+) -> Iterator[tuple[Slice, ...]]:
     """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow."""
     limit = first_nbytes
     held: list[Slice] = []
@@ -88,18 +93,21 @@ def _fused(job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int) -> It
     for tensor, info in [*reversed(gradients), *buffers]:
         kind = (info.dtype, info.buffer)
         nbytes = info.numel * ELEMENT_NBYTES
-        fits = held_nbytes + nbytes <= limit and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
-        if held and nbytes and not fits:
-            yield tuple(held)
-            held, held_nbytes, limit = [], 0, fuse_nbytes
-        if nbytes > cut_nbytes:
-            for part in cut(tensor, info.numel, cut_nbytes // ELEMENT_NBYTES):
+        # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
+        parts = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // SPREAD_NBYTES))
+        if parts > 1:
+            for part in cut(tensor, info.numel, parts):
                 yield (part,)
             limit = fuse_nbytes
         elif nbytes:
+            fits = held_nbytes + nbytes <= limit and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
+            if held and not fits:
+                yield tuple(held)
+                held, held_nbytes, limit = [], 0, fuse_nbytes
             held.append(Slice(tensor, 0, info.numel))
             held_nbytes += nbytes
             held_kind = kind
+    # Small tensors wait here while larger ones between them go their way.
     if held:
         yield tuple(held)
 
