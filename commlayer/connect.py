@@ -17,13 +17,17 @@ from commlayer.compressors import parse, wrap
 from commlayer.config import Config, Launch, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
+from commlayer.errors import PeerLost
 from commlayer.records import Job, Plan
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
+from commlayer.transport.protocol import peer_name
 
 LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
+NOTICE_HEARTBEATS = 3
+"""After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
 DEFAULT_CODEC = "topk(ratio=0.01, values='int8')"
 """What "auto" runs between nodes until a planner chooses."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -41,6 +45,7 @@ class Connection:
         self.uplink: uplink.Uplink | None = None
         self.embedded: list[Embedded] = []
         self.rank, self.world = 0, 1
+        self.notice_s = 0.0
         self._closed = False
 
     def stats(self) -> dict[str, float]:
@@ -50,17 +55,29 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        if not reason and (error := getattr(sys, "last_value", None)) is not None:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        atexit.unregister(self.at_exit)
         if self.worker is not None:
             self.worker.close()
         if self.uplink is not None:
             self.uplink.close(reason)
         for child in self.embedded:
-            child.close(linger_s=0.0 if reason else LINGER_S)
+            child.close(linger_s=self.notice_s if reason else LINGER_S)
         if self.groups is not None:
             self.groups.close()
+
+    def at_exit(self) -> None:
+        """The end of a script that did not close: the exception that ended it is the reason that others hear."""
+        error = getattr(sys, "last_value", None)
+        self.close("" if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def explain(self, error: BaseException) -> BaseException:
+        """A server that ended because the job did is not the cause: who left with an error is."""
+        if self.uplink is not None and isinstance(error, PeerLost) and error.peer.startswith("server"):
+            for peer in map(peer_name, range(self.world)):
+                reason = self.uplink.gone(peer)
+                if reason not in ("", "finished"):
+                    return PeerLost(f"left the job: {reason}", peer=peer, step=error.step, bucket=error.bucket)
+        return error
 
 
 def connect(
@@ -69,6 +86,7 @@ def connect(
     """Joins the job that the environment names; all ranks call it together."""
     launch = read_launch()
     made = Connection()
+    made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     _begin_group(launch, device)
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     if grouped:
@@ -93,14 +111,14 @@ def connect(
         up = made.uplink
         made.worker = Worker(
             job, made.plan, codecs, device, rank=made.rank, groups=made.groups, transport=up.transport if up else None,
-            recycle=up.recycle if up else (lambda _: None),
+            recycle=up.recycle if up else (lambda _: None), explain=made.explain,
         )
         if made.uplink is not None:
             made.uplink.follow(made.worker.fail, made.worker.stalled)
     except BaseException:
         made.close("failed to start")
         raise
-    atexit.register(made.close)
+    atexit.register(made.at_exit)
     return made
 
 

@@ -37,11 +37,12 @@ class Worker:
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, generation: int = 1, transport: Transport | None = None, groups: Groups | None = None,
-        recycle: Callable[[memoryview], None] = lambda _: None,
+        recycle: Callable[[memoryview], None] = lambda _: None, explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
-        """`recycle` takes back the bodies of results that have been decoded."""
+        """`recycle` takes back the bodies of results that have been decoded; `explain` may know a better error for one."""
         self.job, self.plan, self.rank, self.generation = job, plan, rank, generation
         self._transport, self._groups, self._recycle = transport, groups, recycle
+        self._explain = explain
         self._local = rank % plan.ranks_per_node
         self._shared = plan.ranks_per_node > 1
         self.counters = Counters()
@@ -148,8 +149,8 @@ class Worker:
         scale = self._scale_of(flow)
         with contextlib.suppress(ZeroDivisionError):
             return flow.over_weight(scale) if flow.bucket.path == "allreduce" else scale / flow.weight
-        error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or give "
-                           "one a weight")
+        error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
+                           "give one a weight")
         self._latch(error)
         raise error
 
@@ -344,7 +345,7 @@ class Worker:
     def _latch(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
-                self.error = error
+                self.error = self._explain(error)
             self._all_in.set()
 
     def fail(self, error: CommError) -> None:

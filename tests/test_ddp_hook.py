@@ -1,0 +1,120 @@
+"""What is peculiar to DDP's hook: its options and regrouped buckets, reentrant checkpoints, errors inside a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attach_kit import Run, Setting, coordinators, mlp, play
+from pool_kit import pool, quick
+from test_attach_cases import Checkpointed, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+
+WORLD = 2
+
+
+def gradients_as_views(run: Run) -> dict[str, Any]:
+    model = mlp()
+    return train(run, model, run.wrap(model, gradient_as_bucket_view=True))
+
+
+def static_graph(run: Run) -> dict[str, Any]:
+    model = mlp()
+    return train(run, model, run.wrap(model, static_graph=True))
+
+
+def one_big_bucket(run: Run) -> dict[str, Any]:
+    model = mlp()
+    return train(run, model, run.wrap(model, bucket_cap_mb=25))
+
+
+def reentrant_checkpoint(run: Run) -> dict[str, Any]:
+    """DDP allows it: buckets become full in a backward pass inside the backward pass."""
+    model = Checkpointed(reentrant=True)
+    return train(run, model, run.wrap(model))
+
+
+@pytest.mark.parametrize("script", [gradients_as_views, static_graph, one_big_bucket, reentrant_checkpoint],
+                         ids=lambda s: s.__name__)
+def test_as_alone(script: Callable[[Run], dict[str, Any]]) -> None:
+    with coordinators(1, WORLD, 2) as made:
+        results = pool(WORLD).call(play, WORLD, script, Setting("ddp", (made[0].address,), servers=2))
+    for name, tensor in play(0, WORLD, script, None).items():
+        torch.testing.assert_close(results[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
+        assert torch.equal(results[0][name], results[1][name]), f"{name} differs between ranks"
+
+
+def bucket_counts(rank: int, address: str) -> tuple[list[int], int]:
+    """How many buckets DDP brings in each step: other ones after the first."""
+    counts: list[int] = []
+
+    def counting(state: commlayer.HookState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            counts.append(0)
+        counts[-1] += 1
+        return commlayer.comm_hook(state, bucket)
+
+    # DDP looks at the annotations of a hook, which are text in this file.
+    counting.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.002)
+    state = commlayer.HookState(commlayer.compressors.identity(), config=quick(join=address))
+    model.register_comm_hook(state, counting)
+    for _ in range(3):
+        model(torch.ones(2, 12)).sum().backward()
+    steps = int(state.connection.stats()["steps"])
+    state.connection.close()
+    return counts, steps
+
+
+def test_the_cases_here_see_buckets_regrouped() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        for counts, steps in pool(WORLD).call(bucket_counts, made[0].address):
+            assert steps == 3
+            assert counts[0] != counts[1] == counts[2] > 1
+
+
+def first_backward(rank: int, plan: str, dtype: str) -> list[str]:
+    """Two backward passes of a hook that cannot connect; what each raised."""
+    model = DistributedDataParallel(nn.Linear(4, 2, dtype=getattr(torch, dtype)))
+    model.register_comm_hook(commlayer.HookState(plan, config=quick()), commlayer.comm_hook)
+    said = []
+    for _ in range(2):
+        try:
+            model(torch.ones(1, 4, dtype=getattr(torch, dtype))).abs().sum().backward()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize(("plan", "dtype", "expected"), [
+    ("missing.json", "float32", "plan 'missing.json': no such file"), ("auto", "complex64", "is complex64, allowed: float32"),
+])
+def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, expected: str) -> None:
+    for first, second in pool(WORLD).call(first_backward, plan, dtype):
+        assert first.startswith("ValueError: ")
+        assert expected in first
+        assert second != "nothing"
+
+
+def no_samples(rank: int, address: str) -> str:
+    """A latched error is raised by backward, with its own type, and again by the next one."""
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.002)
+    with commlayer.attach(model, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
+        model(torch.ones(2, 12)).sum().backward()
+        session.weight(0)
+        with pytest.raises(ValueError, match="step 1: every worker has weight 0") as raised:
+            model(torch.ones(2, 12)).sum().backward()
+        with pytest.raises((ValueError, RuntimeError)):
+            model(torch.ones(2, 12)).sum().backward()
+    return str(raised.value)
+
+
+def test_an_error_in_a_step_is_raised_by_backward() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        assert len(set(pool(WORLD).call(no_samples, made[0].address))) == 1

@@ -1,0 +1,170 @@
+"""save() and load(): training goes on bit for bit, with what workers and servers kept back. Real ranks and two servers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attach_kit import Run, Setting, loss_of, mlp
+from pool_kit import Servers, pool
+
+WORLD, SERVERS = 2, 2
+TOPK = "topk(ratio=0.05, values='int8', exact=False)"
+HALF = 6
+
+
+class Training:
+    """A model, an optimizer and a scaler, and the way that they take together."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.model = run, mlp(width=64)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        self.wrapped = run.wrap(self.model, scaler=self.scaler)
+        self.session = run.sessions[0]
+
+    def train(self, first: int, last: int, skip: int = -1) -> None:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            loss = self.scaler.scale(loss_of(self.run, self.wrapped, step))
+            # A step that is abandoned right before the save: its residuals have to be put right in it.
+            (loss * float("inf") if step == skip and self.run.rank == 1 else loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                              "scaler": self.scaler.state_dict()})
+
+    def load(self, state: dict[str, Any]) -> None:
+        state = copy.deepcopy(state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def save_and_go_on(rank: int, setting: Setting, directory: str, skip: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    run = Run(rank, WORLD, setting)
+    training = Training(run)
+    training.train(0, HALF, skip)
+    training.session.save(directory)
+    state = training.state()
+    assert len(training.session.plan.buckets) > 4
+    training.train(HALF, 2 * HALF)
+    run.close()
+    return state, training.weights()
+
+
+def take_up(rank: int, setting: Setting, directory: str, states: list[dict[str, Any]], load: bool) -> list[torch.Tensor]:
+    run = Run(rank, WORLD, setting)
+    training = Training(run)
+    training.load(states[rank])
+    if load:
+        training.session.load(directory)
+    training.train(HALF, 2 * HALF)
+    run.close()
+    return training.weights()
+
+
+@pytest.mark.parametrize("skip", [-1, HALF - 1], ids=["", "after a skipped step"])
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_resumed_run_equals_the_one_that_went_on(how: str, skip: int, tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        setting = Setting(how, (servers.address,), TOPK, servers=SERVERS)
+        saved = pool(WORLD).call(save_and_go_on, setting, str(tmp_path), skip)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]
+    again = {}
+    for load in (True, False):
+        with Servers(WORLD, SERVERS) as servers:
+            setting = Setting(how, (servers.address,), TOPK, servers=SERVERS)
+            again[load] = pool(WORLD).call(take_up, setting, str(tmp_path), [state for state, _ in saved], load)
+    for rank in range(WORLD):
+        assert all(torch.equal(a, b) for a, b in zip(again[True][rank], saved[rank][1], strict=True))
+        # What was kept back matters: without it the run goes another way.
+        assert not all(torch.equal(a, b) for a, b in zip(again[False][rank], saved[rank][1], strict=True))
+
+
+def go_back(rank: int, setting: Setting, directory: str) -> list[list[torch.Tensor]]:
+    run = Run(rank, WORLD, setting)
+    training = Training(run)
+    training.train(0, HALF)
+    training.session.save(directory)
+    state = training.state()
+    ways = []
+    for skip in (2 * HALF - 1, -1):
+        training.train(HALF, 2 * HALF, skip)
+        ways.append(training.weights())
+        training.load(state)
+        training.session.load(directory)
+    training.train(HALF, 2 * HALF)
+    ways.append(training.weights())
+    run.close()
+    return ways
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_running_job_can_go_back(how: str, tmp_path: Path) -> None:
+    """As after a loss spike: the servers take up a step that they have seen before, even after one that was abandoned."""
+    with Servers(WORLD, SERVERS) as servers:
+        results = pool(WORLD).call(go_back, Setting(how, (servers.address,), TOPK, servers=SERVERS), str(tmp_path))
+    for _, first, second in results:
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def state_dict_round_trip(rank: int, setting: Setting, file: str) -> int:
+    run = Run(rank, WORLD, setting)
+    training = Training(run)
+    training.train(0, HALF)
+    state = training.session.state_dict()
+    path = f"{file}.{rank}"
+    torch.save(state, path)
+    kept = torch.load(path, weights_only=True)
+    training.train(HALF, HALF + 1)
+    assert not all(torch.equal(t, training.session.state_dict()["tensors"][n]) for n, t in kept["tensors"].items())
+    training.session.load_state_dict(kept)
+    now = training.session.state_dict()
+    assert set(now["tensors"]) == set(kept["tensors"])
+    assert all(torch.equal(t, kept["tensors"][n]) for n, t in now["tensors"].items())
+    with pytest.raises(ValueError, match="saved state is of plan 00"):
+        training.session.load_state_dict(kept | {"plan": "00"})
+    run.close()
+    return int(now["step"])
+
+
+def test_state_dict_passes_through_torch_save(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        setting = Setting("module", (servers.address,), TOPK, servers=SERVERS)
+        assert pool(WORLD).call(state_dict_round_trip, setting, str(tmp_path / "state")) == [HALF] * WORLD
+
+
+def wrong_loads(rank: int, setting: Setting, directory: str, empty: str) -> list[str]:
+    run = Run(rank, WORLD, setting)
+    training = Training(run)
+    said = []
+    for place in (directory, empty):
+        try:
+            training.session.load(place)
+        except ValueError as error:
+            said.append(str(error))
+    run.close()
+    return said
+
+
+def test_a_save_under_another_plan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with Servers(WORLD, SERVERS) as servers:
+        pool(WORLD).call(save_and_go_on, Setting("module", (servers.address,), TOPK, servers=SERVERS), str(tmp_path), -1)
+    with Servers(WORLD, SERVERS) as servers:
+        other = Setting("module", (servers.address,), "int8()", servers=SERVERS)
+        said = pool(WORLD).call(wrong_loads, other, str(tmp_path), str(tmp_path / "empty"))
+    for rank, (plan, missing) in enumerate(said):
+        assert plan.startswith("saved state is of plan ")
+        assert "load it under the same plan and" in plan
+        assert missing.endswith(f"rank-{rank}.safetensors: no such file; save() writes one per rank and per server")

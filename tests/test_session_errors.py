@@ -1,0 +1,199 @@
+"""Mistakes at the PyTorch surface: one line that names the thing, on every rank, and no hang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from attach_kit import Run, Setting, coordinators, data, loss_of, mlp
+from pool_kit import Servers, pool, quick
+from test_attach_cases import Checkpointed
+from torch import nn
+
+import commlayer
+from commlayer import planner, records
+from commlayer.compressors import parse
+from commlayer.errors import RecordError
+from commlayer.records import Plan
+from commlayer.runtime.measure import job_of
+
+WORLD = 2
+
+
+def plan_of(model: nn.Module, **changes: Any) -> Plan:
+    plan = planner.default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1,
+                                fuse_nbytes=2048, cut_nbytes=4096)
+    return msgspec.structs.replace(plan, **changes)
+
+
+def attach(**kwargs: Any) -> None:
+    commlayer.attach(mlp(), **kwargs)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "codec": (lambda: parse("topq(ratio=0.1)"), "'topq' is unknown, allowed are .*topk"),
+    "codec's argument": (lambda: parse("topk(rate=0.1)"), "topk has no argument 'rate', allowed are ratio"),
+    "ratio 0": (lambda: parse("topk(ratio=0)"), "ratio.* 0"),
+    "ratio above 1": (lambda: parse("topk(ratio=1.5)"), "ratio.* 1.5"),
+    "ratio nan": (lambda: parse("topk(ratio=1e999)"), "ratio.* inf"),
+    "setting": (lambda: attach(config={"deadlin_s": 3}), "deadlin_s: no such setting .* did you mean deadline_s?"),
+    "setting's value": (lambda: attach(config={"deadline_s": -1.0}), "deadline_s: got -1.0 from argument deadline_s"),
+    "address": (lambda: attach(config={"join": "nowhere"}), "join: got 'nowhere', allowed: host:port"),
+    "sync": (lambda: attach(sync="never"), "sync: got 'never', allowed"),
+    "plan file": (lambda: attach(plan="missing.json"), "plan 'missing.json': no such file"),
+    "plan's type": (lambda: attach(plan=17), "codec '17': expected name"),
+    "plan of another model": (lambda: attach(plan=plan_of(mlp(width=8))), "plan: this plan was made for another model: job "),
+    "plan with a hole": (lambda: attach(plan=plan_of(mlp(), buckets=plan_of(mlp()).buckets[:-1])), "plan: .* are in no bucket"),
+    "plan with an unknown codec": (lambda: attach(plan=plan_of(mlp(), buckets=tuple(
+        msgspec.structs.replace(b, codec="topq()") for b in plan_of(mlp()).buckets))), "'topq' is unknown"),
+    "complex parameters": (lambda: commlayer.attach(Complex()), "phase is complex64, allowed: float32"),
+    "hook's setting": (lambda: commlayer.HookState(config={"deadlin_s": 3}), "deadlin_s: no such setting"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    act, said = MISTAKES[name]
+    with pytest.raises(ValueError, match=said) as raised:
+        act()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "truncated"), ("{", "truncated"), ("x", "JSON is malformed"), ("[]", "Expected `object`"),
+    ('{"job": 3}', "Expected `str`"), ('{"job": "0", "buckets": [], "colour": 1}', "colour"),
+])
+def test_a_malformed_plan_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=said) as raised:
+        attach(plan=path)
+    assert str(raised.value).startswith(f"plan {path}: ")
+
+
+def test_a_plan_file_for_this_model_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(records.encode(plan_of(mlp())))
+    commlayer.attach(mlp(), plan=str(path)).close()
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_is_a_finite_number(weight: float) -> None:
+    with commlayer.attach(mlp()) as session, pytest.raises(ValueError, match="weight .*: allowed is a finite number >= 0"):
+        session.weight(weight)
+
+
+# ---- with two ranks
+
+def outcome(act: Callable[[], Any]) -> str:
+    """What act() raised, as "Type: message"."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def models_that_differ(rank: int) -> str:
+    return outcome(lambda: commlayer.attach(mlp(width=8 + rank), config=quick()))
+
+
+def a_plan_that_is_missing(rank: int) -> str:
+    # On the other rank the file is not even looked for.
+    return outcome(lambda: commlayer.attach(mlp(), plan="missing.json" if rank == 0 else "auto", config=quick()))
+
+
+def a_plan_for_other_nodes(rank: int) -> str:
+    return outcome(lambda: commlayer.attach(mlp(), plan=plan_of(mlp(), ranks_per_node=2), config=quick()))
+
+
+def nodes_that_do_not_fit(rank: int) -> str:
+    return outcome(lambda: commlayer.attach(mlp(), config=quick(ranks_per_node=3)))
+
+
+TOGETHER: list[tuple[Callable[[int], str], list[str]]] = [
+    (models_that_differ, ["ValueError: rank 1 trains another model than rank 0: "] * 2),
+    (a_plan_that_is_missing, ["ValueError: plan 'missing.json': no such file", "ValueError: rank 0: plan 'missing.json': "]),
+    (a_plan_for_other_nodes, ["ValueError: plan: made for 2 ranks per node, here are 1: "] * 2),
+    (nodes_that_do_not_fit, ["ValueError: ranks_per_node 3 does not divide the world of 2 ranks"] * 2),
+]
+
+
+@pytest.mark.parametrize(("act", "said"), TOGETHER, ids=lambda v: getattr(v, "__name__", ""))
+def test_all_ranks_hear_of_it(act: Callable[[int], str], said: list[str]) -> None:
+    results = pool(WORLD).call(act)
+    assert [r.startswith(s) for r, s in zip(results, said, strict=True)] == [True, True], results
+
+
+def join(rank: int, address: str) -> str:
+    plan = plan_of(mlp())
+    return outcome(lambda: commlayer.attach(mlp(), plan=plan, config=quick(join=address)))
+
+
+def test_servers_that_wait_for_another_number_of_workers_refuse() -> None:
+    with Servers(3, 1) as servers:
+        for rank, text in enumerate(pool(WORLD).call(join, servers.address)):
+            assert text == (f"Refused: coordinator {servers.address}: {text.partition(': ')[2].partition(': ')[2]}")
+            assert f"worker {rank} on " in text
+            assert "expects 2 workers, the job has 3: start all with the same world size" in text
+
+
+def misuse(rank: int, setting: Setting, what: str) -> list[str]:
+    """The mistake on rank 1 only, or on both; then one more step, which must end, too."""
+    run = Run(rank, WORLD, setting)
+    if what == "sparse":
+        model: nn.Module = nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3))
+        wrapped = run.wrap(model)
+        said = outcome(lambda: wrapped(torch.tensor([3, 4])).sum().backward())
+    elif what == "weight 0":
+        model = mlp()
+        wrapped = run.wrap(model)
+        run.weight(0)
+        said = outcome(lambda: loss_of(run, wrapped, 0).backward())
+    elif what == "reentrant on one rank":
+        model = Checkpointed(reentrant=rank == 1)
+        wrapped = run.wrap(model)
+        said = outcome(lambda: loss_of(run, wrapped, 0).backward())
+    else:
+        model = Checkpointed(reentrant=True)
+        wrapped = run.wrap(model)
+        said = outcome(lambda: loss_of(run, wrapped, 0).backward())
+    again = outcome(lambda: wrapped(torch.tensor([3, 4]) if what == "sparse" else data(0, 0)[0]).sum().backward())
+    run.close()
+    return [said, again]
+
+
+NAMED = "RuntimeError: activation checkpointing with use_reentrant=True runs a backward pass inside the backward pass"
+WAITED = "(PeerLost|DeadlineExceeded): worker 1: "
+
+
+@pytest.mark.parametrize("path", ["service", "all-reduce"])
+@pytest.mark.parametrize(("what", "said"), [
+    ("sparse", ["ValueError: gradient of 0.weight is torch.sparse_coo, allowed: dense"] * 2),
+    ("weight 0", ["ValueError: step 0: every worker has weight 0"] * 2),
+    ("reentrant", [NAMED] * 2),
+    ("reentrant on one rank", [WAITED, NAMED]),
+])
+def test_misuse_raises_on_every_rank_and_hangs_none(what: str, said: list[str], path: str) -> None:
+    setting = Setting("module") if path == "service" else Setting("module", servers=0, plan="auto", ranks_per_node=2)
+    with coordinators(1, WORLD, setting.servers, deadline_s=2.0) as made:
+        setting = setting._replace(addresses=tuple(m.address for m in made), fields=(("deadline_s", 2.0),))
+        results = pool(WORLD).call(misuse, setting, what)
+    for rank in range(WORLD):
+        first, again = results[rank]
+        # A collective's time-out names no peer.
+        expected = said[rank] if said[rank] != WAITED or path == "service" else "DeadlineExceeded: a peer of the process"
+        assert re.match(expected, first), results
+        assert again != "nothing", "a step after an error must not pass as if all were well"

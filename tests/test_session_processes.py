@@ -1,0 +1,121 @@
+"""Training runs as processes that fail, die, are stopped and interrupted: all end, name the peer and leave nothing behind.
+
+Run as a script, this file is the training: world, server and coordinator as under torchrun, DataLoader workers alive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+import pytest
+from pool_kit import Tree, gone, tree
+
+SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5,
+            "fuse_nbytes": 2048, "cut_nbytes": 4096}
+END_S = 25.0
+"""Bounds the end of a run after a failure: the deadline, the time to see a death, and room for a loaded machine."""
+
+
+def main(how: str, fail_on: int) -> None:
+    import torch
+    from attach_kit import data, mlp
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    import commlayer
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    model: Any = mlp(seed=rank)
+    model = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
+    session = commlayer.attach(model, plan=commlayer.compressors.parse("topk(ratio=0.1)"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)
+    step = 0
+    while True:
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            step += 1
+            if step == 3:
+                tell(pid=os.getpid(), embedded=[child.pid for child in session._driver.connection.embedded])
+            if step == 10 and rank == fail_on:
+                raise ValueError("the script's own mistake")
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def begin(run: Tree) -> list[int]:
+    """Waits until all ranks have trained; the ids of the servers among their children."""
+    said = [json.loads(run.until(rank, "{")) for rank in range(len(run.processes))]
+    servers: list[int] = said[0]["embedded"]
+    assert len(servers) == 1
+    assert not said[1]["embedded"]
+    assert not gone(servers[0], 0.1)
+    return servers
+
+
+def last_line(errors: str) -> str:
+    """The line of the exception that ended a script; torch writes the rank in front."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in errors.splitlines()]
+    found = [line for line in lines if re.match(r"[\w.]+(Error|Lost|Exceeded|Interrupt)\b", line)]
+    assert found, errors
+    return found[-1]
+
+
+@pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0)], ids=["module", "ddp, on the host of the server"])
+def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
+    with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS) as run:
+        servers = begin(run)
+        results = run.ended(END_S)
+        assert all(code == 1 for code, _ in results), results
+        assert last_line(results[failing][1]) == "ValueError: the script's own mistake"
+        expected = f"commlayer.errors.PeerLost: worker {failing}: left the job: ValueError: the script's own mistake"
+        assert last_line(results[1 - failing][1]).startswith(expected), results
+        assert all(gone(pid, END_S) for pid in servers)
+
+
+@pytest.mark.parametrize(("how", "sent"), [("module", signal.SIGKILL), ("ddp", signal.SIGSTOP)], ids=["killed", "stopped"])
+def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
+    with tree(__file__, 3, args=(how, "-1"), settings=SETTINGS) as run:
+        servers = begin(run)
+        run.processes[1].send_signal(sent)
+        results = {rank: run.ended_one(rank, END_S) for rank in (0, 2)}
+        for code, errors in results.values():
+            assert code == 1
+            assert re.match(r"commlayer.errors.(PeerLost|DeadlineExceeded): worker 1: ", last_line(errors)), results
+        assert all(gone(pid, END_S) for pid in servers)
+
+
+def test_the_end_of_the_rank_that_hosts_the_server_is_no_hang() -> None:
+    """Coordinator and server end with their parent: nobody is left to say who died, so the server is named."""
+    with tree(__file__, 2, args=("module", "-1"), settings=SETTINGS) as run:
+        servers = begin(run)
+        run.processes[0].send_signal(signal.SIGKILL)
+        code, errors = run.ended_one(1, END_S)
+        assert code == 1
+        assert re.match(r"commlayer.errors.(PeerLost|DeadlineExceeded): (server 0|worker 0): ", last_line(errors)), errors
+        assert all(gone(pid, END_S) for pid in servers)
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_ctrl_c_ends_everything(how: str) -> None:
+    with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:
+        servers = begin(run)
+        run.interrupt()
+        results = run.ended(10.0)
+        assert all(code != 0 for code, _ in results)
+        assert all(gone(pid, 5.0) for pid in servers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
