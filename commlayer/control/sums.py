@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import safetensors
 import safetensors.torch
 
 from commlayer.compressors import parse, restore, snapshot, wrap
@@ -35,7 +36,11 @@ class CodecOps:
         return safetensors.torch.save(snapshot(self._state))
 
     def restore(self, data: bytes | memoryview) -> None:
-        restore(self._state, safetensors.torch.load(bytes(data)))
+        try:
+            tensors = safetensors.torch.load(bytes(data))
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"codec state is not in the safetensors format: {error}") from None
+        restore(self._state, tensors)
 
 
 def ops_of(plan: Plan, server: int) -> dict[int, CodecOps]:

@@ -92,6 +92,7 @@ class SumServer:
             self._listen(message.peer)
 
     def _take(self, message: Message) -> None:
+        """Whatever a message brings, the next ones of its sender are still taken: who must go is dropped by name."""
         h = message.header
         try:
             if h.kind == Kind.PUSH:
@@ -107,8 +108,9 @@ class SumServer:
                 raise CorruptFrame(f"{Kind(h.kind).name} is not for a server", peer=peer_name(message.peer))
         except CorruptFrame as error:
             self._drop(error)
-        except (KeyError, ValueError) as error:
-            self._drop(CorruptFrame(str(error), peer=peer_name(message.peer), step=h.step, bucket=h.bucket))
+        except Exception as error:
+            what = f"could not be served: {type(error).__name__}: {error}"
+            self._drop(CorruptFrame(what, peer=peer_name(message.peer), step=h.step, bucket=h.bucket))
 
     def _release(self, message: Message) -> None:
         self._recycle(message.body)
