@@ -12,6 +12,7 @@ from pool_kit import pool, quick
 from test_attach_cases import Checkpointed, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import commlayer
 
@@ -34,13 +35,28 @@ def one_big_bucket(run: Run) -> dict[str, Any]:
 
 
 def reentrant_checkpoint(run: Run) -> dict[str, Any]:
-    """DDP allows it: buckets become full in a backward pass inside the backward pass."""
+    """DDP allows it: buckets become full in a backward pass inside the backward pass; here the last ones."""
     model = Checkpointed(reentrant=True)
     return train(run, model, run.wrap(model))
 
 
-@pytest.mark.parametrize("script", [gradients_as_views, static_graph, one_big_bucket, reentrant_checkpoint],
-                         ids=lambda s: s.__name__)
+class CheckpointedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp()[:2], mlp(1)[2:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.head, self.body(x), use_reentrant=True)
+
+
+def reentrant_checkpoint_of_the_head(run: Run) -> dict[str, Any]:
+    """The first buckets become full inside, the others after it has ended."""
+    model = CheckpointedHead()
+    return train(run, model, run.wrap(model))
+
+
+@pytest.mark.parametrize("script", [gradients_as_views, static_graph, one_big_bucket, reentrant_checkpoint,
+                                    reentrant_checkpoint_of_the_head], ids=lambda s: s.__name__)
 def test_as_alone(script: Callable[[Run], dict[str, Any]]) -> None:
     with coordinators(1, WORLD, 2) as made:
         results = pool(WORLD).call(play, WORLD, script, Setting("ddp", (made[0].address,), servers=2))

@@ -17,7 +17,7 @@ BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
 SURFACE = {"connect", "checkpoint", "session", "ddp"}
-TOP = {"cli", ""}
+TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {
