@@ -75,7 +75,7 @@ class Connection:
         if self.uplink is not None and isinstance(error, PeerLost) and error.peer.startswith("server"):
             for peer in map(peer_name, range(self.world)):
                 reason = self.uplink.gone(peer)
-                if reason not in ("", "finished"):
+                if reason not in ("", messages.FINISHED):
                     return PeerLost(f"left the job: {reason}", peer=peer, step=error.step, bucket=error.bucket)
         return error
 

@@ -84,7 +84,7 @@ class Session:
         return self._driver.connection.plan
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job in good order. Called at exit, too."""
+        """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
         self._driver.detach()
         self._driver.connection.close(reason)
 

@@ -140,7 +140,7 @@ def test_a_silent_worker_is_reported_once_to_each_of_the_others(opened: list[Any
     assert failures[1].errors == []
 
 
-def test_a_leave_is_information_and_no_failure(opened: list[Any]) -> None:
+def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
     failures = Failures()
@@ -152,14 +152,14 @@ def test_a_leave_is_information_and_no_failure(opened: list[Any]) -> None:
         server = serving.result(WAIT_S)
     opened.extend((server, second))
     assert (server.name, server.plan) == ("server 0", PLAN)
-    first.leave("out of data")
+    first.leave("ValueError: out of data")
     assert not coordinator.over.is_set()
     # A second leave comes after the first on every path, so what the server hears last tells of both.
     second.leave()
     assert ended.wait(WAIT_S)
     assert coordinator.over.wait(WAIT_S)
-    assert server.left == {"worker 0": "out of data", "worker 1": "finished"}
-    assert failures.errors == []
+    assert server.left == {"worker 0": "ValueError: out of data", "worker 1": "finished"}
+    assert {str(error) for error in failures.errors} == {"worker 0: left the job: ValueError: out of data"}
     server.leave()
 
 

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from commlayer.cli.demo import demo
 from commlayer.cli.serve import serve
 from commlayer.errors import CommError
 
@@ -20,6 +21,7 @@ def commlayer() -> None:
     """Keeps `commlayer serve` a subcommand while it is the only one."""
 
 
+app.command()(demo)
 app.command()(serve)
 
 

@@ -49,7 +49,7 @@ class Membership:
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
-    def leave(self, reason: str = "finished") -> None:
+    def leave(self, reason: str = messages.FINISHED) -> None:
         """Says that this process takes no part any more, then closes. An unreachable coordinator is no error."""
         if not self._closing.is_set():
             self._stop()
@@ -92,6 +92,8 @@ class Membership:
         if pulse.over:
             self.over.set()
         lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
+        # Who leaves with an error will be missed at once; who has finished only if somebody waits for it.
+        lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in pulse.left if gone.reason != messages.FINISHED]
         if pulse.dead:
             lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=f"coordinator {self._link.address}"))
         if lost and not self._failed and not self._closing.is_set():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.control.messages import ANY, PROTOCOL, Gone, Join, Pulse, Seat, Status, digest_of
+from commlayer.control.messages import ANY, FINISHED, PROTOCOL, Gone, Join, Pulse, Seat, Status, digest_of
 from commlayer.records import Member, Record, ServerInfo, View
 
 PAUSE_S = 2.0
@@ -98,7 +98,7 @@ def leave(state: State, token: str, reason: str) -> State:
         return state
     if state.view is None:
         return _without(state, {token})
-    return _with(state, msgspec.structs.replace(place, left=reason or "finished"))
+    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED))
 
 
 def tick(state: State, now: float, dead_after_s: float) -> State:

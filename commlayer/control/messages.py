@@ -15,6 +15,7 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Record, View
 
 PROTOCOL = 1
+FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_NBYTES = 64 << 20
 """Most bytes of one message; a plan of a model with 100,000 tensors has about 20 MB."""
@@ -83,7 +84,8 @@ class Pulse(Record, frozen=True):
 
 class Leave(Record, frozen=True):
     token: str
-    reason: str = "finished"
+    reason: str = FINISHED
+    """Any other tells the others that the end was not an orderly one."""
 
 
 class Ask(Record, frozen=True):

@@ -106,7 +106,7 @@ class Uplink:
 
     def close(self, reason: str = "") -> None:
         if self._membership is not None:
-            self._membership.leave(reason or "finished")
+            self._membership.leave(reason or messages.FINISHED)
             self.transport.close()
             self._membership = None
 

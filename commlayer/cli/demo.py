@@ -1,0 +1,106 @@
+"""`commlayer demo`: trains one model over a slow link twice, dense and compressed, and says what that saved. Loads no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commlayer.demo.settings import CODEC, Settings, read_settings
+from commlayer.errors import CommError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from commlayer.demo.events import Event
+    from commlayer.demo.screen import Standing
+
+TICK_S = 0.25
+LINE_S = 2.0
+PIPE_WIDTH = 100
+
+
+def demo(
+    workers: Annotated[int, typer.Option(help="Worker processes, each a host of its own.")] = 4,
+    link: Annotated[str, typer.Option(help="Each host's link, up and down, such as 100mbit.", metavar="RATE")] = "100mbit",
+    rtt: Annotated[str, typer.Option(help="Round trip between hosts, such as 30ms.", metavar="TIME")] = "30ms",
+    codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
+    target: Annotated[float | None, typer.Option(help="Test accuracy to reach, else 0.97.", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the results there, too.", metavar="FILE")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model and 100 steps at most, to see that it runs.")] = False,
+) -> None:
+    """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""
+    settings = read_settings(workers=workers, link=link, rtt=rtt, codec=codec, target=target, quick=quick)
+    if json is not None:
+        from commlayer.demo.report import check_json
+
+        check_json(json)
+    if importlib.util.find_spec("sklearn") is None:
+        raise ValueError('scikit-learn, whose digits the demo trains on, is missing: pip install "commlayer[bench]"')
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _run(settings, json)
+    except CommError as error:
+        typer.echo(f"commlayer demo: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("commlayer demo: stopped", err=True)
+        raise typer.Exit(130) from None
+
+
+def _run(settings: Settings, path: Path | None) -> None:
+    from rich.console import Console
+
+    from commlayer.demo import report
+    from commlayer.demo.figures import results
+    from commlayer.demo.fleet import Fleet
+    from commlayer.demo.screen import Standing
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    begin = time.monotonic()
+    standing = Standing(settings)
+    with Fleet(settings) as fleet:
+        told = fleet.events(TICK_S)
+        _watch(told, standing, console, begin)
+        if not standing.over:
+            raise CommError("its workers ended without a result")
+        numel, native = standing.began[0].numel, standing.began[0].native
+        found = results(settings, numel, standing.progress, standing.reached)
+        console.print(report.table(settings, found))
+        console.print(report.notes(settings, found, native=native), markup=False)
+        if path is not None:
+            report.write_json(path, found, native=native)
+        for _ in told:
+            pass  # until all have left in good order
+    console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
+
+
+def _watch(told: Iterable[Event | None], standing: Standing, console: Console, begin: float) -> None:
+    """Shows how things stand until both runs are over: a panel that stays in place, or lines where there is no terminal."""
+    from rich.live import Live
+
+    from commlayer.demo.screen import line, panel
+
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    due, said = begin, ""
+    with live or contextlib.nullcontext():
+        for event in told:
+            now = time.monotonic()
+            if event is not None:
+                standing.take(event)
+            if live is not None and (now >= due or standing.over):
+                live.update(panel(standing, now - begin), refresh=True)
+                due = now + TICK_S
+            elif live is None and now >= due and said != (said := line(standing)):
+                console.print(f"{now - begin:4.0f} s  {said}")
+                due = now + LINE_S
+            if standing.over:
+                return

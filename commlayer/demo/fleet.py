@@ -1,0 +1,126 @@
+"""Starts the demo's workers under torchrun, reads what they tell, and ends them all. Knows processes; not what is trained."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from commlayer.config import Config, child_environment
+from commlayer.demo import events
+from commlayer.demo.events import Event
+from commlayer.demo.settings import Settings
+from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.records import encode
+
+ROOT = Path(__file__).parents[2]
+SILENCE_S = 120.0
+"""Longer than any worker's own deadline for starting; a step's deadline comes on top."""
+GRACE_S = 4.0
+"""A little more than workers take to end their servers."""
+TAIL_LINES = 3
+
+
+class Fleet:
+    """The workers, from entering the context to leaving it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")
+        self._settings = msgspec.structs.replace(settings, folder=self._folder.name)
+        self._log = Path(self._folder.name, "torchrun.log")
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def __enter__(self) -> Fleet:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+                   "--nproc-per-node", str(self._settings.workers), "--log-dir", self._folder.name, "--redirects", "2",
+                   "-m", "commlayer.demo.training", encode(self._settings).decode()]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the others in order
+            )
+        self._reader = threading.Thread(target=self._read, name="demo-reader", daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # A second Ctrl-C must not keep the first from ending everything.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._end()
+        self._folder.cleanup()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def events(self, tick_s: float) -> Iterator[Event | None]:
+        """What the workers tell, and None where nothing came for `tick_s`; CommError with their last words if they fail."""
+        quiet_s, limit_s = 0.0, SILENCE_S + self._settings.deadline_s
+        while True:
+            try:
+                line = self._lines.get(timeout=tick_s)
+            except queue.Empty:
+                quiet_s += tick_s
+                if quiet_s > limit_s:
+                    raise DeadlineExceeded(f"told nothing for {limit_s:g} s", peer="its workers") from None
+                if self._process.poll() is not None:
+                    break
+                yield None
+                continue
+            if not line:
+                break
+            if (event := events.read(line)) is not None:
+                quiet_s = 0.0
+                yield event
+        if self._process.wait():
+            raise CommError(self._last_words())
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def _last_words(self) -> str:
+        """Who failed first, as torchrun saw it, and the end of every worker's standard error."""
+        text = self._log.read_text("utf-8", "replace")
+        failed = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", text)
+        said = [f"worker {failed[2]} ended with code {failed[1]}"] if failed else text.splitlines()[-1:]
+        for log in sorted(Path(self._folder.name).rglob("stderr.log"), key=lambda path: int(path.parent.name)):
+            lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+            said += [f"worker {log.parent.name}: {line}" for line in lines[-TAIL_LINES:]]
+        return "\n".join(["its workers ended early", *said])
+
+    def _end(self) -> None:
+        """Workers end with their standard input, or when torchrun, being ended, tells them; their servers with them."""
+        process, deadline = self._process, time.monotonic() + GRACE_S
+        assert process.stdin is not None
+        process.stdin.close()
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._reader.join(max(0.0, deadline - time.monotonic()))  # standard output ends with the last worker
+
+
+def environment() -> dict[str, str]:
+    """For the workers: none of the user's settings of commlayer, one thread each, and this package, installed or not."""
+    found = child_environment(Config())
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    found |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    found |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH", "")]))
+    return found

@@ -1,0 +1,56 @@
+"""What the demo trains: handwritten digits that come with scikit-learn, and an MLP. Knows no workers but their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+PIXELS, CLASSES = 64, 10
+TEST = 360
+"""Samples kept for testing: a fifth of all 1797."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Digits(NamedTuple):
+    """Images of 8 x 8 pixels, and what they show."""
+
+    train: Batch
+    test: Batch
+
+
+def digits(seed: int) -> Digits:
+    """The same split on every rank."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    x, y = torch.tensor(loaded.data, dtype=torch.float32), torch.tensor(loaded.target)
+    x = (x - x.mean()) / x.std()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    test, train = order[:TEST], order[TEST:]
+    return Digits((x[train], y[train]), (x[test], y[test]))
+
+
+def batches(data: Batch, size: int, *, rank: int, world: int, seed: int) -> Iterator[Batch]:
+    """Without end: random samples of this rank's share of the data, the same for equal arguments."""
+    x, y = data[0][rank::world], data[1][rank::world]
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        picked = torch.randint(len(x), (size,), generator=generator)
+        yield x[picked], y[picked]
+
+
+def mlp(width: int, seed: int) -> nn.Sequential:
+    """Two hidden layers; the same weights for equal arguments."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES),
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: Batch) -> float:
+    return float((model(test[0]).argmax(1) == test[1]).float().mean())

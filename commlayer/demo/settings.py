@@ -1,0 +1,109 @@
+"""What a demo is asked for, read off the command line. Knows units and allowed values; no torch, no processes."""
+
+from __future__ import annotations
+
+import re
+
+from commlayer.records import Record
+
+DENSE = "fp16()"
+CODEC = "topk(ratio=0.01, values='int8')"
+BPS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SLOWEST_BPS, FASTEST_BPS = 1e6, 1e11
+LONGEST_RTT_S = 10.0
+MAX_WORKERS = 16
+
+
+class Settings(Record, frozen=True):
+    """One demo. Both runs share everything but the codec."""
+
+    workers: int
+    bps: float
+    """Of each host, up and down alike."""
+    rtt_s: float
+    codec: str
+    target: float
+    width: int
+    """Of the model's hidden layers."""
+    max_steps: int
+    folder: str = ""
+    """For the state that shaped links share, and the workers' logs."""
+    rate: float = 0.1
+    batch: int = 32
+    """Samples per worker and step."""
+    every: int = 5
+    """Steps between two looks at the test accuracy."""
+    seed: int = 0
+    cut_nbytes: int = 1 << 19
+    """So small that four servers get equal shares of a model of 4.5 MB."""
+
+    @property
+    def one_way_s(self) -> float:
+        return self.rtt_s / 2
+
+    @property
+    def deadline_s(self) -> float:
+        """For one step: some ten times what a dense one takes."""
+        return max(60.0, 10 * 2 * 8 * 4 * self.width**2 / self.bps)
+
+    def shape(self, run: int) -> str:
+        """The setting `shape` of a run; each run has fresh links. Delays of sender and receiver add up."""
+        host = f"up_bps={self.bps!r},down_bps={self.bps!r},delay_s={self.one_way_s / 2!r}"
+        return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
+
+
+def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: float | None, quick: bool) -> Settings:
+    """The settings, checked; a ValueError says in one line what was got and what is allowed."""
+    if not 2 <= workers <= MAX_WORKERS:
+        raise ValueError(f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
+    if target is None:
+        target = 0.9 if quick else 0.97
+    if not 0 < target < 1:
+        raise ValueError(f"--target {target:g}: allowed is a test accuracy between 0 and 1, such as 0.97")
+    if codec != CODEC:
+        check_codec(codec)
+    return Settings(workers, parse_link(link), parse_rtt(rtt), codec, target,
+                    width=256 if quick else 1024, max_steps=100 if quick else 600)
+
+
+def check_codec(text: str) -> None:
+    # Codecs need torch, whose import takes longer than all other checks together.
+    from commlayer.compressors import parse
+
+    try:
+        parse(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--codec: {error}") from None
+
+
+def parse_link(text: str) -> float:
+    """Bits per second.
+
+    >>> parse_link("100mbit"), parse_link("2.5 Gbit")
+    (100000000.0, 2500000000.0)
+    """
+    bps = _quantity(text, BPS)
+    if bps is None or not SLOWEST_BPS <= bps <= FASTEST_BPS:
+        raise ValueError(f"--link {text!r}: allowed is a number of kbit, mbit or gbit, 1mbit to 100gbit, such as 100mbit")
+    return bps
+
+
+def parse_rtt(text: str) -> float:
+    """Seconds.
+
+    >>> parse_rtt("30ms")
+    0.03
+    """
+    rtt_s = _quantity(text, SECONDS)
+    if rtt_s is None or rtt_s > LONGEST_RTT_S:
+        raise ValueError(f"--rtt {text!r}: allowed is a number of us, ms or s, 0ms to 10s, such as 30ms")
+    return rtt_s
+
+
+def _quantity(text: str, units: dict[str, float]) -> float | None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None or match[2].lower() not in units:
+        return None
+    # Rounded, since 30 * 1e-3 is not 0.03.
+    return round(float(match[1]) * units[match[2].lower()], 9)

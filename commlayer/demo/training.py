@@ -1,0 +1,132 @@
+"""One worker of the demo, under torchrun: trains the same model from the same start twice, dense and compressed.
+
+Knows the problem and commlayer's public surface; of its parent only that standard input ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commlayer
+from commlayer import native, records
+from commlayer.demo import events, problem
+from commlayer.demo.settings import DENSE, Settings
+
+LOST = 130
+GRACE_S = 3.0
+GROUP_TIMEOUT = timedelta(seconds=120)
+
+
+def run(number: int, settings: Settings, data: problem.Digits) -> None:
+    """One run to the target. Its clock stands still while rank 0 looks at the test set."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = problem.mlp(settings.width, settings.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
+    codec = (DENSE, settings.codec)[number]
+    config = {
+        "ranks_per_node": 1, "servers": "each", "shape": settings.shape(number), "cut_nbytes": settings.cut_nbytes,
+        "deadline_s": settings.deadline_s,
+    }
+    stream = problem.batches(data.train, settings.batch, rank=rank, world=world, seed=settings.seed)
+    with commlayer.attach(model, optimizer, plan=commlayer.compressors.parse(codec), config=config) as session:
+        dist.barrier()
+        if rank == 0:
+            numel = sum(p.numel() for p in model.parameters())
+            events.tell(events.Began(number, numel, native.core is not None))
+        train_s, accuracy, reached = 0.0, 0.0, False
+        for step in range(1, settings.max_steps + 1):
+            begin = time.perf_counter()
+            loss = train_step(model, optimizer, next(stream))
+            train_s += time.perf_counter() - begin
+            if step % settings.every == 0:
+                accuracy = shared(problem.accuracy(model, data.test) if rank == 0 else 0.0)
+                reached = accuracy >= settings.target
+            if rank == 0:
+                stats = session.stats()
+                sent_nbytes = int(stats["sent_nbytes"])
+                events.tell(events.Progress(number, step, loss, accuracy, train_s, stats["exposed_s"], sent_nbytes))
+            if reached:
+                break
+        if rank == 0:
+            events.tell(events.Ended(number, reached))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: problem.Batch) -> float:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def shared(figure: float) -> float:
+    """Rank 0's figure, on every rank: all stop at the same step."""
+    told = torch.tensor([figure], dtype=torch.float64)
+    dist.broadcast(told, 0)
+    return told.item()
+
+
+def warm_up(settings: Settings, data: problem.Digits) -> None:
+    """What torch does once per process must not count against whichever run is first."""
+    model = problem.mlp(settings.width, settings.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
+    stream = problem.batches(data.train, settings.batch, rank=0, world=1, seed=settings.seed)
+    for _ in range(3):
+        train_step(model, optimizer, next(stream))
+    problem.accuracy(model, data.test)
+
+
+def end_when_told() -> None:
+    """SIGTERM, or the end of standard input, to which nothing is ever written: the parent is gone, however that happened.
+
+    The main thread gets the chance to end its servers, for a few seconds.
+    """
+
+    def told(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Thread(target=insist, daemon=True).start()
+        raise KeyboardInterrupt
+
+    def insist() -> None:
+        time.sleep(GRACE_S)
+        os._exit(LOST)
+
+    def follow() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, told)
+    threading.Thread(target=follow, name="demo-parent", daemon=True).start()
+
+
+def main() -> None:
+    settings = records.decode(sys.argv[1].encode(), Settings, "settings of the demo")
+    code = 0
+    try:
+        end_when_told()
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        data = problem.digits(settings.seed)
+        warm_up(settings, data)
+        for number in range(2):
+            run(number, settings, data)
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        code = LOST
+    except Exception as error:
+        print(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", file=sys.stderr, flush=True)
+        code = 1
+    os._exit(code)  # where others are gone, a group's destructor would wait for them
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What a demo may be asked for, and its arithmetic: units, refusals, the shape of its links, the ring's bound, the figures."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from commlayer.control.shaping import parse_shape
+from commlayer.demo.events import Began, Ended, Progress, read
+from commlayer.demo.figures import results, ring_bound_s
+from commlayer.demo.report import notes, table
+from commlayer.demo.screen import Standing, line, size, span
+from commlayer.demo.settings import CODEC, Settings, parse_link, parse_rtt, read_settings
+from commlayer.records import encode
+
+
+def settings(**given: Any) -> Settings:
+    asked = {"workers": 4, "link": "100mbit", "rtt": "30ms", "codec": CODEC, "target": None, "quick": False}
+    return read_settings(**{**asked, **given})
+
+
+@pytest.mark.parametrize(("text", "bps"), [
+    ("100mbit", 1e8), ("1mbit", 1e6), ("1000kbit", 1e6), ("2.5 Gbit", 2.5e9), (" 100gbit ", 1e11),
+])
+def test_links_are_read(text: str, bps: float) -> None:
+    assert parse_link(text) == bps
+
+
+@pytest.mark.parametrize(("text", "rtt_s"), [("30ms", 0.03), ("0ms", 0.0), ("1.5 s", 1.5), ("250us", 250e-6), ("10S", 10.0)])
+def test_round_trips_are_read(text: str, rtt_s: float) -> None:
+    assert parse_rtt(text) == rtt_s
+
+
+@pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "1e3mbit", "100mb", "999kbit", "101gbit", "nan mbit", "1 tbit"])
+def test_other_links_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--link .*: allowed is .*such as 100mbit$"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize("text", ["", "30", "ms", "-1ms", "11s", "1min", "inf s"])
+def test_other_round_trips_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--rtt .*: allowed is .*such as 30ms$"):
+        parse_rtt(text)
+
+
+@given(st.integers(1, 9999), st.sampled_from([("us", 10**6), ("ms", 10**3)]))
+def test_a_whole_number_of_a_unit_is_that_fraction_of_a_second(n: int, unit: tuple[str, int]) -> None:
+    name, per_s = unit
+    assert parse_rtt(f"{n}{name}") == n / per_s
+
+
+def test_a_round_trip_is_both_hosts_delays_there_and_back(tmp_path: Path) -> None:
+    made = msgspec.structs.replace(settings(workers=3, link="8mbit", rtt="40ms"), folder=str(tmp_path))
+    links = parse_shape(made.shape(0))
+    try:
+        assert len(links.hosts) == 3
+        nbytes = 1000  # 1 ms at 8 Mb/s
+        out = links.send(0, 100.0, nbytes)
+        there = links.receive(1, *links.reaches(0, 1, out, nbytes), nbytes)
+        assert there == pytest.approx(100.001 + made.rtt_s / 2)
+    finally:
+        links.close()
+
+
+def test_runs_have_links_of_their_own_and_all_else_in_common() -> None:
+    one, other = (settings().shape(run).split(",") for run in (0, 1))
+    assert one[0] != other[0]
+    assert one[1:] == other[1:]
+
+
+@pytest.mark.parametrize(("workers", "nbytes", "bps", "one_way_s", "bound_s"), [
+    (2, 1_000_000, 8e6, 0.0, 1.0),  # half there, half back
+    (4, 1_000_000, 8e6, 0.0, 1.5),
+    (4, 0, 8e6, 0.015, 0.09),
+    (4, 2_252_820, 1e8, 0.015, 0.3603384),
+    (1, 1_000_000, 8e6, 0.015, 0.0),
+])
+def test_ring_bound(workers: int, nbytes: int, bps: float, one_way_s: float, bound_s: float) -> None:
+    assert ring_bound_s(workers, nbytes, bps, one_way_s) == pytest.approx(bound_s)
+
+
+DENSE = Progress(0, 100, 0.1, 0.97, 40.0, 39.0, 200_000_000)
+SPARSE = Progress(1, 120, 0.1, 0.98, 8.0, 6.0, 3_000_000)
+
+
+def test_figures_of_two_runs_that_reached_the_target() -> None:
+    found = results(settings(), 1_126_410, [DENSE, SPARSE], [True, True])
+    dense, bound, compressed = found["rows"]
+    assert [row["run"] for row in found["rows"]] == ["dense", "bound", "compressed"]
+    assert (dense["speedup"], compressed["speedup"]) == (1.0, 5.0)
+    assert (compressed["step_nbytes"], compressed["exposed"]) == (25_000, 0.75)
+    assert bound["train_s"] == pytest.approx(100 * 0.3603384)
+    assert found["summary"]["speedup_over_bound"] == pytest.approx(100 * 0.3603384 / 8)
+    assert "4.50x" in notes(settings(), found, native=True)
+
+
+@pytest.mark.parametrize("reached", [(True, False), (False, True), (False, False)])
+def test_a_run_that_missed_the_target_is_not_compared(reached: tuple[bool, bool]) -> None:
+    found = results(settings(), 1_126_410, [DENSE, SPARSE], list(reached))
+    assert found["summary"]["speedup"] is None
+    assert found["rows"][2]["speedup"] is None
+    assert " as fast " not in notes(settings(), found, native=True)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("steps", [1, 600])
+def test_the_table_fits_a_terminal_of_80_columns(reached: bool, steps: int) -> None:
+    slow = Progress(0, steps, 0.1, 1.0, 999.9, 999.8, 999_900_000)
+    found = results(settings(), 1_126_410, [slow, slow], [reached, reached])
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(settings(), found))
+    text = console.file.getvalue()
+    assert "…" not in text
+    for row in found["rows"]:
+        assert all(cell.split()[0] in text for cell in (str(row["steps"]), span(row["step_s"])))
+    for words in ("speed-", "exposed", "accuracy", "topk(ratio=0.01,", "values='int8')", "1.00x" if reached else "reached"):
+        assert words in text
+
+
+def test_what_is_told_is_read_and_what_others_print_is_not() -> None:
+    told = [Began(0, 7, True), DENSE, Ended(0, True)]
+    assert [read(encode(event) + b"\n") for event in told] == told
+    assert [read(text) for text in (b"", b"hello\n", b'{"type":"other"}\n', encode(DENSE)[:-1])] == [None] * 4
+
+
+def test_a_demo_under_way_says_where_it_stands() -> None:
+    standing = Standing(settings())
+    seen = [line(standing)]
+    for event in (Began(0, 7, True), DENSE, Ended(0, True), Began(1, 7, True), SPARSE, Ended(1, True)):
+        assert not standing.over
+        standing.take(event)
+        seen.append(line(standing))
+    assert standing.over
+    said = [("starting 4 workers",), ("dense", "begins"), ("step 100", "97.0%", "400 ms", "2 MB"), ("fresh",),
+            ("compressed", "begins"), ("step 120", "98.0%", "25 kB"), ("leaving",)]
+    for text, words in zip(seen, said, strict=True):
+        assert all(word in text for word in words), (text, words)
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [
+    (0, "0 B"), (999, "999 B"), (1796, "1.8 kB"), (999_900, "1000 kB"), (2_252_980, "2.25 MB"), (3.04e8, "304 MB"),
+])
+def test_sizes_have_three_figures(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
+
+
+@given(st.floats(1e-6, 1e4))
+def test_spans_are_true(seconds: float) -> None:
+    number, unit = span(seconds).split()
+    assert number.replace(".", "").isdecimal()
+    near = {"rel_tol": 0.006} if unit == "ms" else {"abs_tol": 0.051}
+    assert math.isclose(float(number) * {"ms": 1e-3, "s": 1.0}[unit], seconds, **near)
