@@ -18,7 +18,7 @@ app = typer.Typer(
 
 @app.callback()
 def commlayer() -> None:
-    """Keeps `commlayer serve` a subcommand while it is the only one."""
+    """Options before the command: none yet."""
 
 
 app.command()(demo)

@@ -93,7 +93,8 @@ class Membership:
             self.over.set()
         lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
         # Who leaves with an error will be missed at once; who has finished only if somebody waits for it.
-        lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in pulse.left if gone.reason != messages.FINISHED]
+        unfinished = [gone for gone in pulse.left if gone.reason != messages.FINISHED]
+        lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in unfinished]
         if pulse.dead:
             lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=f"coordinator {self._link.address}"))
         if lost and not self._failed and not self._closing.is_set():

@@ -38,7 +38,8 @@ def default_plan(
     first_nbytes = fuse_nbytes
     if path == "allreduce":
         first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
-    groups = list(_fused(job, first_nbytes, fuse_nbytes, cut_nbytes, servers if path == "service" else 1))
+    collective = path == "allreduce"
+    groups = list(_fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective))
     # A bucket is ready when its last tensor is; those of buffers when backward is over.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
@@ -81,9 +82,12 @@ def cut(tensor: int, numel: int, parts: int) -> tuple[Slice, ...]:
 
 
 def _fused(
-    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int
+    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool
 ) -> Iterator[tuple[Slice, ...]]:
-    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow."""
+    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow.
+
+    A collective's bucket takes tensors until it has reached the limit, which lets the first go out as early as DDP's does.
+    """
     limit = first_nbytes
     held: list[Slice] = []
     held_nbytes, held_kind = 0, ("", False)
@@ -100,7 +104,8 @@ def _fused(
                 yield (part,)
             limit = fuse_nbytes
         elif nbytes:
-            fits = held_nbytes + nbytes <= limit and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
+            room = held_nbytes < limit if collective else held_nbytes + nbytes <= limit
+            fits = room and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
             if held and not fits:
                 yield tuple(held)
                 held, held_nbytes, limit = [], 0, fuse_nbytes
