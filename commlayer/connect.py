@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,14 @@ import torch.distributed as dist
 
 from commlayer import planner, records
 from commlayer.compressors import parse, wrap
-from commlayer.config import Config, Launch, read_launch
+from commlayer.config import Config, Launch, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
-from commlayer.errors import PeerLost
+from commlayer.errors import CommError
 from commlayer.records import Job, Plan
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import Groups
-from commlayer.transport.protocol import peer_name
+from commlayer.transport.groups import GROUP, Groups
 
 LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
@@ -45,15 +48,18 @@ class Connection:
         self.uplink: uplink.Uplink | None = None
         self.embedded: list[Embedded] = []
         self.rank, self.world = 0, 1
-        self.notice_s = 0.0
+        self.notice_s = self.verdict_s = 0.0
+        self._verdict: CommError | None = None
+        self._heard = threading.Event()
+        self._owner = os.getpid()
         self._closed = False
 
     def stats(self) -> dict[str, float]:
         return {} if self.worker is None else self.worker.counters.as_dict()
 
     def close(self, reason: str = "") -> None:
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._owner:
+            return  # a forked copy of the trainer has no part in the job
         self._closed = True
         atexit.unregister(self.at_exit)
         if self.worker is not None:
@@ -70,14 +76,26 @@ class Connection:
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
 
+    def follow(self, worker: Worker) -> None:
+        """From now on what the coordinator says of the others goes to the worker, and is kept for `explain`."""
+        assert self.uplink is not None
+
+        def fail(error: CommError) -> None:
+            self._verdict = self._verdict or error
+            self._heard.set()
+            worker.fail(error)
+
+        self.uplink.follow(fail, worker.stalled)
+
     def explain(self, error: BaseException) -> BaseException:
-        """A server that ended because the job did is not the cause: who left with an error is."""
-        if self.uplink is not None and isinstance(error, PeerLost) and error.peer.startswith("server"):
-            for peer in map(peer_name, range(self.world)):
-                reason = self.uplink.gone(peer)
-                if reason not in ("", messages.FINISHED):
-                    return PeerLost(f"left the job: {reason}", peer=peer, step=error.step, bucket=error.bucket)
-        return error
+        """Who is to blame for a broken collective, or a server that ended because the job did: the coordinator knows soon."""
+        if self.uplink is None or not isinstance(error, CommError):
+            return error
+        if error.peer == GROUP:
+            self._heard.wait(self.verdict_s)
+        elif error.peer.startswith("server"):
+            self._heard.wait(self.notice_s)
+        return self._verdict or error
 
 
 def connect(
@@ -87,15 +105,18 @@ def connect(
     launch = read_launch()
     made = Connection()
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
+    made.verdict_s = config.dead_after_s + made.notice_s
     _begin_group(launch, device)
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     if grouped:
         made.rank, made.world = dist.get_rank(), dist.get_world_size()
     _check_dtypes(job)
     per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
-    if not grouped and not (config.join or isinstance(plan, Plan)):
-        _check_plan(_settle(plan, job, config, 1, 1), job)  # a mistake in it is one on a single process, too
-        return made
+    if not grouped and not config.join:
+        settled = _settle(plan, job, config, 1, 1)
+        _check_plan(settled, job)  # a mistake in it is one on a single process, too
+        if not isinstance(plan, Plan) or not settled.servers:
+            return made
     try:
         if grouped:
             made.groups = Groups(per_node, config.deadline_s, device)
@@ -106,15 +127,14 @@ def connect(
             raise ValueError(f"plan: made for {made.plan.ranks_per_node} ranks per node, here are {per_node}: make it again, "
                              "or set ranks_per_node")
         codecs = {b.id: wrap(parse(b.codec)) for b in made.plan.buckets}
-        if made.plan.servers:
-            _join(made, job, config, per_node)
+        # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
+        _join(made, job, config, per_node)
         up = made.uplink
         made.worker = Worker(
             job, made.plan, codecs, device, rank=made.rank, groups=made.groups, transport=up.transport if up else None,
             recycle=up.recycle if up else (lambda _: None), explain=made.explain,
         )
-        if made.uplink is not None:
-            made.uplink.follow(made.worker.fail, made.worker.stalled)
+        made.follow(made.worker)
     except BaseException:
         made.close("failed to start")
         raise
@@ -151,6 +171,14 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
     )
 
 
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The one device of what is trained."""
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+        raise ValueError(f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
+    return tensors[0].device
+
+
 def _check_dtypes(job: Job) -> None:
     for info in job.tensors:
         if info.dtype not in DTYPES:
@@ -176,22 +204,27 @@ def _check_plan(plan: Plan, job: Job) -> None:
 
 def _agree(settle: Callable[[], Plan], job: Job, groups: Groups | None) -> Plan:
     """Rank 0's plan, on every rank, or its reason for having none; checked against this rank's model."""
-    if groups is None:
-        plan = settle()
-    else:
-        data = b""
-        if groups.rank == 0:
-            try:
-                data = records.encode(settle())
-            except ValueError as error:
-                groups.share_bytes(REFUSED + str(error).encode())
-                raise
-        data = groups.share_bytes(data)
-        if data.startswith(REFUSED):
-            raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
-        plan = records.decode(data, Plan, "plan of rank 0")
+    data = _from_rank_0(lambda: records.encode(settle()), groups)
+    plan = records.decode(data, Plan, "plan of rank 0")
     _check_plan(plan, job)
     return plan
+
+
+def _from_rank_0(make: Callable[[], bytes], groups: Groups | None) -> bytes:
+    """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank."""
+    if groups is None:
+        return make()
+    data = b""
+    if groups.rank == 0:
+        try:
+            data = make()
+        except (ValueError, CommError) as error:
+            groups.share_bytes(REFUSED + str(error).encode())
+            raise
+    data = groups.share_bytes(data)
+    if data.startswith(REFUSED):
+        raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
+    return data
 
 
 def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
@@ -200,11 +233,23 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
     node, local = divmod(made.rank, per_node)
     address = config.join
     if not address:
+        _check_reach(config, made.groups)
         address = _start_embedded(made, config, per_node, node, local)
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
         plan_digest=records.digest(made.plan),
     ), config)
+
+
+def _check_reach(config: Config, groups: Groups | None) -> None:
+    """Servers that listen on loopback serve one machine only."""
+    if groups is None or not is_loopback(config.bind):
+        return
+    name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "little") >> 1
+    names = groups.gather_all(torch.tensor([name], dtype=torch.int64, device=groups.device)).view(-1).tolist()
+    if len(set(names)) > 1:
+        raise ValueError(f"bind: {config.bind} is loopback, but the ranks run on {len(set(names))} machines: set bind to an "
+                         "address of each machine that the others reach, and insecure=true if you trust the network between")
 
 
 def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> str:
@@ -214,11 +259,14 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     config = msgspec.structs.replace(config, node=node)
     homes = [number % nodes if config.servers == "each" else 0 for number in range(made.plan.servers)]
     mine = homes.count(node) if local == 0 else 0
-    address = ""
-    if made.rank == 0:
-        made.embedded.append(Embedded.start(config, workers=made.world, servers=made.plan.servers))
-        address, mine = made.embedded[0].control, mine - 1
-    if made.groups is not None:
-        address = made.groups.share_bytes(address.encode()).decode()
+    sums = made.plan.servers > 0
+
+    def first() -> bytes:
+        child = Embedded.start(config, workers=made.world, servers=made.plan.servers if made.plan else 0, no_server=not sums)
+        made.embedded.append(child)
+        return child.control.encode()
+
+    address = _from_rank_0(first, made.groups).decode()
+    mine -= made.rank == 0 and sums
     made.embedded += [Embedded.start(config, join=address) for _ in range(mine)]
     return address

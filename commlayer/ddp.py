@@ -18,9 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
+from commlayer.errors import DeadlineExceeded
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import loss_scale
+
+ENDING_S = 30.0
+"""What an error may take beyond the deadline, until it is known and residuals are put right."""
 
 
 class _Part(NamedTuple):
@@ -63,7 +67,11 @@ class HookState:
             self._feed(part)
         elif last:
             self._lane = Lane("ddp", self._latch)
-            self._begin(device)
+            try:
+                self._begin(device)
+            except BaseException as error:
+                self._latch(error)
+                raise
             for held in self._step:
                 self._feed(held)
         if last:
@@ -115,7 +123,8 @@ class HookState:
 
     def _end(self) -> None:
         """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
-        self._ended.wait(self._config.deadline_s * 2)
+        if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.verdict_s):
+            self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._error is not None:
             raise self._error
 

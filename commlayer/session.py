@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
 from commlayer.config import Config, read_config
-from commlayer.connect import Connection, connect
+from commlayer.connect import Connection, connect, device_of
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.records import Plan
 from commlayer.runtime.hooks import Hooks
@@ -101,13 +101,14 @@ class _ModuleDriver:
     def __init__(self, model: nn.Module, connection: Connection, *, scaler: Any, deadline_s: float) -> None:
         self.connection, self._scaler, self._deadline_s = connection, scaler, deadline_s
         self._parameters = [p for _, p in parameters_of(model)]
-        self._buffers = [b for _, b in buffers_of(model)]
+        self._model = model
+        self._buffers = [name for name, _ in buffers_of(model)]
         self._syncing = True
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            self._hooks = Hooks(self._parameters, self._ready, self.synchronize, lambda: self._syncing)
+            self._hooks = Hooks(self._parameters, connection.worker, self._ready, self.synchronize, lambda: self._syncing)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -132,12 +133,17 @@ class _ModuleDriver:
         worker = self.connection.worker
         if worker is None:
             return
-        worker.finish([*(p.grad for p in self._parameters), *self._buffers], self._deadline_s)
-        used = worker.used()
-        for p, anyone in zip(self._parameters, used, strict=False):
-            if p.grad is None and anyone:
-                p.grad = torch.empty_like(p)
-        worker.commit([*(p.grad for p in self._parameters), *self._buffers])
+        if worker.begins():
+            worker.scale = loss_scale(self._scaler)
+        # By name: a module may have put another tensor in a buffer's place.
+        named = dict(self._model.named_buffers())
+        buffers = [named[name] for name in self._buffers]
+        worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
+        pairs = list(zip(self._parameters, worker.used(), strict=False))
+        grads = [torch.empty_like(p) if p.grad is None and anyone else p.grad for p, anyone in pairs]
+        worker.commit([*grads, *buffers])
+        for p, grad in zip(self._parameters, grads, strict=True):
+            p.grad = grad
 
     def _ready(self, tensor: int, gradient: torch.Tensor) -> None:
         worker = self.connection.worker
@@ -167,7 +173,8 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler)))
     del optimizer  # taken for the sake of plans that own the update; averaging does not need it
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     tensors = [*(p.data for p in model.parameters()), *model.buffers()]
-    connection = connect(job_of(model), device, plan=plan, config=read, align=tensors)
+    if not tensors:
+        raise ValueError("the model has no parameters")
+    connection = connect(job_of(model), device_of(tensors), plan=plan, config=read, align=tensors)
     return Session(_ModuleDriver(model, connection, scaler=scaler, deadline_s=read.deadline_s))

@@ -21,16 +21,18 @@ from commlayer.transport.summing import SumServer, follow_stalls
 SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]
 
 
-def job(shapes: list[tuple[int, ...]] | None = None) -> Job:
-    return Job(tuple(TensorInfo(f"t{i}", s) for i, s in enumerate(shapes or SHAPES)))
+def job(shapes: list[tuple[int, ...]] | None = None, buffers: int = 0) -> Job:
+    """The last `buffers` of the tensors are buffers."""
+    sizes = shapes or SHAPES
+    return Job(tuple(TensorInfo(f"t{i}", s, buffer=i >= len(sizes) - buffers) for i, s in enumerate(sizes)))
 
 
 class Rig:
     """`world` workers and the plan's servers in one process."""
 
     def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
-                 stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None) -> None:
-        self.job = job(shapes)
+                 buffers: int = 0, stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None) -> None:
+        self.job = job(shapes, buffers)
         self.plan = plan or default_plan(self.job, codec=codec, path="service", servers=servers, ranks_per_node=1,
                                          fuse_nbytes=2048, cut_nbytes=4096)
         self.hub = hub or Hub()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runtime_kit import Rig, on_ranks, step
 
-from commlayer.errors import DeadlineExceeded, PeerLost
+from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost
 from commlayer.transport.protocol import Header, Kind
 
 CODECS = ["identity()", "fp16()", "bf16()", "int8(block=64)", "topk(ratio=0.05, values='fp32', exact=False)"]
@@ -156,6 +156,45 @@ def _scatter(into: list[torch.Tensor], bucket: object, residual: torch.Tensor) -
     for s in bucket.slices:  # type: ignore[attr-defined]
         into[s.tensor].view(-1)[s.start : s.stop] += residual[at : at + s.numel].double()
         at += s.numel
+
+
+def test_a_buffer_that_is_not_finite_stays_and_costs_nobody_a_step() -> None:
+    """The optimizer reads no buffers, so such a step is applied: giving it back would apply its gradients twice."""
+    with Rig(2, "topk(ratio=0.5, values='fp32', exact=True)", shapes=[(10,), (4,)], buffers=1) as rig:
+        def train(rank: int) -> list[torch.Tensor]:
+            worker, total = rig.workers[rank], torch.zeros(10)
+            mask = torch.tensor([0.0, 1.0, -float("inf"), float("nan")])
+            for s in range(6):
+                grads = [torch.arange(10.0) if s == 0 else torch.zeros(10), mask]
+                worker.ready(0, grads[0])
+                worker.finish([None, mask], 20.0)
+                worker.commit([grads[0], mask])
+                total += grads[0]
+            return [total, mask]
+
+        results = on_ranks(2, train)
+    for total, mask in results:
+        torch.testing.assert_close(total, torch.arange(10.0))
+        torch.testing.assert_close(mask, torch.tensor([0.0, 1.0, -float("inf"), float("nan")]), equal_nan=True)
+
+
+def test_gradients_of_no_samples_count_nothing_even_as_nan() -> None:
+    with Rig(2, "identity()", shapes=[(5,)]) as rig:
+        def train(rank: int) -> torch.Tensor | None:
+            rig.workers[rank].weight = float(rank)
+            return step(rig.workers[rank], [torch.full((5,), 2.0 if rank else float("nan"))])[0]
+
+        results = on_ranks(2, train)
+    for result in results:
+        torch.testing.assert_close(result, torch.full((5,), 2.0))
+
+
+def test_a_corrupt_result_names_its_server() -> None:
+    with Rig(1, "fp16()", shapes=[(5,)]) as rig:
+        emit = rig.servers[0]._core.cells[0].ops.emit
+        rig.servers[0]._core.cells[0].ops.emit = lambda r, acc, out: emit(r, acc, out) - 1
+        with pytest.raises(CorruptFrame, match="server 0: "):
+            step(rig.workers[0], [torch.ones(5)])
 
 
 def test_the_deadline_names_the_worker_that_is_missing() -> None:

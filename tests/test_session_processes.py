@@ -34,7 +34,9 @@ def main(how: str, fail_on: int) -> None:
     rank = torch.distributed.get_rank()
     model: Any = mlp(seed=rank)
     model = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
-    session = commlayer.attach(model, plan=commlayer.compressors.parse("topk(ratio=0.1)"))
+    together = {"plan": "auto", "config": {"ranks_per_node": torch.distributed.get_world_size()}}
+    apart = {"plan": commlayer.compressors.parse("topk(ratio=0.1)")}
+    session = commlayer.attach(model, **together if how == "allreduce" else apart)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)
     step = 0
@@ -84,7 +86,9 @@ def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
         assert all(gone(pid, END_S) for pid in servers)
 
 
-@pytest.mark.parametrize(("how", "sent"), [("module", signal.SIGKILL), ("ddp", signal.SIGSTOP)], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("how", "sent"), [
+    ("module", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("allreduce", signal.SIGKILL), ("allreduce", signal.SIGSTOP),
+], ids=["killed", "stopped", "killed, all-reduce", "stopped, all-reduce"])
 def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
     with tree(__file__, 3, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)

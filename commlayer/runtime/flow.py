@@ -21,20 +21,23 @@ class Flow:
     the device and `host` is its pinned twin that codecs read and write; on CPU they are one.
     """
 
-    def __init__(self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int) -> None:
-        self.bucket, self.codec, self.order = bucket, codec, order
+    def __init__(self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, coded: bool) -> None:
+        """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
+        self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
+        self.buffer = job.tensors[bucket.slices[0].tensor].buffer
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
         floats = self.numel + self.nslices + 1
-        block = _aligned(PAYLOAD_HEADER, floats, pinned=device.type == "cuda")
-        self.host_all = block[PAYLOAD_HEADER:].view(torch.float32)
-        self.host = self.host_all[: self.numel]
-        self.all = self.host_all if device.type == "cpu" else torch.empty(floats, device=device)
+        on_host = device.type == "cpu"
+        block = _aligned(PAYLOAD_HEADER, floats if on_host or coded else 0, pinned=not on_host and coded)
+        host = block[PAYLOAD_HEADER:].view(torch.float32)
+        self.host = host[: self.numel]
+        self.all = host if on_host else torch.empty(floats, device=device)
         self.x = self.all[: self.numel]
         self.tail = self.all[self.numel :]
         self.views = self._views()
-        if bucket.path == "service":
+        if coded:
             self.state = codec.init(self.spec)
             self.bound = codec.bound(self.spec)
             whole = block[: PAYLOAD_HEADER + 4 * self.numel]
@@ -46,6 +49,8 @@ class Flow:
     def reset(self) -> None:
         """Before a step."""
         self.sources: list[torch.Tensor | None] = [None] * self.nslices
+        self.marks: list[object] = []
+        """Points in the callers' streams behind which the sources are final."""
         self.waiting = self.nslices
         self.started = self.done = False
         self.finite = True
@@ -70,14 +75,15 @@ class Flow:
         return pairs
 
     def gather(self, factor: float, weight: float) -> None:
-        """x = gradients times factor; zeros where there is none."""
+        """x = gradients times factor; zeros where there is none, and everywhere if they weigh nothing (a mean over no samples
+        is NaN, and NaN times 0 would stay it)."""
         used = 0
         for i, (view, tensor) in enumerate(zip(self.views, self.sources, strict=True)):
-            if tensor is None:
-                view.zero_()
-            else:
+            if tensor is not None:
                 used |= 1 << i
-        pairs = self._parts(self.sources)
+            if tensor is None or weight == 0.0:
+                view.zero_()
+        pairs = self._parts(self.sources) if weight != 0.0 else []
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
         if factor != 1.0:

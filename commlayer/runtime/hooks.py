@@ -8,6 +8,9 @@ from types import FrameType
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
+
+from commlayer.runtime.worker import Worker
 
 REENTRANT = (
     "activation checkpointing with use_reentrant=True runs a backward pass inside the backward pass, so gradients become final "
@@ -23,10 +26,11 @@ class Hooks:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], ready: Callable[[int, torch.Tensor], None], finish: Callable[[], None],
-        active: Callable[[], bool],
+        self, parameters: Sequence[nn.Parameter], worker: Worker, ready: Callable[[int, torch.Tensor], None],
+        finish: Callable[[], None], active: Callable[[], bool],
     ) -> None:
-        self._ready, self._finish, self._active = ready, finish, active
+        """`active` says whether the pass is to be synchronised. `worker` hears of a pass that breaks off."""
+        self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
         self._graph: int | None = None
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(parameters) if p.requires_grad
@@ -48,8 +52,13 @@ class Hooks:
             return
         if _inside_checkpoint():
             raise RuntimeError(REENTRANT)
+        self._worker.check()
         if self._graph is not None:
-            raise RuntimeError("a backward pass began before another had ended: that one raised, or this one runs inside it")
+            self._worker.fail(RuntimeError(
+                "a backward pass began before another had ended: that one raised, or this one runs inside it. "
+                "Its step was half announced and cannot be completed: attach again"
+            ))
+            self._worker.check()
         self._graph = graph
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -67,7 +76,7 @@ def _inside_checkpoint() -> bool:
     """Whether a reentrant checkpoint's backward is on this thread's stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename == checkpoint.__file__:
             return True
         frame = frame.f_back
     return False

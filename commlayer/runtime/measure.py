@@ -16,8 +16,9 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The floating-point buffers: running statistics that workers average."""
-    return [(name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel()]
+    """The floating-point buffers: running statistics that workers average. Masks of infinities are none."""
+    named = model.named_buffers()
+    return [(name, b) for name, b in named if b.is_floating_point() and b.numel() and bool(torch.isfinite(b).all())]
 
 
 def job_of(model: nn.Module) -> Job:

@@ -8,7 +8,7 @@ Flows own their buffers for the life of the plan, so those need no record: `join
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -19,26 +19,31 @@ class Staging:
     """One per worker."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._back = torch.cuda.Stream(device) if self._cuda else None
 
     def mark(self) -> object:
         """A point in the caller's stream: all it has queued so far."""
-        return torch.cuda.current_stream().record_event() if self._cuda else None
+        return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
+
+    def catch_up(self, flow: Flow) -> None:
+        """The current stream goes on behind the marks of the flow's sources, whichever streams they were made on."""
+        for mark in flow.marks:
+            if isinstance(mark, torch.cuda.Event):
+                torch.cuda.current_stream(self._device).wait_event(mark)
 
     @contextlib.contextmanager
-    def lane(self, mark: object, sources: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """The lane's stream, behind the mark."""
+    def lane(self, flow: Flow) -> Iterator[None]:
+        """The lane's stream, behind the marks of the flow's sources."""
         if self._stream is None:
             yield
             return
-        assert isinstance(mark, torch.cuda.Event)
-        self._stream.wait_event(mark)
-        for source in sources:
+        for source in flow.sources:
             if source is not None:
                 source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
+            self.catch_up(flow)
             yield
 
     def to_host(self, flow: Flow) -> None:
@@ -56,4 +61,4 @@ class Staging:
     def join(self) -> None:
         """The current stream goes on only when all results are on the device."""
         if self._back is not None:
-            torch.cuda.current_stream().wait_stream(self._back)
+            torch.cuda.current_stream(self._device).wait_stream(self._back)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import Codec
-from commlayer.errors import CommError, DeadlineExceeded
-from commlayer.records import Bucket, Job, Plan
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
+from commlayer.records import Bucket, Job, Plan, Spec
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
@@ -27,6 +27,8 @@ from commlayer.runtime.staging import Staging
 from commlayer.transport.groups import Groups, Pending
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
 
+FOREVER_S = 86400.0
+"""For a wait that others bound: the training thread's deadline latches an error, which ends it."""
 DRAIN_S = 5.0
 """How long a failed step waits for a lane to end the call it is in, before residuals are put right."""
 
@@ -46,13 +48,18 @@ class Worker:
         self._local = rank % plan.ranks_per_node
         self._shared = plan.ranks_per_node > 1
         self.counters = Counters()
-        self.flows = [Flow(b, job, codecs[b.id], device, order=len(plan.buckets) - 1 - i) for i, b in enumerate(plan.buckets)]
+        self.flows = [
+            Flow(b, job, codecs[b.id], device, len(plan.buckets) - 1 - i, coded=b.path == "service" and b.owner == self._local)
+            for i, b in enumerate(plan.buckets)
+        ]
+        # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.
+        self._tracked = any(codecs[b.id].init(Spec((0,))) for b in plan.buckets if b.path == "service")
         self._by_tensor: list[list[tuple[Flow, int]]] = [[] for _ in job.tensors]
         for flow in self.flows:
             for i, s in enumerate(flow.bucket.slices):
                 self._by_tensor[s.tensor].append((flow, i))
         self._service = [f for f in self.flows if f.bucket.path == "service"]
-        self._mine = [f for f in self._service if f.bucket.owner == self._local]
+        self._mine = [f for f in self.flows if f.coded]
         self._staging = Staging(device)
         self._conductor = Conductor([f for f in self.flows if self._collective(f)], self._issue)
         self._pending: dict[int, Pending] = {}
@@ -62,6 +69,7 @@ class Worker:
         self._all_in = threading.Event()
         self._seen = [False] * len(job.tensors)
         self.error: BaseException | None = None
+        self._abandoned = False
         self.step = 0
         self.weight = 1.0
         self.scale = 1.0
@@ -73,7 +81,7 @@ class Worker:
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         """The gradient of that tensor is final for this step. It is read until `finish` returns."""
-        self._raise_latched()
+        self.check()
         if self._seen[tensor]:
             raise RuntimeError(
                 f"gradient of {self.job.tensors[tensor].name} became final twice in one backward pass: activation "
@@ -88,8 +96,10 @@ class Worker:
                              "module with sparse=False")
         if gradient is not None and not gradient.is_contiguous() and len(self._by_tensor[tensor]) > 1:
             gradient = gradient.contiguous()  # a cut tensor is read by element ranges
+        mark = self._staging.mark()
         for flow, i in self._by_tensor[tensor]:
             flow.sources[i] = gradient
+            flow.marks.append(mark)
             flow.waiting -= 1
             if flow.waiting == 0:
                 self._dispatch(flow)
@@ -100,7 +110,7 @@ class Worker:
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
         begin = time.monotonic()
-        self._raise_latched()
+        self.check()
         for tensor, seen in enumerate(self._seen):
             if not seen:
                 self._feed(tensor, leftovers[tensor])
@@ -109,37 +119,33 @@ class Worker:
             self._wait(deadline)
         except BaseException as error:
             self._latch(error)
-        if self.error is not None:
-            self._encode.drain(DRAIN_S)
-            self._decode.drain(DRAIN_S)
-            for flow in self._mine:
-                flow.undo()
-            self._raise_latched()
+        self.check()
         self.counters.exposed_s += time.monotonic() - begin
 
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
-        tracked = any(f.state for f in self.flows)
         finite = True
         # A cut tensor is written by element ranges, which only a contiguous one has.
         cut = {t: torch.empty_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
                if target is not None and len(self._by_tensor[t]) > 1 and not target.is_contiguous()}
         into = [cut.get(t, target) for t, target in enumerate(targets)]
         for flow in self.flows:
-            collective = flow.bucket.path == "allreduce"
-            if tracked and collective:
-                flow.finite = bool(torch.isfinite(flow.x).all())
+            if self._tracked and not flow.coded:
+                # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
+                flow.finite = bool(torch.isfinite(flow.x if flow.bucket.path == "allreduce" else flow.x[0]).all())
+            if flow.buffer and not flow.finite:
+                continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
             finite = finite and flow.finite
             flow.commit(self._factor(flow), [into[s.tensor] for s in flow.bucket.slices])
         for t, whole in cut.items():
             target = targets[t]
             assert target is not None
             target.detach().copy_(whole)
-        if tracked and not finite:
+        # What the optimizer will skip is given back. The servers learn it with the next step's frames.
+        self._undone = self._tracked and not finite
+        if self._undone:
             for flow in self._mine:
                 flow.undo()
-        # The server learns it with the next step's frames.
-        self._undone = tracked and not finite
         self.step += 1
         self.counters.steps += 1
         self._reset()
@@ -182,38 +188,42 @@ class Worker:
 
     def _scale_of(self, flow: Flow) -> float:
         """Gradients are coded without the loss scale, or a change of scale would falsify every residual."""
-        return 1.0 if self.job.tensors[flow.bucket.slices[0].tensor].buffer else self.scale
+        return 1.0 if flow.buffer else self.scale
 
     def _dispatch(self, flow: Flow) -> None:
-        mark = self._staging.mark()
-        if self._collective(flow):
+        if not self._collective(flow):
+            self._encode.put(lambda: self._push(flow, gather=True))
+            return
+        try:
             self._conductor.ready(flow)
-        else:
-            self._encode.put(lambda: self._push(flow, mark, gather=True))
+        except BaseException as error:
+            self._latch(error)
+            raise
 
     def _issue(self, flow: Flow) -> None:
         """Called in plan order, on the thread that ran the last hook."""
-        assert self._groups is not None
+        self._staging.catch_up(flow)
         flow.gather(self.weight / self._scale_of(flow), self.weight)
         flow.write_tail()
+        if self._groups is None:
+            return  # alone: the sum is what it is
         if flow.bucket.path == "allreduce":
             self._pending[flow.bucket.id] = self._groups.allreduce(flow.all)
             return
         pending = self._groups.reduce(flow.all, flow.bucket.owner)
         if flow.bucket.owner == self._local:
-            mark = self._staging.mark()
-            self._encode.put(lambda: self._push(flow, mark, gather=False, after=pending))
+            self._encode.put(lambda: self._push(flow, gather=False, after=pending))
         else:
             self._pending[flow.bucket.id] = pending
 
-    def _push(self, flow: Flow, mark: object, *, gather: bool, after: Pending | None = None) -> None:
+    def _push(self, flow: Flow, *, gather: bool, after: Pending | None = None) -> None:
         """Encode lane."""
         if self.error is not None:
             return
-        begin = time.perf_counter()
-        with self._staging.lane(mark, flow.sources):
+        begin, begin_s = time.perf_counter(), time.monotonic()
+        with self._staging.lane(flow):
             if after is not None:
-                after.wait(time.monotonic() + 3600.0)  # bounded by the group's own timeout
+                after.wait(begin_s + FOREVER_S, lambda: self.error)
                 flow.weight = float(flow.tail[-1])
                 flow.used = sum(1 << i for i, flag in enumerate(flow.tail[:-1].tolist()) if flag > 0)
             if gather:
@@ -254,11 +264,15 @@ class Worker:
         begin = time.perf_counter()
         message = handle.message()
         self.counters.received_nbytes += len(message.body)
-        if r + 1 < len(flow.codec.rounds):
-            nbytes = flow.encode_next(r, message.body)
-        else:
-            flow.decode(message.body)
-            flow.weight, flow.used = message.header.weight, message.header.used
+        try:
+            if r + 1 < len(flow.codec.rounds):
+                nbytes = flow.encode_next(r, message.body)
+            else:
+                flow.decode(message.body)
+                flow.weight, flow.used = message.header.weight, message.header.used
+        except CorruptFrame as error:
+            who = peer_name(message.peer)
+            raise CorruptFrame(error.what, peer=who, step=self.step, bucket=flow.bucket.id) from None
         self._recycle(message.body)
         self.counters.decode_s += time.perf_counter() - begin
         if r + 1 < len(flow.codec.rounds):
@@ -279,7 +293,7 @@ class Worker:
             return
         for flow in self.flows:
             if (pending := self._pending.get(flow.bucket.id)) is not None:
-                pending.wait(deadline)
+                pending.wait(deadline, lambda: self.error)
                 flow.read_used()
         self._staging.join()
         if self._shared:
@@ -290,7 +304,7 @@ class Worker:
                     flow.write_tail()
                 shares.append((flow, self._groups.broadcast(flow.all, flow.bucket.owner)))
             for flow, share in shares:
-                share.wait(deadline)
+                share.wait(deadline, lambda: self.error)
                 flow.weight = float(flow.tail[-1])
                 flow.read_used()
 
@@ -328,14 +342,15 @@ class Worker:
     # ---- failure
 
     def _overdue(self) -> DeadlineExceeded:
-        flow = next(f for f in self._mine if not f.done)
-        missing = self._stalled.get(flow.bucket.id, ())
+        flow = next((f for f in self._mine if not f.done), self._mine[0])
+        place = {"step": self.step, "bucket": flow.bucket.id}
         server = peer_name(SERVER_BASE + flow.bucket.server)
-        if missing:
+        if not flow.started:
+            return DeadlineExceeded("not summed inside the node before the deadline", peer="a rank of this node", **place)
+        if missing := self._stalled.get(flow.bucket.id, ()):
             names = ", ".join(peer_name(m) for m in missing)
-            what = f"did not contribute before the deadline ({server} waits for it)"
-            return DeadlineExceeded(what, peer=names, step=self.step, bucket=flow.bucket.id)
-        return DeadlineExceeded("no result before the deadline", peer=server, step=self.step, bucket=flow.bucket.id)
+            return DeadlineExceeded(f"did not contribute before the deadline ({server} waits for it)", peer=names, **place)
+        return DeadlineExceeded("no result before the deadline", peer=server, **place)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """A server says whom it waits for."""
@@ -345,16 +360,25 @@ class Worker:
     def _latch(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
-                self.error = self._explain(error)
+                self.error = error
             self._all_in.set()
 
-    def fail(self, error: CommError) -> None:
-        """From outside: a peer is known to be gone."""
+    def fail(self, error: BaseException) -> None:
+        """From outside: a peer is known to be gone, or the script broke off in the middle of a step."""
         self._latch(error)
 
-    def _raise_latched(self) -> None:
-        if self.error is not None:
-            raise self.error
+    def check(self) -> None:
+        """Raises the error that has latched. The first time, residuals get back what the broken step sent."""
+        if self.error is None:
+            return
+        if not self._abandoned:
+            self._abandoned = True
+            self.error = self._explain(self.error)
+            # A lane that is stuck may be inside a codec: then its residual cannot be put right.
+            if self._encode.drain(DRAIN_S) and self._decode.drain(DRAIN_S):
+                for flow in self._mine:
+                    flow.undo()
+        raise self.error
 
     def close(self) -> None:
         self._latch(CommError("the session is closed"))

@@ -5,8 +5,10 @@ The order of calls must be the same on all ranks of a group; the caller sees to 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,22 +16,50 @@ import torch.distributed as dist
 
 from commlayer.errors import CommError, DeadlineExceeded
 
+GROUP = "a peer of the process group"
+"""A collective does not say which: the heartbeats do."""
+LOOK_S = 0.5
+
 
 class Pending:
     """A collective under way."""
 
-    def __init__(self, work: Any, what: str) -> None:
-        self._work, self._what = work, what
+    def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
+        self._work, self._what, self._on_device = work, what, on_device
 
-    def wait(self, deadline: float) -> None:
-        """Until `deadline` of time.monotonic(); on CUDA it orders the current stream instead of blocking the host."""
-        left = deadline - time.monotonic()
-        try:
-            self._work.wait(datetime.timedelta(seconds=max(left, 0.001)))
-        except RuntimeError as error:
-            text = str(error).splitlines()[0]
-            kind = DeadlineExceeded if "imed out" in text or "imeout" in text else CommError
-            raise kind(f"{self._what} failed: {text}", peer="a peer of the process group") from None
+    def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Until `deadline` of time.monotonic(), or until failed() gives an error, which is raised.
+
+        On CUDA it orders the current stream instead of blocking the host; the group's own time-out watches there.
+        """
+        with named(self._what):
+            if self._on_device:
+                self._work.wait()
+                return
+            while True:
+                left_s = deadline - time.monotonic()
+                try:
+                    self._work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
+                    return
+                except RuntimeError as error:
+                    if not _timed_out(error) or left_s <= 0:
+                        raise
+                if (cause := failed()) is not None:
+                    raise cause
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Turns what torch raises into a CommError that says what failed, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = DeadlineExceeded if _timed_out(error) else CommError
+        raise kind(f"{what} failed: {str(error).splitlines()[0]}", peer=GROUP) from None
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 class Groups:
@@ -55,37 +85,44 @@ class Groups:
 
     def allreduce(self, x: torch.Tensor) -> Pending:
         """Sum over all ranks, in place."""
-        return Pending(dist.all_reduce(x, group=self._all, async_op=True), "all-reduce")
+        return self._start("all-reduce", dist.all_reduce, x, group=self._all)
 
     def reduce(self, x: torch.Tensor, owner: int) -> Pending:
         """Sum over this node's ranks into local rank `owner`; on the others x is undefined afterwards."""
-        dst = self.node * self.ranks_per_node + owner
-        return Pending(dist.reduce(x, dst, group=self._node, async_op=True), "reduce inside the node")
+        return self._start("reduce inside the node", dist.reduce, x, self._local_rank(owner), group=self._node)
 
     def broadcast(self, x: torch.Tensor, owner: int) -> Pending:
         """From local rank `owner` to this node's ranks."""
-        src = self.node * self.ranks_per_node + owner
-        return Pending(dist.broadcast(x, src, group=self._node, async_op=True), "broadcast inside the node")
+        return self._start("broadcast inside the node", dist.broadcast, x, self._local_rank(owner), group=self._node)
 
     def broadcast_all(self, x: torch.Tensor) -> Pending:
         """From rank 0 to all."""
-        return Pending(dist.broadcast(x, 0, group=self._all, async_op=True), "broadcast")
+        return self._start("broadcast", dist.broadcast, x, 0, group=self._all)
+
+    def _local_rank(self, owner: int) -> int:
+        return self.node * self.ranks_per_node + owner
+
+    def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> Pending:
+        with named(what):
+            return Pending(call(x, *args, group=group, async_op=True), what, on_device=x.is_cuda)
 
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
         """One row per rank of a small tensor."""
         rows = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(rows, x, group=self._all)
+        with named("all-gather"):
+            dist.all_gather(rows, x, group=self._all)
         return torch.stack(rows)
 
     def share_bytes(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank. Not torch's object broadcast: that one unpickles."""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        dist.broadcast(size, 0, group=self._all)
-        body = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
-        if self.rank == 0 and data:
-            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        if body.numel():
-            dist.broadcast(body, 0, group=self._all)
+        with named("broadcast from rank 0"):
+            dist.broadcast(size, 0, group=self._all)
+            body = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+            if self.rank == 0 and data:
+                body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if body.numel():
+                dist.broadcast(body, 0, group=self._all)
         return bytes(body.cpu().numpy())
 
     def barrier(self) -> None:
