@@ -1,7 +1,8 @@
 """The native kernels against the physical limit and torch: one thread, rivals interleaved in the same rounds. Knows no network.
 
 "stream" is r += g in place at 12 B per element, the better of native and torch; "copy" reads and writes 8 B per element.
-Ratios are medians of per-round ratios. Every result is checked before anything is timed.
+Ratios are medians of per-round ratios. Every result is checked before anything is timed. "codec" rows are whole steps of a
+codec with error feedback, from gradient to payload: sampling, trimming and packing included.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
-from commlayer.compressors import reference
+from commlayer.compressors import Codec, error_feedback, int8, kernels, reference, topk
 from commlayer.native import core
+from commlayer.records import Spec
 
 N, N_QUICK = 25_000_000, 12_500_000
 """Far beyond the caches: a smaller stage would compare cached rivals with uncached ones."""
@@ -24,13 +26,34 @@ CUT = 2.5758293
 """A standard normal exceeds it in magnitude with probability DENSITY."""
 
 
+SETTLE = 12
+"""Steps after which the residual and the threshold of a codec are steady."""
+
+
+class _Steps:
+    """A codec over the steps of a training: two gradients in turn, so that no residual builds up as for a constant one."""
+
+    def __init__(self, codec: Codec, g: torch.Tensor, backend: str) -> None:
+        spec = Spec((g.numel(),))
+        self.codec, self.backend, self.gradients = codec, backend, [g, g.flip(0)]
+        self.state, self.out = codec.init(spec), memoryview(bytearray(codec.bound(spec)))
+        self.payload = self.out[:0]
+
+    def __call__(self) -> bytes:
+        """A step; a few bytes of its payload."""
+        self.gradients.reverse()
+        with kernels.use(self.backend):
+            self.payload = self.out[: self.codec.start(self.gradients[0], self.state, self.out)]
+        return bytes(self.payload[:64])
+
+
 class _Stage:
     """The arrays that all rounds share, and the kernels as calls without arguments."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, backend: str = "native") -> None:
         if core is None:
             raise RuntimeError("bench kernels: the native core is not built; install with a C++ compiler")
-        self.core = core
+        self.core = core if backend == "native" else reference
         torch.manual_seed(0)
         room = n // 50
         self.n = n
@@ -39,6 +62,8 @@ class _Stage:
         self.half, self.bfloat = self.g.to(torch.float16), self.g.to(torch.bfloat16)
         self.q, self.scale = torch.zeros(n, dtype=torch.int8), torch.zeros(-(-n // BLOCK))
         self.idx, self.val = torch.zeros(room, dtype=torch.int32), torch.zeros(room)
+        self.topk = _Steps(error_feedback(topk(DENSITY, "int8")), self.g, backend)
+        self.int8 = _Steps(error_feedback(int8()), self.g, backend)
 
     def select(self) -> Any:
         return self.core.select(self.g, self.kept, CUT, self.n // 3, self.idx, self.val)
@@ -63,21 +88,23 @@ class _Stage:
             "int8 decode": lambda: c.int8_decode(acc, self.q, self.scale, BLOCK),
             "all_finite": lambda: c.all_finite(g),
             "crc32c": lambda: c.crc32c(g),
+            "codec topk 1pct": self.topk,
+            "codec int8": self.int8,
         }
 
 
 BYTES = {
     "stream native": 12, "stream torch": 12, "copy": 8, "select_1pct": 12, "add_f16": 10, "cast f32 to f16": 6,
     "cast f32 to f16 torch": 6, "cast f16 to f32": 6, "cast f32 to bf16": 6, "int8 with residual": 13, "int8": 5,
-    "int8 decode": 9, "all_finite": 4, "crc32c": 4, "torch.topk": 4,
+    "int8 decode": 9, "all_finite": 4, "crc32c": 4, "codec topk 1pct": 12, "codec int8": 13,
+    "torch.topk": 4,
 }  # fmt: skip
 """Bytes per element that each must at least read and write."""
 
 
 def check(n: int = 50_003) -> None:
     """Raises if native and reference differ, in result or memory, on the very calls that are timed."""
-    ours, twin = _Stage(n), _Stage(n)
-    twin.core = reference
+    ours, twin = _Stage(n), _Stage(n, "reference")
     for (name, mine), theirs in zip(ours.rivals().items(), twin.rivals().values(), strict=True):
         got, expected = mine(), theirs()
         assert isinstance(got, torch.Tensor) or got == expected, f"{name}: native {got}, reference {expected}"
@@ -85,6 +112,11 @@ def check(n: int = 50_003) -> None:
             if isinstance(memory, torch.Tensor) and field not in ("idx", "val"):
                 same = torch.equal(memory.view(torch.uint8), getattr(twin, field).view(torch.uint8))
                 assert same, f"{name}: {field} differs from the reference"
+    for _ in range(SETTLE):
+        for mine, theirs in ((ours.topk, twin.topk), (ours.int8, twin.int8)):
+            mine()
+            theirs()
+            assert mine.payload == theirs.payload, f"{mine.codec}: payload differs from the reference"
     for stage in (ours, twin):
         stage.kept.zero_()
     count = int(ours.select()[0])
@@ -118,6 +150,9 @@ def _run(quick: bool) -> dict[str, Any]:
     rivals = stage.rivals()
     for call in rivals.values():
         call()
+    for _ in range(SETTLE):
+        stage.topk()
+        stage.int8()
     slow = {"torch.topk": lambda: torch.topk(stage.g.abs(), k)}
     few = 2 if quick else 4
     rounds = [
@@ -151,6 +186,9 @@ def _run(quick: bool) -> dict[str, Any]:
         "decode_add_vs_stream": ratio(lambda one: speed(one, "add_f16") / (12 / stream(one))),
         "decode_add_f32_vs_stream": ratio(lambda one: stream(one) / one["stream native"]),
         "int8_vs_copy": ratio(lambda one: speed(one, "int8 with residual") / speed(one, "copy")),
+        "codec_topk_1pct_vs_stream": ratio(lambda one: stream(one) / one["codec topk 1pct"]),
+        "codec_topk_1pct_vs_torch_topk": ratio(lambda one: one["torch.topk"] / one["codec topk 1pct"], few),
+        "codec_int8_vs_copy": ratio(lambda one: speed(one, "codec int8") / speed(one, "copy")),
         "crc32c_gbs": BYTES["crc32c"] * stage.n / statistics.median(times["crc32c"]) / 1e9,
     }
     return {"rows": rows, "summary": {name: round(value, 3) for name, value in summary.items()}}

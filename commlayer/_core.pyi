@@ -44,13 +44,13 @@ def f16_to_f32(dst: Array, src: Payload, at: int = 0) -> None:
 def bf16_to_f32(dst: Array, src: Payload, at: int = 0) -> None:
     """Casts."""
 
-def all_finite(x: Array) -> bool:
-    """Whether every element of x (float32) is finite."""
+def all_finite(x: Array, residual: Array | None = None) -> bool:
+    """Whether every element of x (+ residual), float32, is finite."""
 
 def int8_encode(
     q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, q_at: int = 0, scale_at: int = 0
 ) -> bool:
-    """Codes x (+ residual, which keeps the rest). False, with nothing changed, if that is not finite."""
+    """Codes x (+ residual, which keeps the rest). False, residual unchanged, if that is not finite."""
 
 def int8_decode(
     acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False, q_at: int = 0, scale_at: int = 0

@@ -118,6 +118,17 @@ def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
     assert bool((cluster.states[0]["residual"] > 1e38).all())
 
 
+def test_a_start_that_fails_gives_back_nothing_of_the_step_before() -> None:
+    codec = error_feedback(topk(ratio=0.5, values="fp32"))
+    state = codec.init(Spec((100,)))
+    kit.encode(codec, kit.noise(100), state)
+    old = state["residual"].clone()
+    with pytest.raises((ValueError, RuntimeError)):
+        codec.start(torch.ones(99), state, kit.room(codec, Spec((100,))))
+    codec.undo(state)
+    assert torch.equal(state["residual"], old)
+
+
 @pytest.mark.parametrize("codec", kit.CODECS, ids=str)
 def test_a_restored_state_goes_on_bit_for_bit(codec: Codec) -> None:
     n = 20_011
@@ -147,6 +158,32 @@ def test_restore_names_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"residual: shape \(11,\), expected \(10,\)"):
         restore(state, {**good, "residual": torch.ones(11)})
     assert not state["residual"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("residual", float("nan"), "not finite"),
+        ("residual", float("inf"), "not finite"),
+        ("inner.slope", 0.0, "is 0.0, allowed is 0.5 to 40.0"),
+        ("inner.slope", -4.0, "allowed is 0.5 to 40.0"),
+        ("inner.slope", float("nan"), "not finite"),
+        ("inner.threshold", -1.0, "allowed is 0.0 to 3.4"),
+        ("inner.trend", 100.0, "allowed is -0.5 to 0.5"),
+        ("inner.doubt", -1.0, "allowed is 0.0 to 0.25"),
+        ("inner.step", -1, "is -1, allowed is 0 to"),
+    ],
+)
+def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, words: str) -> None:
+    codec = error_feedback(topk())
+    state = codec.init(Spec((20_000,)))
+    kit.encode(codec, kit.noise(20_000), state)
+    before, bad = snapshot(state), snapshot(state)
+    bad[name] = bad[name].clone().fill_(0)
+    bad[name].view(-1)[-1] = value
+    with pytest.raises(ValueError, match=f"codec state {name}: .*{words}"):
+        restore(state, bad)
+    assert all(torch.equal(tensor, before[path]) for path, tensor in snapshot(state).items())
 
 
 def test_wrap_adds_feedback_where_it_is_needed() -> None:

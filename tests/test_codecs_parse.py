@@ -47,6 +47,8 @@ def test_spellings() -> None:
         ("topk(**{'ratio': 1})", "topk has no argument 'None'"),
         ("topk(ratio=2)", "topk: ratio is 2, allowed is a number above 0 and up to 1"),
         ("int8(block=0)", "int8: block is 0"),
+        ("int8(block=True)", "int8: block is True"),
+        ("topk(values=[1])", "topk: values is [1], allowed is one of"),
         ("error_feedback()", "error_feedback needs inner"),
         ("error_feedback(3)", "error_feedback: inner is 3"),
         ("topk", "expected name(argument=value, ...)"),

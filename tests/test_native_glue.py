@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 
 import numpy as np
@@ -65,6 +67,11 @@ MISTAKES = {
         ValueError,
         "threshold",
     ),
+    "threshold below all normal numbers": (
+        lambda: core.select(F, None, 1e-39, 0, torch.zeros(8, dtype=torch.int32), torch.zeros(8)),
+        ValueError,
+        "threshold",
+    ),
     "start past the end": (
         lambda: core.select(F, None, 1.0, 8, torch.zeros(8, dtype=torch.int32), torch.zeros(8)),
         ValueError,
@@ -95,12 +102,84 @@ def test_buffers_are_released_after_errors() -> None:
     memory.extend(b"x")
 
 
-def test_large_calls_run_beside_other_threads() -> None:
-    sums = [torch.zeros(200_000) for _ in range(4)]
-    x = torch.ones(200_000)
-    threads = [threading.Thread(target=lambda acc: [core.add_f32(acc, x) for _ in range(20)], args=(acc,)) for acc in sums]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+def test_a_long_call_lets_other_threads_run() -> None:
+    """With no forced switches another thread can only run while a call has given the GIL away."""
+    big, ready, go, seen = torch.zeros(4_000_000), threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        ready.set()
+        go.wait()
+        seen.append(True)
+
+    thread, interval = threading.Thread(target=other), sys.getswitchinterval()
+    thread.start()
+    ready.wait(60)
+    sys.setswitchinterval(1000.0)
+    try:
+        go.set()
+        for _ in range(1000):
+            core.crc32c(big)
+            if seen:
+                break
+        assert seen
+    finally:
+        sys.setswitchinterval(interval)
         thread.join(60)
-    assert all(bool((acc == 20).all()) for acc in sums)
+
+
+class TensorView(ctypes.Structure):
+    """DLTensor."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class ExchangeTable(ctypes.Structure):
+    """The part of DLPack's exchange table that is read."""
+
+    View = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(TensorView))
+    _fields_ = [
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("previous", ctypes.c_void_p), ("allocate", ctypes.c_void_p),
+        ("from_object", ctypes.c_void_p), ("to_object", ctypes.c_void_p), ("view", View),
+    ]  # fmt: skip
+
+
+class OnDevice:
+    """A tensor that says that it lies on another kind of device, as pinned memory does."""
+
+    def __init__(self, values: np.ndarray, device_type: int) -> None:
+        self.values, self.device_type, self.shape = values, device_type, (ctypes.c_int64 * 1)(len(values))
+
+
+@ExchangeTable.View
+def view_of(tensor: OnDevice, out: object) -> int:
+    out[0] = TensorView(tensor.values.ctypes.data, tensor.device_type, 0, 1, 2, 32, 1, tensor.shape, None, 0)  # type: ignore[index]
+    return 0
+
+
+TABLE = ExchangeTable(1, 0, None, None, None, None, view_of)
+capsule = ctypes.pythonapi.PyCapsule_New
+capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+CAPSULE_NAME = b"dlpack_exchange_api"
+OnDevice.__dlpack_c_exchange_api__ = capsule(ctypes.addressof(TABLE), CAPSULE_NAME, None)  # type: ignore[attr-defined]
+
+
+def test_pinned_memory_is_read_in_place_and_gpu_memory_is_refused() -> None:
+    values = np.arange(8, dtype=np.float32)
+    acc = torch.zeros(8)
+    core.add_f32(acc, OnDevice(values, 3))
+    assert acc.tolist() == values.tolist()
+    core.add_f32(OnDevice(values, 3), acc)
+    assert values.tolist() == (2 * acc).tolist()
+    with pytest.raises(ValueError, match="x: the tensor is not on the CPU"):
+        core.add_f32(acc, OnDevice(values, 2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_tensors_in_pinned_memory() -> None:
+    x = torch.arange(8, dtype=torch.float32).pin_memory()
+    core.add_f32(x, torch.ones(8))
+    assert x.tolist() == list(range(1, 9))

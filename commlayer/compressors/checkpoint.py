@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from commlayer.compressors.codec import State
+from commlayer.compressors.threshold import NUMBERS
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:
@@ -16,7 +18,7 @@ def snapshot(state: State) -> dict[str, torch.Tensor]:
 
 
 def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks all names and shapes first."""
+    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks all names, shapes and values first."""
     places = list(_walk(state))
     wanted, got = {path for path, *_ in places}, set(tensors)
     if wanted != got:
@@ -25,6 +27,7 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
         shape = value.shape if isinstance(value, torch.Tensor) else torch.Size()
         if tensors[path].shape != shape:
             raise ValueError(f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(shape)}")
+        _check_values(path, tensors[path])
     _forget(state)
     for path, owner, name, value in places:
         if isinstance(value, torch.Tensor):
@@ -36,6 +39,14 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 def number(value: float) -> torch.Tensor:
     """A number as a 0-d tensor that holds it exactly."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _check_values(path: str, value: torch.Tensor) -> None:
+    if value.is_floating_point() and not bool(value.isfinite().all()):
+        raise ValueError(f"codec state {path}: holds a number that is not finite; take an earlier checkpoint")
+    least, most = NUMBERS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
+    if value.ndim == 0 and not least <= value.item() <= most:
+        raise ValueError(f"codec state {path}: is {value.item()}, allowed is {least} to {most}; take an earlier checkpoint")
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Round, State
-from commlayer.compressors.oneround import OneRound
+from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.oneround import NAN, OneRound
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
@@ -43,6 +43,9 @@ class Identity(OneRound, frozen=True):
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         (kernels.copy_f32 if assign else kernels.add_f32)(out, parts[0])
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        return finite_or_nan(super().decode(result, state, out), out)
 
 
 class _Cast(NamedTuple):
@@ -85,13 +88,29 @@ class _Half(OneRound, frozen=True):
         cast = CASTS[self.name]
         (cast.decode if assign else cast.add)(out, parts[0])
 
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        return finite_or_nan(super().decode(result, state, out), out)
+
 
 class Fp16(_Half, frozen=True):
     name: ClassVar[str] = "fp16"
+    most: ClassVar[float] = torch.finfo(torch.float16).max
 
 
 class Bf16(_Half, frozen=True):
     name: ClassVar[str] = "bf16"
+    most: ClassVar[float] = torch.finfo(torch.bfloat16).max
+
+
+def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:
+    """A dense body may hold what is not finite without its flag: then it counts as flagged.
+
+    In a server's sum it needs no test of its own: it stays there, and emit flags the sum.
+    """
+    if decoded and not kernels.all_finite(out):
+        out.fill_(NAN)
+        return False
+    return decoded
 
 
 def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:

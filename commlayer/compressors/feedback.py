@@ -34,6 +34,14 @@ class Sent(Protocol):
     def sent(self, state: State, out: torch.Tensor) -> None: ...
 
 
+@runtime_checkable
+class Limited(Protocol):
+    """A codec that flags finite numbers above `most`. With feedback they are cut there, and the residual keeps the rest."""
+
+    @property
+    def most(self) -> float: ...
+
+
 class ErrorFeedback(msgspec.Struct, frozen=True):
     """Payloads are the inner codec's.
 
@@ -76,6 +84,7 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+        state["_sent"] = None  # what the last step sent was delivered: a step that fails from here on must not give it back
         nbytes = self._start(x, state, out)
         if len(self.rounds) == 1:
             state["_sent"] = out[:nbytes]
@@ -120,7 +129,7 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
             return int(self.inner.emit(r, acc, state["inner"], out))
         state["_sent"] = state["_added"] = None
         total = acc["sum"]
-        if acc["flagged"][0] or not kernels.all_finite(total):
+        if acc["flagged"][0] or not kernels.all_finite(total, state["residual"]):
             return payload.write_flagged(out, self.id, total.numel())
         nbytes = self._start(total, state, out)
         if payload.read(out[:nbytes], self.id, total.numel()).flagged:
@@ -145,7 +154,14 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
             return int(self.inner.start(v, inner, out)) if several else payload.write_flagged(out, self.id, x.numel())
         residual.copy_(v)
         nbytes = int(self.inner.start(v, inner, out))
-        if len(self.rounds) == 1 and self.inner.decode(out[:nbytes], inner, v):
+        if len(self.rounds) > 1:
+            return nbytes
+        carried = self.inner.decode(out[:nbytes], inner, v)
+        if not carried and isinstance(limited := self.inner, Limited):
+            torch.clamp(residual, -limited.most, limited.most, out=v)
+            nbytes = int(self.inner.start(v, inner, out))
+            carried = self.inner.decode(out[:nbytes], inner, v)
+        if carried:
             residual -= v
         return nbytes
 

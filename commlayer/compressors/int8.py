@@ -40,11 +40,6 @@ class Int8(OneRound, frozen=True):
             if residual is not None:
                 kernels.absorb(residual, x)
             return payload.write_flagged(out, self.id, n)
-        if not kernels.scales_valid(scales):
-            if residual is not None:
-                kernels.int8_decode(residual, quanta, scales, self.block, assign=False)
-                residual.nan_to_num_(0.0, 0.0, 0.0)
-            return payload.write_flagged(out, self.id, n)
         payload.write(out, self.id, n, n)
         return middle + n
 
@@ -53,7 +48,7 @@ class Int8(OneRound, frozen=True):
         check_dense(head, numel, middle + numel)
         scales = head.body[:middle]
         if not kernels.scales_valid(scales):
-            raise CorruptFrame("int8 payload with a scale that is negative or not finite")
+            raise CorruptFrame("int8 payload with a scale that is negative, not finite or too large")
         return head.body[middle:], scales
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
@@ -66,6 +61,6 @@ class Int8(OneRound, frozen=True):
 
 def int8(block: int = 1024) -> Int8:
     """One scale per `block` elements: smaller blocks follow the values better and cost 32 / block bits per element."""
-    if not isinstance(block, int) or not 1 <= block <= 1 << 20:
+    if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= 1 << 20:
         raise ValueError(f"int8: block is {block!r}, allowed is a whole number from 1 to {1 << 20}")
     return Int8(block)

@@ -16,8 +16,8 @@ import torch
 from commlayer import native
 from commlayer.compressors import reference
 
-MOST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
-"""127 times this is finite; the largest float32 itself has a scale above it."""
+MOST_SCALE = np.finfo(np.float32).max / np.float32(128)
+"""Any int8 times this is finite."""
 
 BACKENDS: dict[str, ModuleType | None] = {"reference": reference, "native": native.core}
 
@@ -37,8 +37,9 @@ def use(backend: str) -> Iterator[None]:
         _chosen[0] = before
 
 
-def all_finite(x: torch.Tensor) -> bool:
-    return bool(_chosen[0].all_finite(x))
+def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
+    """Whether all of x, or of x + residual, is finite."""
+    return bool(_chosen[0].all_finite(x, residual))
 
 
 def add_f32(acc: torch.Tensor, x: memoryview) -> None:
@@ -72,7 +73,7 @@ def bf16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
 
 
 def int8_encode(quanta: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    """Codes x + residual and writes back what the rounding keeps. False, having changed nothing, if it is not finite."""
+    """Codes x + residual and writes back what the rounding keeps. False, residual unchanged, if it is not finite."""
     return bool(_chosen[0].int8_encode(quanta, scales, x, residual, block))
 
 
@@ -95,6 +96,11 @@ def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out:
 def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
     """idx must have been made by `select` or checked by a decode."""
     _chosen[0].scatter_add(acc, idx, val)
+
+
+def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: memoryview, scales: memoryview, block: int) -> None:
+    """As scatter_add, with values scale * q."""
+    _chosen[0].scatter_add_int8(acc, idx, quanta, scales, block)
 
 
 def ef_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
@@ -126,7 +132,7 @@ def store_f32(dst: memoryview, src: torch.Tensor) -> None:
 
 
 def scales_valid(src: memoryview) -> bool:
-    """Whether all float32 scales in src times 127 are finite and none is negative."""
+    """Whether every float32 scale in src is from 0 to MOST_SCALE."""
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= MOST_SCALE)
 

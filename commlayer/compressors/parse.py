@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,11 +23,15 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "error_feedback": error_feedback,
 }
 
+_parsing = threading.Lock()
+"""CPython 3.11's parser fails in one thread (SystemError) if another enters it at a collection of garbage."""
+
 
 def parse(text: str) -> Codec:
     """The codec that `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with _parsing:
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
     if not isinstance(tree, ast.Call):

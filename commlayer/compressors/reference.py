@@ -22,6 +22,11 @@ MAX_N = (1 << 32) - 1
 SMALLEST = 127.0 * 2.0**-126
 """Below it a block of int8 counts as zeros: its scale would not be a normal number."""
 
+MOST_SCALE = torch.finfo(torch.float32).max / 128
+"""Any int8 times this is finite."""
+
+LEAST_THRESHOLD = 2.0**-126
+
 _POLY = 0x82F63B78
 
 
@@ -124,8 +129,8 @@ def bf16_to_f32(dst: Memory, src: Memory, at: int = 0) -> None:
     wide.copy_(_read(src, torch.bfloat16, wide.numel(), at))
 
 
-def all_finite(x: Memory) -> bool:
-    return bool(_floats(x).isfinite().all())
+def all_finite(x: Memory, residual: Memory | None = None) -> bool:
+    return bool(_sum(x, residual).isfinite().all())
 
 
 def int8_encode(
@@ -140,7 +145,7 @@ def int8_encode(
     rows[:n] = v
     rows = rows.view(count, block)
     most = rows.abs().amax(1, keepdim=True)
-    scales = torch.where(most < SMALLEST, torch.zeros_like(most), most / 127.0)
+    scales = torch.where(most < SMALLEST, torch.zeros_like(most), (most / 127.0).clamp(max=MOST_SCALE))
     whole = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-127, 127).round()
     quanta = whole.to(torch.int8)
     _write(q, quanta.view(-1)[:n], q_at)
@@ -167,8 +172,9 @@ def select(g: Memory, residual: Memory | None, threshold: float, start: int, idx
     v = _sum(g, residual)
     n = v.numel()
     limit = torch.tensor(threshold, dtype=torch.float32)
-    if not limit > 0 or not (0 <= start < n or start == n == 0):
-        raise ValueError(f"select: got threshold {threshold} and start {start} for {n} elements, need > 0 and 0 <= start < n")
+    if not limit >= LEAST_THRESHOLD or not (0 <= start < n or start == n == 0):
+        need = "threshold >= 2^-126 and 0 <= start < n"
+        raise ValueError(f"select: got threshold {threshold} and start {start} for {n} elements, need {need}")
     finite = v.isfinite()
     passed = ((v.abs() >= limit) & finite).nonzero().view(-1)
     scanned = torch.cat([passed[passed >= start], passed[passed < start]])

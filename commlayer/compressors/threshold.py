@@ -21,21 +21,24 @@ import torch
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import State
 
-EXPECTED = 256
-"""Sampled magnitudes that should pass a right threshold: a noise of 6 %."""
+EXPECTED = 64
+"""Sampled magnitudes that should pass a right threshold: a noise of 12 %, since what it leaves amiss is put right after."""
 
 CALM, CALM_SHARE = 0.003, 8
 """Below this doubt the counts alone predict to some 5 %: a sample of an eighth only watches for jumps."""
 
-SAMPLE_FLOOR, SAMPLE_SHARE = 16384, 32
+SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
 """A sample is at most the larger of the floor and numel / share, so that it stays cheap beside the pass itself."""
+
+LIFT = 0.25
+"""Of the sample's noise, by which the aim is above k."""
 
 LARGER = 4
 """A sample that replaces the threshold is this many times the usual one."""
 
 SIGMAS = 4.0
-TINY = 1.401298464324817e-45
-"""The smallest positive float32: passes all but zeros."""
+TINY = 2.0**-126
+"""The smallest normal float32: passes all but zeros, and but denormals, which a thread may be told to flush to zero."""
 
 HUGE = 3.4028234663852886e38
 GAIN, TREND = 0.5, 0.15
@@ -48,6 +51,16 @@ SLOPE_START, SLOPES = 4.0, (0.5, 40.0)
 DOUBT_START, DOUBT_MOST = 0.04, 0.25
 MEMORY = 0.3
 """Weight of the newest measurement of slope and doubt."""
+
+TREND_MOST = 0.5
+NUMBERS = {
+    "threshold": (0.0, HUGE),
+    "trend": (-TREND_MOST, TREND_MOST),
+    "slope": SLOPES,
+    "doubt": (0.0, DOUBT_MOST),
+    "step": (0, 1 << 62),
+}
+"""What the numbers of a state may be: all that steps can make of them."""
 
 GOLDEN = 0x9E3779B1
 
@@ -66,15 +79,26 @@ def init() -> State:
     return {"threshold": 0.0, "trend": 0.0, "slope": SLOPE_START, "doubt": DOUBT_START, "step": 0}
 
 
+def aim(n: int, k: int) -> int:
+    """How many entries to aim at: more than k by a quarter of the sample's noise, since too many are cheaper than too few."""
+    expected = sample_sizes(n, k)[0] * k / n
+    return min(n, round(k + LIFT * k / math.sqrt(expected)))
+
+
+def sample_room(n: int, k: int) -> int:
+    return max(sample_sizes(n, aim(n, k)))
+
+
 def sample_sizes(n: int, k: int) -> tuple[int, int]:
     """(usual, larger). Odd, so that the stride does not fall in step with rows of a power of two."""
     usual = min(EXPECTED * n // k, max(SAMPLE_FLOOR, n // SAMPLE_SHARE)) | 1
     return min(usual, n), min(LARGER * usual | 1, n)
 
 
-def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State, sample: torch.Tensor) -> Cut:
-    """Where to cut |g + residual|. `sample` has room for the larger of sample_sizes."""
-    n = g.numel()
+def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State) -> Cut:
+    """Where to cut |g + residual| for a little more than k entries."""
+    n, sample = g.numel(), state["_scratch"]["sample"]
+    k = aim(n, k)
     usual, larger = sample_sizes(n, k)
     calm = state["doubt"] < CALM
     if calm:
@@ -93,8 +117,8 @@ def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State, 
         if calm:
             cut = _within(cut * math.exp(shift / state["slope"]))
         else:
-            near = seen[seen >= np.float32(cut / PROBE)]
-            cut = _quantile(near, round(max(passed, 0.5) * math.exp(-shift))) if near.size else cut / PROBE
+            near = seen[seen >= np.float32(_within(cut / PROBE))]
+            cut = _quantile(near, round(max(passed, 0.5) * math.exp(-shift))) if near.size else _within(cut / PROBE)
     slope = state["slope"]
     above, below = _passing(seen, cut * PROBE), _passing(seen, cut / PROBE)
     if 0 < above < below:
@@ -103,16 +127,26 @@ def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State, 
     return Cut(cut, slope, shift)
 
 
-def end(k: int, passed: int, cut: Cut, state: State) -> None:
+def again(k: int, v: torch.Tensor, state: State, cut: Cut, passed: int) -> Cut:
+    """A lower cut, after one that only `passed` entries of v reached."""
+    n, sample = v.numel(), state["_scratch"]["sample"]
+    k = aim(n, k)
+    larger = sample_sizes(n, k)[1]
+    seen = _magnitudes(v, None, rotation(n, state), sample[:larger])
+    by_slope = cut.threshold * math.exp(math.log(max(passed, 0.5) / k) / cut.slope)
+    return Cut(_within(min(by_slope, _quantile(seen, round(larger * k / n)))), cut.slope, None)
+
+
+def end(k: int, n: int, passed: int, cut: Cut, state: State) -> None:
     """Learns from the number of entries that reached the cut, whether or not they fitted."""
-    error = min(max(math.log(max(passed, 0.5) / k), -1.0), 1.0)
+    error = min(max(math.log(max(passed, 0.5) / aim(n, k)), -1.0), 1.0)
     gain = GAIN
     if cut.shift is None:
         state["trend"], gain = 0.0, 1.0
     else:
         state["doubt"] += MEMORY * (min((error + cut.shift) ** 2, DOUBT_MOST) - state["doubt"])
     state["slope"] = cut.slope
-    state["trend"] = min(max(state["trend"] + TREND * error, -0.5), 0.5)
+    state["trend"] = min(max(state["trend"] + TREND * error, -TREND_MOST), TREND_MOST)
     state["threshold"] = _within(cut.threshold * math.exp((gain * error + state["trend"]) / cut.slope))
     state["step"] += 1
 
@@ -123,7 +157,7 @@ def rotation(n: int, state: State) -> int:
 
 
 def exact(k: int, g: torch.Tensor, residual: torch.Tensor | None) -> float:
-    """The k-th largest magnitude of g + residual, or TINY where fewer than k are not zero."""
+    """The k-th largest magnitude of g + residual, or TINY where fewer than k are above it."""
     magnitudes = g.abs() if residual is None else (g + residual).abs_()
     return _quantile(magnitudes.numpy(), k)
 
@@ -134,7 +168,7 @@ def _magnitudes(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out
 
 
 def _passing(seen: npt.NDArray[np.float32], cut: float) -> int:
-    return int(np.count_nonzero(seen >= np.float32(cut)))
+    return int(np.count_nonzero(seen >= np.float32(_within(cut))))
 
 
 def _quantile(seen: npt.NDArray[np.float32], rank: int) -> float:

@@ -54,14 +54,15 @@ int64_t cml_f32_to_f16(uint16_t* dst, const float* src, int64_t n);
 int64_t cml_f32_to_bf16(uint16_t* dst, const float* src, int64_t n);
 void cml_f16_to_f32(float* dst, const uint16_t* src, int64_t n);
 void cml_bf16_to_f32(float* dst, const uint16_t* src, int64_t n);
-/* 1 if every x[i] is finite, else 0. */
-int64_t cml_all_finite(const float* x, int64_t n);
+/* 1 if every x[i] (+ residual[i], if residual != NULL) is finite, else 0. */
+int64_t cml_all_finite(const float* x, const float* residual, int64_t n);
 
 /* ---- int8, blockwise: block b covers x[b*block .. min(n, (b+1)*block)) ----
- * scale[b] = max|x| / 127; q[i] = round-half-even(x[i] / scale[b]), cut to [-127, 127].
+ * scale[b] = min(max|x| / 127, FLT_MAX / 128), so that no q, not even -128, decodes to infinity;
+ * q[i] = round-half-even(x[i] / scale[b]), cut to [-127, 127].
  * Where max|x| < 127 * 2^-126 the scale would not be a normal number: the block counts as zeros, scale[b] = 0, q = 0.
  * If residual != NULL: v = x[i] + residual[i] is coded and residual[i] = v - scale * q is written back (one pass per block).
- * Returns 1 if all v are finite; 0 if not, and then neither q, scale nor residual of any block was changed. */
+ * Returns 1 if all v are finite; 0 if not: then q and residual are as they were, scale holds anything. */
 int64_t cml_int8_encode(int8_t* q, float* scale, const float* x, float* residual, int64_t n, int64_t block);
 /* acc[i] += scale[b] * q[i]; with assign != 0: acc[i] = scale[b] * q[i]. */
 void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n, int64_t block, int assign);
@@ -74,7 +75,8 @@ void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n,
  * A non-finite v is never selected: it leaves residual[i] as it was and clears *finite (1 otherwise).
  * Entries of idx and val past the number returned may be overwritten.
  * *overflow counts entries that passed the threshold but did not fit. Returns the number selected.
- * threshold > 0 (not NaN); 0 <= from < n, or from == n == 0; n < 2^32; cap >= 0. */
+ * threshold >= 2^-126 (not NaN), judged by its bits: below it zeros would pass where denormals are flushed.
+ * 0 <= from < n, or from == n == 0; n < 2^32; cap >= 0. */
 int64_t cml_select(const float* g, float* residual, int64_t n, float threshold, int64_t from,
                    uint32_t* idx, float* val, int64_t cap, int64_t* overflow, int32_t* finite);
 /* |g + residual| of `count` elements spread evenly over n (element (offset + floor(j*n/count)) mod n for sample j) to out,

@@ -111,7 +111,9 @@ bool Memory::from_tensor(PyObject* object, bool writable) {
     PyErr_Clear();
     fail(PyExc_ValueError, "%s: the tensor has no memory that can be read; need a contiguous CPU tensor", name_);
   }
-  if (t.device_type != 1) fail(PyExc_ValueError, "%s: the tensor is not on the CPU; move it with .cpu()", name_);
+  constexpr int32_t kCpu = 1, kPinned = 3;  // DLPack's kDLCPU and kDLCUDAHost
+  if (t.device_type != kCpu && t.device_type != kPinned)
+    fail(PyExc_ValueError, "%s: the tensor is not on the CPU; move it with .cpu()", name_);
   int64_t n = 1;
   for (int d = t.ndim - 1; d >= 0; --d) {
     if (t.strides && t.shape[d] > 1 && t.strides[d] != n) {

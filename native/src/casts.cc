@@ -22,10 +22,11 @@ void widen_portable(float* dst, const uint16_t* src, int64_t from, int64_t n) {
   for (int64_t i = from; i < n; ++i) store(dst, i, kWiden(load(src, i)));
 }
 
-bool finite_portable(const float* x, int64_t from, int64_t n) {
+bool finite_portable(const float* x, const float* residual, int64_t from, int64_t n) {
   uint32_t most = 0;
   for (int64_t i = from; i < n; ++i) {
-    const uint32_t a = bits_of(load(x, i)) & kAbs;
+    const float v = residual ? load(x, i) + load(residual, i) : load(x, i);
+    const uint32_t a = bits_of(v) & kAbs;
     most = a > most ? a : most;
   }
   return most < kInf;
@@ -71,13 +72,18 @@ CML_AVX2 int64_t widen_avx2(float* dst, const uint16_t* src, int64_t n) {
   return i;
 }
 
-CML_AVX2 int64_t finite_avx2(const float* x, int64_t n, bool* finite) {
-  const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kAbs));
+CML_AVX2 inline __m256i magnitude8(const float* x, const float* residual, int64_t i) {
+  const __m256 v = _mm256_loadu_ps(x + i);
+  const __m256 sum = residual ? _mm256_add_ps(v, _mm256_loadu_ps(residual + i)) : v;
+  return _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(kAbs)), _mm256_castps_si256(sum));
+}
+
+CML_AVX2 int64_t finite_avx2(const float* x, const float* residual, int64_t n, bool* finite) {
   __m256i a = _mm256_setzero_si256(), b = a;
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
-    a = _mm256_max_epi32(a, _mm256_and_si256(magnitude, _mm256_castps_si256(_mm256_loadu_ps(x + i))));
-    b = _mm256_max_epi32(b, _mm256_and_si256(magnitude, _mm256_castps_si256(_mm256_loadu_ps(x + i + 8))));
+    a = _mm256_max_epi32(a, magnitude8(x, residual, i));
+    b = _mm256_max_epi32(b, magnitude8(x, residual, i + 8));
   }
   const __m256i bad = _mm256_cmpgt_epi32(_mm256_max_epi32(a, b), _mm256_set1_epi32(static_cast<int>(kInf - 1)));
   *finite = _mm256_testz_si256(bad, bad) != 0;
@@ -123,11 +129,11 @@ extern "C" void cml_bf16_to_f32(float* dst, const uint16_t* src, int64_t n) {
   cml::widen_portable<cml::float_of_bfloat>(dst, src, i, n);
 }
 
-extern "C" int64_t cml_all_finite(const float* x, int64_t n) {
+extern "C" int64_t cml_all_finite(const float* x, const float* residual, int64_t n) {
   int64_t i = 0;
   bool finite = true;
 #if CML_X86
-  if (cml::wide()) i = cml::finite_avx2(x, n, &finite);
+  if (cml::wide()) i = cml::finite_avx2(x, residual, n, &finite);
 #endif
-  return (finite && cml::finite_portable(x, i, n)) ? 1 : 0;
+  return (finite && cml::finite_portable(x, residual, i, n)) ? 1 : 0;
 }

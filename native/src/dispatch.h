@@ -49,6 +49,7 @@ inline float float_of(uint32_t u) {
 
 constexpr uint32_t kAbs = 0x7fffffffu;
 constexpr uint32_t kInf = 0x7f800000u;
+constexpr uint32_t kNormal = 0x00800000u;  // 2^-126, the smallest normal number
 constexpr int64_t kMaxN = (int64_t{1} << 32) - 1;  // positions are 32-bit
 
 inline bool is_finite(float f) { return (bits_of(f) & kAbs) < kInf; }

@@ -8,10 +8,11 @@ namespace {
 constexpr float kRound = 12582912.0f;
 
 constexpr float kSmallest = 127.0f * 0x1p-126f;  // below it a scale would not be a normal number
+constexpr float kMost = 0x1.fffffep+120f;        // FLT_MAX / 128: any int8 times it is finite
 
-inline float scale_of(uint32_t most) {
-  const float m = float_of(most);
-  return m < kSmallest ? 0.0f : m / 127.0f;
+inline float scale_of(float m) {
+  const float s = m / 127.0f;
+  return m < kSmallest ? 0.0f : s > kMost ? kMost : s;
 }
 
 inline float value(const float* x, const float* residual, int64_t i) {
@@ -118,11 +119,18 @@ uint32_t most(const float* x, const float* residual, int64_t n, [[maybe_unused]]
 extern "C" int64_t cml_int8_encode(int8_t* q, float* scale, const float* x, float* residual, int64_t n, int64_t block) {
   if (n < 0 || block < 1) return CML_ERR_ARGUMENT;
   const bool avx2 = cml::wide();
-  if (cml::most(x, residual, n, avx2) >= cml::kInf) return 0;
+  // The largest magnitudes wait in the scales' places until all are known to be finite.
+  uint32_t most = 0;
+  for (int64_t b = 0, at = 0; at < n; ++b, at += block) {
+    const uint32_t m = cml::most(x + at, residual ? residual + at : nullptr, n - at < block ? n - at : block, avx2);
+    cml::store(scale, b, cml::float_of(m));
+    most = m > most ? m : most;
+  }
+  if (most >= cml::kInf) return 0;
   for (int64_t b = 0, at = 0; at < n; ++b, at += block) {
     const int64_t count = n - at < block ? n - at : block;
     float* kept = residual ? residual + at : nullptr;
-    const float s = cml::scale_of(cml::most(x + at, kept, count, avx2));
+    const float s = cml::scale_of(cml::load(scale, b));
     cml::store(scale, b, s);
     int64_t i = 0;
 #if CML_X86

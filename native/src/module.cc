@@ -89,11 +89,12 @@ void widen(nb::handle dst, nb::handle src, int64_t at) {
   run(4 * n, [&] { kKernel(to, from, n); });
 }
 
-bool all_finite(nb::handle x) {
+bool all_finite(nb::handle x, nb::handle residual) {
   const Memory memory("x", x.ptr(), false);
   int64_t n = 0;
   const float* a = memory.array<float>(Kind::f32, &n);
-  return run(4 * n, [&] { return cml_all_finite(a, n); }) != 0;
+  const Optional kept("residual", residual, n);
+  return run(4 * n, [&] { return cml_all_finite(a, kept.data(), n); }) != 0;
 }
 
 bool int8_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, int64_t q_at,
@@ -129,7 +130,7 @@ nb::tuple select_above(nb::handle g, nb::handle residual, float threshold, int64
   auto* positions = idx_memory.array<uint32_t>(Kind::u32, &cap);
   auto* values = val_memory.array<float>(Kind::f32, &room);
   if (room < cap) cap = room;
-  const int64_t count = checked("select: threshold > 0 and 0 <= start < n", run(4 * n, [&] {
+  const int64_t count = checked("select: threshold >= 2^-126 and 0 <= start < n", run(4 * n, [&] {
     return cml_select(from, kept.data(), n, threshold, start, positions, values, cap, &overflow, &finite);
   }));
   return nb::make_tuple(count, overflow, finite != 0);
@@ -208,7 +209,7 @@ NB_MODULE(_core, m) {
   m.def("f32_to_bf16", &narrow<Kind::bf16, cml_f32_to_bf16>, "dst"_a, "src"_a, "at"_a = 0);
   m.def("f16_to_f32", &widen<Kind::f16, cml_f16_to_f32>, "dst"_a, "src"_a, "at"_a = 0);
   m.def("bf16_to_f32", &widen<Kind::bf16, cml_bf16_to_f32>, "dst"_a, "src"_a, "at"_a = 0);
-  m.def("all_finite", &all_finite, "x"_a);
+  m.def("all_finite", &all_finite, "x"_a, "residual"_a.none() = nb::none());
 
   m.def("int8_encode", &int8_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a, "q_at"_a = 0, "scale_at"_a = 0);
   m.def("int8_decode", &int8_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "assign"_a = false, "q_at"_a = 0,

@@ -180,7 +180,10 @@ void rotate(T* p, int64_t first, int64_t n) {
 
 extern "C" int64_t cml_select(const float* g, float* residual, int64_t n, float threshold, int64_t from,
                               uint32_t* idx, float* val, int64_t cap, int64_t* overflow, int32_t* finite) {
-  if (n < 0 || n > cml::kMaxN || cap < 0 || !(threshold > 0.0f) || from < 0 || (n > 0 ? from >= n : from != 0))
+  // By its bits: where denormals count as zeros, a comparison would call a small threshold zero, and zeros would pass it.
+  const uint32_t limit = cml::bits_of(threshold);
+  if (n < 0 || n > cml::kMaxN || cap < 0 || limit < cml::kNormal || limit > cml::kInf || from < 0 ||
+      (n > 0 ? from >= n : from != 0))
     return CML_ERR_ARGUMENT;
   cml::Picked out{idx, val, cap};
   cml::scan(g, residual, from, n, threshold, out);
@@ -201,20 +204,26 @@ extern "C" void cml_sample_abs(const float* g, const float* residual, int64_t n,
     return;
   }
   // j * n / count in steps: quotient and remainder are carried along, since two divisions a sample cost more than its loads.
+  // No branch depends on the data, and what comes kAhead samples later is asked for now: most samples are cache misses.
   const int64_t whole = count > 0 ? n / count : 0;
   const int64_t part = count > 0 ? n % count : 0;
   int64_t i = offset % n;
   int64_t rest = 0;
+  constexpr int64_t kAhead = 24;
+  const int64_t ahead = count > 0 ? kAhead * n / count : 0;
   for (int64_t j = 0; j < count; ++j) {
+    const int64_t later = i + ahead < n ? i + ahead : i;
+    __builtin_prefetch(g + later);
     float v = cml::load(g, i);
-    if (residual) v += cml::load(residual, i);
-    cml::store(out, j, cml::float_of(cml::bits_of(v) & cml::kAbs));
-    i += whole;
-    rest += part;
-    if (rest >= count) {
-      rest -= count;
-      ++i;
+    if (residual) {
+      __builtin_prefetch(residual + later);
+      v += cml::load(residual, i);
     }
-    if (i >= n) i -= n;
+    cml::store(out, j, cml::float_of(cml::bits_of(v) & cml::kAbs));
+    rest += part;
+    const int64_t carry = rest >= count ? 1 : 0;
+    rest -= carry * count;
+    i += whole + carry;
+    i -= i >= n ? n : 0;
   }
 }

@@ -27,7 +27,7 @@ CML_AVX2 int64_t increasing_avx2(const uint32_t* idx, int64_t k, bool* ok) {
 
 #endif
 
-constexpr int64_t kAhead = 16;  // entries; a random cell of a large tensor is a cache miss
+constexpr int64_t kAhead = 48;  // entries; a random cell of a large tensor is a cache miss
 
 inline void prefetch(const float* acc, const uint32_t* idx, int64_t j, int64_t k) {
   if (j + kAhead < k) __builtin_prefetch(acc + load(idx, j + kAhead), 1);

@@ -89,10 +89,10 @@ void sums_and_casts(int64_t n, int shift) {
   cml_f16_to_f32(back.data(), half.data(), n);
   cml_bf16_to_f32(back.data(), bfloat.data(), n);
   for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - x.get(i)) <= std::fabs(x.get(i)) / 128);
-  CHECK(cml_all_finite(x.data(), n) == 1);
+  CHECK(cml_all_finite(x.data(), nullptr, n) == 1 && cml_all_finite(back.data(), x.data(), n) == 1);
   if (n == 0) return;
   x.set(n - 1, std::numeric_limits<float>::quiet_NaN());
-  CHECK(cml_all_finite(x.data(), n) == 0);
+  CHECK(cml_all_finite(x.data(), nullptr, n) == 0 && cml_all_finite(back.data(), x.data(), n) == 0);
   CHECK(cml_f32_to_f16(half.data(), x.data(), n) == 0);
   CHECK(cml_f32_to_bf16(bfloat.data(), x.data(), n) == 0);
 }
@@ -140,7 +140,7 @@ void select(int64_t n, int shift) {
   for (int64_t j = 0; j < 100; ++j) CHECK(samples.get(j) >= 0.0f);
   int64_t overflow;
   int32_t finite;
-  for (float bad : {0.0f, -1.0f, std::numeric_limits<float>::quiet_NaN()})
+  for (float bad : {0.0f, -1.0f, 0x1p-127f, std::numeric_limits<float>::quiet_NaN()})
     CHECK(cml_select(nullptr, nullptr, 0, bad, 0, nullptr, nullptr, 0, &overflow, &finite) == CML_ERR_ARGUMENT);
   CHECK(cml_select(nullptr, nullptr, 0, 1.0f, 1, nullptr, nullptr, 0, &overflow, &finite) == CML_ERR_ARGUMENT);
   CHECK(cml_select(nullptr, nullptr, 1, 1.0f, 0, nullptr, nullptr, -1, &overflow, &finite) == CML_ERR_ARGUMENT);
