@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.connect import Connection
+from commlayer.errors import CommError
 from commlayer.runtime.worker import Worker
 
 FORMAT = "commlayer-state-1"
@@ -29,10 +32,19 @@ def worker_state(worker: Worker | None) -> dict[str, Any]:
 
 
 def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
-    """The reverse. The plan must be the one it was saved under."""
+    """The reverse. The plan must be the one it was saved under, and the servers must be where the worker then is."""
     if worker is None:
         return
-    _same("plan", state.get("plan"), records.digest(worker.plan))
+    step = int(state["step"])
+    summed = any(b.path == "service" for b in worker.plan.buckets)
+    if summed and worker.counters.steps > 0 and step != worker.step:
+        raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
+                         "with session.load(), which takes what session.save() wrote and resets the servers, too")
+    _restore(worker, state)
+
+
+def _restore(worker: Worker, state: dict[str, Any]) -> None:
+    _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
     for flow in worker.coded:
         restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
     worker.step = int(state["step"])
@@ -40,43 +52,89 @@ def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
 
 def save(connection: Connection, directory: Path) -> None:
     """See Session.save. Files appear whole or not at all."""
-    worker = connection.worker
+    worker, uplink = connection.worker, connection.uplink
     if worker is None:
         return
-    directory.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT, "plan": records.digest(worker.plan), "world": str(connection.world), "step": str(worker.step)}
-    for server in _servers_of(connection):
-        assert connection.uplink is not None
-        tensors: dict[str, torch.Tensor] = {}
-        for bucket in worker.buckets_of(server):
-            data = connection.uplink.fetch_state(server, bucket.id, undo=worker.undone)
-            tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
-        _write(directory / f"server-{server}.safetensors", tensors, meta)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    with _together(connection, "save()"):
+        for server in _servers_of(connection):
+            assert uplink is not None
+            tensors: dict[str, torch.Tensor] = {}
+            for bucket in worker.buckets_of(server):
+                data = uplink.fetch_state(server, bucket.id, undo=worker.undone)
+                tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
+            files[f"server-{server}"] = tensors
+    # Every server has heard of an abandoned step, so from here on nobody may tell them again, whatever becomes of the files.
     worker.settle()
-    state = worker_state(worker)
-    _write(directory / f"rank-{connection.rank}.safetensors", state["tensors"], meta)
-    if connection.groups is not None:
-        connection.groups.barrier()  # the next step's frames would change what others still fetch; and now all files are there
+    with _together(connection, "save()"):  # and the next step's frames would change what others still fetch
+        files[f"rank-{connection.rank}"] = worker_state(worker)["tensors"]
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, tensors in files.items():
+            _write(directory / f"{name}.safetensors", tensors, meta)
 
 
 def load(connection: Connection, directory: Path) -> None:
-    """See Session.load."""
-    worker = connection.worker
+    """See Session.load. Nothing is restored unless every rank has read files of one save."""
+    worker, uplink = connection.worker, connection.uplink
     if worker is None:
         return
-    tensors, meta = _read(directory / f"rank-{connection.rank}.safetensors")
-    _same("world", meta.get("world"), str(connection.world))
-    _same("plan", meta.get("plan"), records.digest(worker.plan))
+    names = [f"rank-{connection.rank}", *(f"server-{s}" for s in _servers_of(connection))]
+    with _together(connection, "load()"):
+        read = {name: _read(directory / f"{name}.safetensors") for name in names}
+        for name, (_, meta) in read.items():
+            _same(f"{directory / name}.safetensors", "world", meta.get("world"), str(connection.world))
+            _same(f"{directory / name}.safetensors", "plan", meta.get("plan"), records.digest(worker.plan))
+        steps = [int(meta["step"]) for _, meta in read.values()]
+    _one_step(connection, directory, steps)
+    tensors, meta = read[names[0]]
     step = int(meta["step"])
-    for server in _servers_of(connection):
-        assert connection.uplink is not None
-        kept, _ = _read(directory / f"server-{server}.safetensors")
-        for bucket in worker.buckets_of(server):
-            data = safetensors.torch.save(_of_bucket(kept, bucket.id))
-            connection.uplink.put_state(server, bucket.id, step - 1, data)
-    restore_worker(worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
-    if connection.groups is not None:
-        connection.groups.barrier()  # nobody may push before every server has its state back
+    with _together(connection, "load()"):  # nobody may push before every server has its state back
+        for server in _servers_of(connection):
+            assert uplink is not None
+            for bucket in worker.buckets_of(server):
+                data = safetensors.torch.save(_of_bucket(read[f"server-{server}"][0], bucket.id))
+                uplink.put_state(server, bucket.id, step, data)
+        _restore(worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
+
+
+@contextlib.contextmanager
+def _together(connection: Connection, what: str) -> Iterator[None]:
+    """All ranks leave the block together. What fails on one fails on all: there with its error, elsewhere naming the rank."""
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    try:
+        rows = _gather(connection, [mine is not None])
+    except CommError as error:
+        raise (mine or error) from None
+    if mine is not None:
+        raise mine
+    failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        raise ValueError(f"{what} failed on rank {', '.join(failed)}, whose own error says why")
+
+
+def _one_step(connection: Connection, directory: Path, steps: list[int]) -> None:
+    """The files of a save that was broken off may lie among those of an earlier one."""
+    rows = _gather(connection, [min(steps), max(steps)])
+    low, high = min(row[0] for row in rows), max(row[1] for row in rows)
+    if low != high:
+        first = next(rank for rank, row in enumerate(rows) if row[0] == low)
+        last = next(rank for rank, row in enumerate(rows) if row[1] == high)
+        raise ValueError(f"{directory}: files of different saves: rank {first} has read one of step {low}, rank {last} one of "
+                         f"step {high}; load a directory that one save() has filled")
+
+
+def _gather(connection: Connection, row: list[int]) -> list[list[int]]:
+    """One row per rank."""
+    if connection.groups is None:
+        return [row]
+    mine = torch.tensor(row, dtype=torch.int64, device=connection.groups.device)
+    rows: list[list[int]] = connection.groups.gather_all(mine).tolist()
+    return rows
 
 
 def _servers_of(connection: Connection) -> list[int]:
@@ -90,25 +148,40 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _same(what: str, saved: str | None, here: str) -> None:
+def _same(name: str, what: str, saved: str | None, here: str) -> None:
     if saved != here:
-        raise ValueError(f"saved state is of {what} {saved}, this job has {here}: load it under the same plan and world")
+        raise ValueError(f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, str]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         safetensors.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, part, metadata=meta)
+        _sync(part)
         os.replace(part, path)
+        _sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """To the disk, so that no power failure leaves a name without its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; save() writes one per rank and per server")
-    with safe_open(path, framework="pt") as file:
-        meta = file.metadata() or {}
-        if meta.get("format") != FORMAT:
-            raise ValueError(f"{path}: format {meta.get('format')!r}, this version reads {FORMAT!r}")
-        return {name: file.get_tensor(name) for name in file.keys()}, meta  # noqa: SIM118 - not a dict
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole file of the safetensors format: {error}") from None
+    if meta.get("format") != FORMAT or "step" not in meta:
+        raise ValueError(f"{path}: format {meta.get('format')!r}, this version reads {FORMAT!r} with a step")
+    return tensors, meta

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import msgspec
 
 from commlayer.errors import RecordError
-from commlayer.records import Record
+from commlayer.records import MAX_BUCKET_NBYTES, Record
 
 PREFIX = "COMMLAYER_"
 DAY_S = 86400.0
@@ -23,10 +23,11 @@ Text = Annotated[str, msgspec.Meta(description="text")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 40, description="a whole number of bytes, 0 or more")]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
-CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=1 << 40, description="a whole number of bytes, at least 4096")]
+CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
+                                       description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
 
@@ -37,7 +38,10 @@ class Config(Record, frozen=True):
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
     port: Port = 0
-    """Where a coordinator listens; a summation server in the same process takes the next one."""
+    """Where a coordinator listens; a summation server in the same process takes the next one, one with `join` this one.
+
+    Further servers that training processes start take any free port.
+    """
     insecure: Flag = False
     servers: Servers = "one"
     node: Count = 0
@@ -52,8 +56,6 @@ class Config(Record, frozen=True):
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
     backend: Backend = "auto"
-    threads: Count = 0
-    """0: as many as the machine suggests."""
     shape: Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
@@ -66,9 +68,6 @@ class Launch(NamedTuple):
     local_rank: int = 0
     local_world: int = 1
     node: int = 0
-    master_addr: str = ""
-    master_port: int = 0
-    restart: int = 0
 
 
 class _Setting(NamedTuple):
@@ -120,8 +119,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
     # Launchers that set only RANK and WORLD_SIZE are taken at one process per node.
     local_world = number("LOCAL_WORLD_SIZE", 1)
-    found = Launch(rank, world, number("LOCAL_RANK", 0), local_world, number("GROUP_RANK", rank // max(local_world, 1)),
-                   environ.get("MASTER_ADDR", ""), number("MASTER_PORT", 0), number("TORCHELASTIC_RESTART_COUNT", 0))
+    found = Launch(rank, world, number("LOCAL_RANK", 0), local_world, number("GROUP_RANK", rank // max(local_world, 1)))
     if found.rank >= found.world:
         raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}")
     if found.local_rank >= local_world:
@@ -165,14 +163,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_plain_text(name: str, host: str, config: Config) -> None:
+    """Whether traffic may go to or come from `host`; the error names it by `name`."""
+    if not is_loopback(host) and not config.insecure:
+        raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set insecure (--insecure, "
+                          f"{PREFIX}INSECURE=1) if you trust every machine on the way, or tunnel it to 127.0.0.1")
+
+
 def _check_plain_text(config: Config) -> None:
     """Plain text leaves the machine only where the user has said so, to an address that the user has named."""
     remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", config.advertise)) if host]
     remote += [("join", host_port(config.join)[0])] if config.join else []
     for name, host in remote:
-        if not is_loopback(host) and not config.insecure:
-            raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set insecure (--insecure, "
-                              f"{PREFIX}INSECURE=1) if you trust every machine on the way, or tunnel it to 127.0.0.1")
+        check_plain_text(name, host, config)
     named = "advertise" if config.advertise else "bind"
     if getattr(config, named) in ("0.0.0.0", "::"):
         raise RecordError(f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "

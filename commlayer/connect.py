@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import planner, records
-from commlayer.compressors import parse, wrap
+from commlayer.compressors import kernels, parse, wrap
 from commlayer.config import Config, Launch, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
@@ -103,6 +103,7 @@ def connect(
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together."""
     launch = read_launch()
+    kernels.choose(config.backend)
     made = Connection()
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s = config.dead_after_s + made.notice_s

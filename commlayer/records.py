@@ -16,6 +16,9 @@ SCHEMA = 1
 MAX_TENSORS_PER_BUCKET = 64
 """A bucket's `used` mask is one 64-bit word of the frame header, so a bucket holds at most this many slices."""
 
+MAX_BUCKET_NBYTES = 128 << 20
+"""Of a bucket's elements as float32: half of a frame's body, since a payload can be larger than what it codes."""
+
 T = TypeVar("T")
 
 

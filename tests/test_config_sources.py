@@ -21,6 +21,7 @@ from commlayer.config import (
     read_launch,
 )
 from commlayer.errors import RecordError
+from commlayer.records import MAX_BUCKET_NBYTES
 
 NOWHERE = "/nonexistent"
 
@@ -40,17 +41,17 @@ SOURCES = ("argument", "environment", "file")
 def test_the_first_source_that_names_a_field_wins(sources: tuple[str, ...], tmp_path: Path) -> None:
     values = {"argument": 11.0, "environment": 12.0, "file": 13.0}
     if "file" in sources:
-        (tmp_path / "commlayer.toml").write_text("deadline_s = 13\nthreads = 3\n")
+        (tmp_path / "commlayer.toml").write_text("deadline_s = 13\nnode = 3\n")
     environ = {"COMMLAYER_DEADLINE_S": "12"} if "environment" in sources else {}
     config = read({"deadline_s": 11} if "argument" in sources else None, environ, tmp_path)
     assert config.deadline_s == values[sources[0]]
-    assert config.threads == (3 if "file" in sources else 0), "a field is taken from the source that has it"
+    assert config.node == (3 if "file" in sources else 0), "a field is taken from the source that has it"
 
 
 def test_a_config_given_as_argument_counts_whole_and_is_checked() -> None:
-    assert read(Config(threads=2), {"COMMLAYER_THREADS": "5", "COMMLAYER_DEADLINE_S": "5"}) == Config(threads=2)
-    with pytest.raises(RecordError, match="threads: got -1 from argument threads"):
-        read(Config(threads=-1))
+    assert read(Config(node=2), {"COMMLAYER_NODE": "5", "COMMLAYER_DEADLINE_S": "5"}) == Config(node=2)
+    with pytest.raises(RecordError, match="node: got -1 from argument node"):
+        read(Config(node=-1))
 
 
 def test_the_file_may_be_named_and_must_then_exist(tmp_path: Path) -> None:
@@ -72,11 +73,13 @@ MISTAKES = [
      "deadlne_s: no such setting (environment variable COMMLAYER_DEADLNE_S); did you mean deadline_s?"),
     ({"heartbeats": 1}, {}, "", "heartbeats: no such setting (argument heartbeats); did you mean heartbeat_s?"),
     ({"zzz": 1}, {}, "", "zzz: no such setting (argument zzz); allowed: join, bind"),
-    (None, {}, "threads = 1.5", "commlayer.toml:threads, allowed: a whole number from 0 to 65536"),
-    (None, {}, "thread = 1", "commlayer.toml:thread); did you mean threads?"),
-    (None, {}, "threads = ", "commlayer.toml is not TOML: "),
+    (None, {}, "node = 1.5", "commlayer.toml:node, allowed: a whole number from 0 to 65536"),
+    (None, {}, "nod = 1", "commlayer.toml:nod); did you mean node?"),
+    (None, {}, "node = ", "commlayer.toml is not TOML: "),
     ({"dead_after_s": 1.5}, {"COMMLAYER_HEARTBEAT_S": "1"}, "",
      "dead_after_s: got 1.5 from argument dead_after_s, allowed: at least twice heartbeat_s, which is 1 from environment"),
+    ({"cut_nbytes": MAX_BUCKET_NBYTES + 1}, {}, "", f"allowed: a number of bytes from 4096 to {MAX_BUCKET_NBYTES}"),
+    (None, {"COMMLAYER_THREADS": "2"}, "", "threads: no such setting"),
     ({"join": "somewhere"}, {}, "", "join: got 'somewhere', allowed: host:port"),
 ]
 
@@ -118,13 +121,13 @@ def test_plain_text_leaves_loopback_only_when_told_to(fields: dict[str, Any], pr
 def test_kubernetes_service_links_are_not_settings() -> None:
     links = {"COMMLAYER_SERVICE_HOST": "10.1.2.3", "COMMLAYER_SERVICE_PORT": "7000", "COMMLAYER_PORT": "tcp://10.1.2.3:7000",
              "COMMLAYER_PORT_7000_TCP": "tcp://10.1.2.3:7000"}
-    assert read(None, links | {"COMMLAYER_THREADS": "2"}) == Config(threads=2)
+    assert read(None, links | {"COMMLAYER_NODE": "2"}) == Config(node=2)
 
 
 CONFIGS = st.builds(
     Config, join=st.sampled_from(["", "127.0.0.1:7000"]), port=st.integers(0, 65535), insecure=st.booleans(),
     servers=st.sampled_from(["one", "each"]), deadline_s=st.floats(1e-3, 86400), dead_after_s=st.floats(2.0, 86400),
-    fuse_nbytes=st.integers(0, 1 << 40), backend=st.sampled_from(["auto", "native", "reference"]),
+    fuse_nbytes=st.integers(0, MAX_BUCKET_NBYTES), backend=st.sampled_from(["auto", "native", "reference"]),
     shape=st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
 )
 
@@ -135,11 +138,11 @@ def test_a_child_process_gets_exactly_the_settings_of_its_parent(config: Config)
 
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-            "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "2"}
+            "MASTER_ADDR": "node0"}
 
 
 def test_launch_is_what_torchrun_says() -> None:
-    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1, "node0", 29500, 2)
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1)
     assert read_launch({}) == Launch()
     assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == Launch(rank=3, world=4, node=3), "one process per node unless told"
 

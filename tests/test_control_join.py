@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, quick
 
-from commlayer.control import client, messages
+from commlayer.control import client, membership, messages
 from commlayer.control.coordinator import THREADS, Coordinator
 from commlayer.errors import CommError, DeadlineExceeded, Refused
 
@@ -62,6 +62,32 @@ def test_a_large_plan_fits(opened: list[Any]) -> None:
     assert opened[-1].plan == plan
 
 
+def test_a_plan_travels_once_unless_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    polls: queue.Queue[messages.Join] = queue.Queue()
+    call = client._Link.call
+
+    def watched(link: Any, method: str, request: Any, *rest: Any) -> Any:
+        if method == "Join":
+            polls.put(request)
+        return call(link, method, request, *rest)
+
+    monkeypatch.setattr(client._Link, "call", watched)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=PLAN), quick(), Failures())
+        sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
+        assert [p.plan for p in sent] == [PLAN, b"", b""]
+        assert {p.plan_digest for p in sent} == {messages.digest_of(PLAN)}
+        with coordinator._lock:  # as after a silence
+            coordinator._state = membership.leave(coordinator._state, sent[0].token, "silent")
+        while polls.get(timeout=WAIT_S).plan != PLAN:
+            pass
+        opened.append(client.join(coordinator.address, messages.worker("job", 1, 2), quick(), Failures()))
+        opened.append(waiting.result(WAIT_S))
+    assert [m.plan for m in opened[1:]] == [PLAN, PLAN]
+
+
 def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
@@ -74,17 +100,15 @@ def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]
     with ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(late, (0, 1)))
     assert f"coordinator {coordinator.address}: 2 of 4 workers joined before the deadline of 1 s; missing: ranks 2, 3" in lines
-    assert "0 of 4 workers joined" in client.ask(coordinator.address, WAIT_S).missing
+    assert "0 of 4 workers joined" in membership.missing(coordinator._state)
 
 
 def test_nobody_at_the_address_is_said_by_the_deadline() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-        for late in (lambda: client.join(address, messages.worker("job", 0, 1), quick(), Failures(), deadline_s=0.5),
-                     lambda: client.ask(address, 0.5)):
-            with pytest.raises(DeadlineExceeded, match=rf"coordinator {address}: did not answer within 0.5 s: is it running"):
-                late()
+        with pytest.raises(DeadlineExceeded, match=rf"coordinator {address}: did not answer within 0.5 s: is it running"):
+            client.join(address, messages.worker("job", 0, 1), quick(), Failures(), deadline_s=0.5)
 
 
 def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
@@ -104,8 +128,8 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         ended = threading.Event()
         request = messages.worker("jobA", 0, 2)
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
-        while "rank 1" not in client.ask(coordinator.address, WAIT_S).missing:
-            pass
+        while "rank 1" not in membership.missing(coordinator._state):
+            assert not waiting.done()
         why = "worker 1 on .* trains another model: its job is jobB, that of worker 0 on .* is jobA"
         with pytest.raises(Refused, match=why):
             client.join(coordinator.address, messages.worker("jobB", 1, 2), quick(), Failures())
@@ -119,10 +143,10 @@ def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[An
     opened.append(coordinator)
     link = client._Link(coordinator.address)
     opened.append(link)
-    for bad in (messages.Ask(), messages.Leave("token")):
+    for bad in (messages.Pulse(), messages.Leave("token")):
         with pytest.raises(Refused, match="Join failed: .* sent a Join that breaks the format"):
             link.call("Join", bad, messages.Seat, WAIT_S)
-    assert client.ask(coordinator.address, WAIT_S).missing == "0 of ? workers joined"
+    assert membership.missing(coordinator._state) == "0 of ? workers joined"
 
 
 def test_a_silent_worker_is_reported_once_to_each_of_the_others(opened: list[Any]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from commlayer.control import membership
 from commlayer.control.membership import State
 from commlayer.control.messages import ANY, PROTOCOL, Join, Seat, digest_of
+from commlayer.transport.protocol import SERVER_BASE
 
 PLAN = b'{"a": "plan"}'
 DEAD_AFTER_S = 10.0
@@ -212,11 +213,22 @@ def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
     assert membership.empty(membership.leave(state, "s0", "finished"))
 
 
-def test_status_says_what_one_that_plans_needs() -> None:
-    state, _ = after(State(0, 2), worker(1))
-    status = membership.status(state)
-    assert (status.workers, status.servers, status.view) == (2, 2, None)
-    assert "missing: rank 0" in status.missing
+def test_a_plan_that_is_left_out_is_asked_for_where_it_is_not_known() -> None:
+    bare = worker(0, plan=b"")
+    state, reply = after(State(0, 0), bare)
+    assert (reply.plan_wanted, reply.error, state.places) == (True, "", {})
+    state, reply = after(state, worker(0), bare)
+    assert not reply.plan_wanted
+    _, reply = after(state, worker(1))
+    assert reply.plan == PLAN
+
+
+def test_a_huge_world_is_refused_and_the_largest_is_counted() -> None:
+    for world in (-1, SERVER_BASE + 1, 1 << 60):
+        assert f"a job of {world} workers, allowed: 1 to {SERVER_BASE}" in after(State(0, 0), worker(0, world=world))[1].error
+    _, reply = after(State(0, 0), worker(3, world=SERVER_BASE))
+    assert reply.missing == (f"1 of {SERVER_BASE} workers joined; missing: ranks 0, 1, 2, 4, 5, 6, 7, 8 and "
+                             f"{SERVER_BASE - 9} more")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "beat", "leave", "tick"]), st.integers(0, 3), st.floats(0.0, 4.0))))

@@ -125,7 +125,7 @@ def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert server._process.poll() is None
-        assert client.ask(server.control, WAIT_S).workers == 1
+        client.join(server.control, messages.worker("job", 0, 1), quick(), Failures()).leave()
     finally:
         server.close()
 

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer import records
-from commlayer.planner import default_plan, verify
+from commlayer.compressors import parse, wrap
+from commlayer.planner import default_plan, verify, verify_alone
 from commlayer.planner.default import COLLECTIVE_NBYTES, ELEMENT_NBYTES, FIRST_COLLECTIVE_NBYTES, SPREAD_NBYTES, cut, spread
-from commlayer.records import MAX_TENSORS_PER_BUCKET, Job, Plan, Slice, TensorInfo
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Job, Plan, Slice, Spec, TensorInfo
+from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 50_000), st.just(20_000_000))
 JOBS = st.lists(st.tuples(SIZES, st.sampled_from(["float32", "bfloat16"])), max_size=90).map(
@@ -149,7 +151,8 @@ DAMAGE = [
     (changed(0, slices=()), "bucket 0: 0 slices, allowed: 1 to 64"),
     (changed(0, slices=(Slice(4, 0, 1),)), "bucket 0: tensor 4, the model has 4"),
     (changed(0, slices=(Slice(3, 0, 2501),)), "bucket 0: elements 0..2501 of t3, which has 2500"),
-    (changed(0, slices=(Slice(3, 5, 5),)), "bucket 0: elements 5..5 of t3"),
+    (changed(0, slices=(Slice(3, 5, 5),)), "bucket 0: elements 5..5 of tensor 3, which is no range"),
+    (changed(0, shape=(-833, -1)), "bucket 0: shape (-833, -1) for 833 elements"),
     (msgspec.structs.replace(GOOD, ranks_per_node=0), "ranks_per_node is 0"),
 ]
 
@@ -162,3 +165,34 @@ def test_each_kind_of_damage_is_found(plan: Plan, line: str) -> None:
 def test_all_problems_are_told_at_once() -> None:
     bad = msgspec.structs.replace(changed(1, codec=""), buckets=(*changed(1, codec="").buckets[:-1],))
     assert verify(bad, JOB) == ["bucket 1: no codec", "t0: elements 0..60 are in no bucket"]
+
+
+HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
+
+
+def test_a_bucket_that_fits_no_frame_is_named() -> None:
+    job = job_of(HUGE)
+    whole = plan_of(job, cut_nbytes=1 << 40)
+    assert verify(whole, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
+    assert verify(plan_of(job, cut_nbytes=MAX_BUCKET_NBYTES), job) == []
+    assert verify(plan_of(job, path="allreduce"), job) == []
+
+
+@pytest.mark.parametrize("codec", ["identity()", "fp16()", "int8(block=64)", "topk(ratio=1.0, values='fp32')"])
+def test_the_largest_bucket_fits_a_frame_however_it_is_coded(codec: str) -> None:
+    assert wrap(parse(codec)).bound(Spec((MAX_BUCKET_NBYTES // ELEMENT_NBYTES,))) <= DEFAULT_MAX_NBYTES
+
+
+@pytest.mark.parametrize(("plan", "world", "line"), [
+    (GOOD, 3, ""),
+    (msgspec.structs.replace(GOOD, schema=99), 3, "plan has schema 99"),
+    (msgspec.structs.replace(GOOD, ranks_per_node=0), 3, "ranks_per_node is 0"),
+    (msgspec.structs.replace(GOOD, ranks_per_node=2), 3, "ranks_per_node is 2, which does not divide the job's 3 workers"),
+    (changed(0, owner=1), 3, "bucket 0: owner 1, the plan has 1 ranks per node"),
+    (changed(1, id=9), 3, "bucket 9 stands at place 1"),
+    (changed(0, slices=(Slice(0, 0, 1 << 60),)), 3, f"bucket 0: {1 << 60} elements, allowed on path service"),
+    (changed(0, slices=(Slice(0, 9, 3),)), 3, "bucket 0: elements 9..3 of tensor 0, which is no range"),
+])
+def test_damage_that_shows_without_the_model(plan: Plan, world: int, line: str) -> None:
+    problems = verify_alone(plan, world)
+    assert problems[0].startswith(line) if line else problems == []

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 import struct
+import time
+from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.errors import CorruptFrame
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
+from commlayer.errors import CorruptFrame, PeerLost
+from commlayer.transport.loopback import Hub, Loopback
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 from commlayer.transport.service import Summation
+from commlayer.transport.summing import Stalled, SumServer, stalled_key
 
 
 class Doubles:
@@ -57,8 +63,8 @@ def push(sender: int, value: float, step: int = 0, r: int = 0, /, **fields: obje
     return Message(sender, header._replace(**fields), memoryview(struct.pack("<d", value)))
 
 
-def service(members: int = 3, rounds: int = 1) -> tuple[Summation, Doubles]:
-    ops = Doubles(rounds)
+def service(members: int = 3, rounds: int = 1, ops: Doubles | None = None) -> tuple[Summation, Doubles]:
+    ops = ops or Doubles(rounds)
     return Summation(0, 1, {5: ops}, {5: tuple(range(members))}), ops
 
 
@@ -96,7 +102,7 @@ def test_a_late_repeat_gets_the_kept_result_and_steps_leave_the_window() -> None
             core.push(push(m, step + m, step), 0.0)
     again = core.push(push(1, 99.0, 2), 0.0)
     assert [(r.peer, value(r)) for r in again] == [(1, 9.0)]
-    with pytest.raises(CorruptFrame, match="worker 1: .*out of order.*after step 3"):
+    with pytest.raises(CorruptFrame, match="worker 1: .*out of order.*round 0 of step 4 is next"):
         core.push(push(1, 99.0, 1), 0.0)
 
 
@@ -109,7 +115,7 @@ def test_a_late_repeat_gets_the_kept_result_and_steps_leave_the_window() -> None
     ({"codec": 8}, "codec 8"),
     ({"weight": float("nan")}, "weight nan"),
     ({"weight": -1.0}, "weight -1"),
-    ({"step": 1}, "out of order"),
+    ({"step": 1}, "out of order: round 0 of step 1, while worker 0 is in round 0 of step 0"),
 ])
 def test_breaches_are_named_and_change_nothing(fields: dict[str, object], words: str) -> None:
     core, ops = service()
@@ -178,16 +184,162 @@ def test_stalled_says_who_is_missing_and_who_waits() -> None:
     assert core.stalled(99.0) == []
 
 
+def ask(kind: Kind, sender: int = 0, step: int = 0, body: bytes = b"", /, **fields: object) -> Message:
+    return Message(sender, Header(kind, 1, step, 5, sender=sender)._replace(**fields), memoryview(body))
+
+
 def test_snapshot_and_restore_continue_at_the_saved_step() -> None:
     core, ops = service(1)
     core.push(push(0, 0.1, 6), 0.0)
-    kept = core.snapshot(5, undo=False)
+    (kept,) = core.snapshot(ask(Kind.STATE_GET))
+    assert (kept.peer, kept.header.kind, kept.header.sender) == (0, Kind.STATE, SERVER_BASE)
     other, fresh = service(1)
-    other.restore(5, 6, kept)
+    (ok,) = other.restore(ask(Kind.STATE, 0, 7, bytes(kept.body)))
+    assert (ok.peer, ok.header.kind) == (0, Kind.STATE_OK)
     assert fresh.residual == ops.residual != 0.0
-    with pytest.raises(CorruptFrame, match="out of order"):
+    with pytest.raises(CorruptFrame, match="out of order.*round 0 of step 7 is next"):
         other.push(push(0, 0.1, 6), 0.0)
     assert value(other.push(push(0, 0.1, 7), 0.0)[0]) == value(core.push(push(0, 0.1, 7), 0.0)[0])
+
+
+def test_a_running_sum_can_go_back_to_any_step_that_state_is_restored_for() -> None:
+    core, _ = service(1)
+    for step in range(3):
+        core.push(push(0, 1.0 + step, step), 0.0)
+    for back in (0, 2):
+        core.restore(ask(Kind.STATE, 0, back, struct.pack("<d", 0.0)))
+        assert value(core.push(push(0, 9.0, back), 0.0)[0]) == 9.0, "and no result of the former way is served"
+
+
+@pytest.mark.parametrize("kind", [Kind.STATE, Kind.STATE_GET])
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"bucket": 6}, "bucket 6 is not of this server"),
+    ({"sender": 2}, "says it is worker 2"),
+    ({"generation": 2}, "generation 2, here 1"),
+])
+def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[str, object], words: str) -> None:
+    core, ops = service()
+    do = core.restore if kind == Kind.STATE else core.snapshot
+    ops.residual = 3.0
+    with pytest.raises(CorruptFrame, match=f"worker 1: .*{words}"):
+        do(ask(kind, 1, 4, struct.pack("<d", 1.0), **fields))
+    assert do(ask(kind, 1, 4, struct.pack("<d", 1.0), generation=0)) == []
+    core.push(push(0, 1.0), 0.0)
+    with pytest.raises(CorruptFrame, match=f"worker 1: {kind.name} while step 0 is being summed"):
+        do(ask(kind, 1, 4, struct.pack("<d", 1.0), flags=Flag.UNDO if kind == Kind.STATE_GET else 0))
+    assert ops.residual == 3.0
+    core.push(push(1, 1.0), 0.0)
+    assert len(core.push(push(2, 1.0), 0.0)) == 3, "the sum under way was not disturbed"
+
+
+class Strict(Doubles):
+    def restore(self, data: bytes | memoryview) -> None:
+        raise ValueError("of another plan")
+
+
+def test_a_state_that_does_not_fit_is_its_senders_fault_and_changes_nothing() -> None:
+    core, _ = service(1, ops=Strict())
+    first = core.push(push(0, 0.1, 3), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 0: sent a state that does not fit: of another plan"):
+        core.restore(ask(Kind.STATE, 0, 9, b"?"))
+    assert value(core.push(push(0, 5.0, 3), 0.0)[0]) == value(first[0])
+    assert len(core.push(push(0, 5.0, 4), 0.0)) == 1
+
+
+def test_a_step_far_ahead_costs_only_its_sender() -> None:
+    core, _ = service()
+    for m in range(3):
+        core.push(push(m, 1.0), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 1: .*round 0 of step 4000000000, while round 0 of step 1 is next"):
+        core.push(push(1, 1.0, 4_000_000_000), 0.0)
+    assert [len(core.push(push(m, 1.0, 1), 0.0)) for m in range(3)] == [0, 0, 3]
+
+
+def test_members_that_begin_at_different_steps_hear_both() -> None:
+    core, _ = service()
+    core.push(push(2, 1.0, 7), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 0: .*round 0 of step 5, while worker 2 is in round 0 of step 7"):
+        core.push(push(0, 1.0, 5), 0.0)
+    core.push(push(0, 1.0, 7), 0.0)
+    assert len(core.push(push(1, 1.0, 7), 0.0)) == 3
+
+
+def test_a_body_longer_than_any_payload_is_not_kept() -> None:
+    core, _ = service()
+    with pytest.raises(CorruptFrame, match="worker 2: 9 bytes, at most 8 for this bucket"):
+        core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
+    assert core.stalled(99.0) == []
+
+
+# ---- the service behind a transport
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[Hub, list[Any]]]:
+    """A hub and what stands on it, to be closed."""
+    things: list[Any] = []
+    yield Hub(), things
+    for thing in things:
+        thing.close()
+
+
+def served(hub: tuple[Hub, list[Any]], ops: Doubles, stall_s: float = 60.0, members: int = 3) -> list[Loopback]:
+    """A server of bucket 5 on the hub; the transports of its members."""
+    core = Summation(0, 1, {5: ops}, {5: tuple(range(members))})
+    ends = hub[0].mesh([SERVER_BASE, *range(members)])
+    hub[1].extend((SumServer(core, ends[0], range(members), stall_s=stall_s), *ends[1:]))
+    return ends[1:]
+
+
+def next_stalled(transport: Loopback) -> Stalled:
+    handle = transport.recv(SERVER_BASE, stalled_key(1))
+    return msgspec.msgpack.decode(transport.wait(handle, time.monotonic() + 30.0).body, type=Stalled)
+
+
+class Broken(Doubles):
+    def emit(self, r: int, acc: list[float], out: memoryview) -> int:
+        raise MemoryError("no room")
+
+
+def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
+    hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("commlayer.transport.summing.FAREWELL_S", 0.0)
+    members = served(hub, Broken())
+    waiting = [m.recv(SERVER_BASE, key(push(0, 0.0).header._replace(kind=Kind.RESULT))) for m in members]
+    for m, transport in enumerate(members):
+        transport.send(SERVER_BASE, push(m, 1.0).header, push(m, 1.0).body)
+    for transport, handle in zip(members, waiting, strict=True):
+        assert next_stalled(transport) == Stalled(5, 0, (), failed="failed: MemoryError: no room")
+        with pytest.raises(PeerLost, match="server 0: connection closed"):
+            transport.wait(handle, time.monotonic() + 30.0)
+    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert said.getMessage() == "server 0: failed: MemoryError: no room (step 0, bucket 5)"
+    assert said.exc_info, "with a traceback: this is for who mends the server"
+    assert "dropped" not in caplog.text
+
+
+class Picky(Doubles):
+    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
+        raise ValueError("not these bytes")
+
+
+def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub, list[Any]]) -> None:
+    members = served(hub, Picky(), stall_s=0.0)
+    members[1].send(SERVER_BASE, push(1, 1.0).header, push(1, 1.0).body)
+    assert next_stalled(members[1]).missing == (0, 2)
+    members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
+    while not (said := next_stalled(members[1])).dropped:
+        pass
+    assert (said.missing, said.dropped, said.failed) == ((0, 2), "not these bytes", "")
+
+
+def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The missing one may leave in order after it was first said; who waits learns of it with the next time."""
+    monkeypatch.setattr("commlayer.transport.summing.REPEAT_S", 0.0)
+    members = served(hub, Doubles(), stall_s=0.0)
+    members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
+    assert [next_stalled(members[0]) for _ in range(3)] == [Stalled(5, 0, (1, 2))] * 3
 
 
 def test_every_body_is_released_once() -> None:

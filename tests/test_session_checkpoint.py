@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,10 @@ def state_dict_round_trip(rank: int, setting: Setting, file: str) -> int:
     kept = torch.load(path, weights_only=True)
     training.train(HALF, HALF + 1)
     assert not all(torch.equal(t, training.session.state_dict()["tensors"][n]) for n, t in kept["tensors"].items())
+    # Servers would answer the step before with the results that they have kept of it.
+    with pytest.raises(ValueError, match=rf"of step {HALF}, this job is at step {HALF + 1} .* session\.load\(\)"):
+        training.session.load_state_dict(kept)
+    kept["step"] += 1
     training.session.load_state_dict(kept)
     now = training.session.state_dict()
     assert set(now["tensors"]) == set(kept["tensors"])
@@ -147,7 +153,7 @@ def state_dict_round_trip(rank: int, setting: Setting, file: str) -> int:
 def test_state_dict_passes_through_torch_save(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         setting = Setting("module", (servers.address,), TOPK, servers=SERVERS)
-        assert pool(WORLD).call(state_dict_round_trip, setting, str(tmp_path / "state")) == [HALF] * WORLD
+        assert pool(WORLD).call(state_dict_round_trip, setting, str(tmp_path / "state")) == [HALF + 1] * WORLD
 
 
 def wrong_loads(rank: int, setting: Setting, directory: str, empty: str) -> list[str]:
@@ -171,6 +177,59 @@ def test_a_save_under_another_plan_is_refused(tmp_path: Path) -> None:
         other = Setting("module", (servers.address,), "int8()", servers=SERVERS)
         said = pool(WORLD).call(wrong_loads, other, str(tmp_path), str(tmp_path / "empty"))
     for rank, (plan, missing) in enumerate(said):
-        assert plan.startswith("saved state is of plan ")
+        assert f"rank-{rank}.safetensors is of plan " in plan
         assert "load it under the same plan and" in plan
         assert missing.endswith(f"rank-{rank}.safetensors: no such file; save() writes one per rank and per server")
+
+
+def said_by(action: Callable[[], None]) -> str:
+    with pytest.raises((ValueError, OSError)) as caught:
+        action()
+    return str(caught.value)
+
+
+def save_and_load_at_every_turn(rank: int, setting: Setting, folder: str) -> dict[str, Any]:
+    """One connected job, all the ways in which saves and loads can go."""
+    run = Run(rank, WORLD, setting)
+    training = Training(run)
+    session, early, late, broken = training.session, f"{folder}/early", f"{folder}/late", f"{folder}/broken"
+    said: dict[str, Any] = {}
+    session.save(early)
+    session.load(early)
+    training.train(0, 2)
+    said["step after a load of step 0"] = int(session.state_dict()["step"])
+    session.save(late)
+    if rank == 0:
+        for name in ("rank-0", "server-0", "server-1"):
+            shutil.copytree(late, f"{folder}/{name}")
+            shutil.copy(f"{early}/{name}.safetensors", f"{folder}/{name}")
+        Path(broken).mkdir()
+        Path(f"{broken}/rank-1.safetensors").mkdir()  # what cannot be replaced by a file
+    torch.distributed.barrier()
+    for name in ("rank-0", "server-0", "server-1"):
+        said[name] = said_by(lambda name=name: session.load(f"{folder}/{name}"))
+    before = training.weights()
+    training.train(2, 3, skip=2)
+    assert all(torch.equal(a, b) for a, b in zip(training.weights(), before, strict=True)), "the step was to be skipped"
+    said["save"] = said_by(lambda: session.save(broken))
+    training.train(3, 4)
+    said["step"] = int(session.state_dict()["step"])
+    run.close()
+    return said
+
+
+def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        setting = Setting("module", (servers.address,), TOPK, servers=SERVERS)
+        results = pool(WORLD).call(save_and_load_at_every_turn, setting, str(tmp_path))
+    for said in results:
+        assert said["step after a load of step 0"] == 2
+        assert said["step"] == 4, "neither a refused load nor a failed save, after an abandoned step, disturbs the job"
+        for name in ("rank-0", "server-0", "server-1"):
+            assert "files of different saves" in said[name]
+            assert "one of step 0" in said[name]
+            assert "one of step 2" in said[name]
+    assert results[0]["save"] == "save() failed on rank 1, whose own error says why"
+    assert "rank-1.safetensors" in results[1]["save"]
+    assert sorted(p.name for p in (tmp_path / "late").iterdir()) == [
+        "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]

@@ -17,7 +17,7 @@ from commlayer.transport import connection
 from commlayer.transport.framing import HEADER_NBYTES
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.tcp import Settings, TcpTransport, parse_address
+from commlayer.transport.tcp import Settings, TcpTransport
 
 
 @pytest.fixture
@@ -136,17 +136,6 @@ def test_a_web_server_there() -> None:
         with pytest.raises(CommError, match=r"server 0: (wrong magic .* probably an HTTP server|connection lost)"):
             TcpTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
         thread.join(PATIENCE_S)
-
-
-@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:x", "host:65536", "host:-1"])
-def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="expected HOST:PORT"):
-        parse_address(text)
-
-
-def test_addresses() -> None:
-    assert parse_address("gpu3.lab:29400") == ("gpu3.lab", 29400)
-    assert parse_address("[::1]:80") == ("::1", 80)
 
 
 # ---- broken bytes

@@ -17,6 +17,9 @@ from commlayer.errors import CommError
 
 log = logging.getLogger("commlayer")
 
+UNFIT_S = 10.0
+"""With a plan that it cannot serve, a server stays for so long, or until the workers have left, to tell them as they dial."""
+
 
 def serve(
     join: Annotated[str, typer.Option(help="host:port of a coordinator: serve sums only.", metavar="ADDR")] = "",
@@ -79,7 +82,12 @@ def _run(config: Config, *, workers: int, servers: int, sums: bool, end: threadi
                     return
                 raise
             stack.callback(member.leave)
-            serving.start(member.view, member.plan, member.rank)
+            try:
+                serving.start(member.view, member.plan, member.rank)
+            except ValueError as error:
+                end.wait(UNFIT_S)
+                member.leave(str(error))
+                raise
         end.wait()
 
 

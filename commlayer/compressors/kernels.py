@@ -24,13 +24,19 @@ BACKENDS: dict[str, ModuleType | None] = {"reference": reference, "native": nati
 _chosen: list[ModuleType] = [native.core or reference]
 
 
-@contextlib.contextmanager
-def use(backend: str) -> Iterator[None]:
-    """Within it, `backend` ("reference" or "native") runs the kernels. For tests and measurements."""
-    module = BACKENDS.get(backend)
+def choose(backend: str) -> None:
+    """From now on `backend` ("reference", "native", or "auto" for the best there is) runs the kernels of this process."""
+    module = native.core or reference if backend == "auto" else BACKENDS.get(backend)
     if module is None:
         raise ValueError(f"backend {backend!r}: available are {', '.join(name for name, m in BACKENDS.items() if m)}")
-    before, _chosen[0] = _chosen[0], module
+    _chosen[0] = module
+
+
+@contextlib.contextmanager
+def use(backend: str) -> Iterator[None]:
+    """Within it, `backend` runs the kernels. For tests and measurements."""
+    before = _chosen[0]
+    choose(backend)
     try:
         yield
     finally:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from commlayer import config as settings
 from commlayer.config import Config
 from commlayer.control import messages
@@ -114,7 +116,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     deadline = time.monotonic() + deadline_s
     ended = ended or threading.Event()
     link = _Link(address)
-    missing, pause_s = "", POLL_S[0]
+    missing, pause_s, sent = "", POLL_S[0], request
     try:
         while not ended.is_set():
             left_s = deadline - time.monotonic()
@@ -122,13 +124,15 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                 link.leave_quietly(request.token, "waited in vain")
                 raise _late(address, missing, deadline_s)
             try:
-                seat = link.call("Join", request, messages.Seat, min(CALL_S, left_s))
+                seat = link.call("Join", sent, messages.Seat, min(CALL_S, left_s))
             except (PeerLost, DeadlineExceeded):
                 pass  # not up yet, or a short break of the network: the same deadline covers it
             else:
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")
                 missing = seat.missing
+                # A plan may be large and asking again is frequent.
+                sent = request if seat.plan_wanted else msgspec.structs.replace(request, plan=b"")
                 if seat.view is not None:
                     if messages.digest_of(seat.plan) != seat.view.plan:
                         raise CorruptFrame("sent a plan that does not match its digest", peer=f"coordinator {address}")
@@ -140,23 +144,6 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     except BaseException:
         link.close()
         raise
-
-
-def ask(address: str, deadline_s: float) -> messages.Status:
-    """What the coordinator there waits for: one that plans needs the number of servers before it joins."""
-    deadline = time.monotonic() + deadline_s
-    link = _Link(address)
-    try:
-        while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise _late(address, "", deadline_s)
-            try:
-                return link.call("Ask", messages.Ask(), messages.Status, min(CALL_S, left_s))
-            except (PeerLost, DeadlineExceeded):
-                time.sleep(min(POLL_S[1], max(0.0, deadline - time.monotonic())))
-    finally:
-        link.close()
 
 
 def _late(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:

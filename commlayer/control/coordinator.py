@@ -20,6 +20,7 @@ from commlayer.control import membership, messages
 from commlayer.control.messages import MAX_NBYTES, SERVICE
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
+from commlayer.transport.protocol import SERVER_BASE
 
 settings.quiet_forks()
 import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
@@ -37,6 +38,9 @@ class Coordinator:
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given."""
+        for what, count in (("workers", workers), ("servers", servers)):
+            if not 0 <= count <= SERVER_BASE:
+                raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
         self._state = membership.State(workers, servers)
         self._lock = threading.Lock()
@@ -53,7 +57,6 @@ class Coordinator:
             "Join": self._method(messages.Join, self._join),
             "Heartbeat": self._method(messages.Heartbeat, self._heartbeat),
             "Leave": self._method(messages.Leave, self._leave),
-            "Ask": self._method(messages.Ask, self._ask),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls),))
         port = self._server.add_insecure_port(settings.join_host(config.bind, config.port))
@@ -98,11 +101,6 @@ class Coordinator:
             self._state = membership.leave(self._state, request.token, request.reason)
             self._note_end()
         return messages.Pulse()
-
-    def _ask(self, request: messages.Ask) -> Record:
-        del request
-        with self._lock:
-            return membership.status(self._state)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from commlayer.config import Config, child_environment
 from commlayer.errors import CommError, DeadlineExceeded
 
@@ -45,6 +47,9 @@ class Embedded:
         command = [sys.executable, "-P", "-c", RUN, str(ROOT), "serve", "--parent", str(os.getpid())]
         command += ["--join", join] if join else ["--workers", str(workers), "--servers", str(servers)]
         command += ["--no-server"] if no_server else []
+        if join:
+            # A port that is set belongs to the coordinator, which may be on this machine, as may be several servers.
+            config = msgspec.structs.replace(config, port=0)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             # Ctrl-C goes to the trainer, which ends the child when it no longer needs it.

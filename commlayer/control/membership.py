@@ -6,16 +6,21 @@ a restarted one can take it; from then on a silent process is dead for good and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from commlayer.control.messages import ANY, FINISHED, PROTOCOL, Gone, Join, Pulse, Seat, Status, digest_of
+from commlayer.control.messages import ANY, FINISHED, PROTOCOL, Gone, Join, Pulse, Seat, digest_of
 from commlayer.records import Member, Record, ServerInfo, View
+from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
 """A longer gap between two ticks means that the coordinator itself was stopped, so silence in it is nobody's fault."""
+
+LISTED = 8
+"""How many of those who are missing are named."""
 
 
 class Place(Record, frozen=True):
@@ -71,6 +76,8 @@ def join(state: State, request: Join, now: float) -> Taken:
         line = f"{asked} on {_who(request)}: {problem}"
         kept = tuple(entry for entry in state.refused if entry[0] != asked)[-7:]
         return Taken(msgspec.structs.replace(state, refused=(*kept, (asked, problem))), Seat(error=line))
+    if request.rank in (0, ANY) and request.plan_digest and not request.plan:
+        return Taken(state, Seat(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
     place = Place(request, rank, now)
     workers = state.workers or request.world if request.kind == "worker" else state.workers
@@ -127,18 +134,15 @@ def empty(state: State) -> bool:
     return over(state) and not any(p.here for p in state.places.values())
 
 
-def status(state: State) -> Status:
-    return Status(state.workers, state.servers, missing(state), state.view)
-
-
 def missing(state: State) -> str:
     """Who has not joined yet, and why if that is known; empty when all are in."""
     parts = []
     for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
         here = _ranks(state, kind)
-        absent = sorted(set(range(total)) - here)
+        absent = total - len(here)
         if absent or (kind == "worker" and not total):
-            names = f"; missing: {one}{'s' if len(absent) > 1 else ''} {_listed(absent)}" if absent else ""
+            first = itertools.islice((rank for rank in range(total) if rank not in here), LISTED)
+            names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
             parts.append(f"{len(here)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.places.values()}
     parts += [f"{asked} was refused: {problem}" for asked, problem in state.refused if parts and asked not in seated]
@@ -161,6 +165,8 @@ def _problem(state: State, request: Join) -> str:
             return "neither it nor the coordinator says how many workers there are: commlayer serve --workers N"
         if request.world not in (0, total):
             return f"expects {request.world} workers, the job has {total}: start all with the same world size"
+    if not 0 <= total <= SERVER_BASE:
+        return f"a job of {total} {request.kind}s, allowed: 1 to {SERVER_BASE}"
     if request.rank != ANY and not 0 <= request.rank < total:
         return f"rank {request.rank} is outside 0..{total - 1}"
     peers = [p for p in state.places.values() if p.join.kind == request.kind]
@@ -221,6 +227,6 @@ def _who(request: Join) -> str:
     return f"{request.name} (pid {request.pid})"
 
 
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+def _listed(first: Iterable[int], count: int) -> str:
+    shown = ", ".join(map(str, first))
+    return f"{shown} and {count - LISTED} more" if count > LISTED else shown

@@ -42,7 +42,7 @@ class Join(Record, frozen=True):
     job: str = ""
     """Digest of the worker's Job."""
     plan: bytes = b""
-    """The plan's canonical bytes. Those of worker 0 are everyone's."""
+    """The plan's canonical bytes; those of worker 0 are everyone's. Sent until the seat is taken, then left out."""
     plan_digest: str = ""
     """Not empty: what the sender holds to be the plan; all who say so must agree."""
     address: str = ""
@@ -57,6 +57,8 @@ class Seat(Record, frozen=True):
     view: View | None = None
     plan: bytes = b""
     missing: str = ""
+    plan_wanted: bool = False
+    """The request came without its plan, but there is no such seat (any more): send it whole."""
 
 
 class Heartbeat(Record, frozen=True):
@@ -86,20 +88,6 @@ class Leave(Record, frozen=True):
     token: str
     reason: str = FINISHED
     """Any other tells the others that the end was not an orderly one."""
-
-
-class Ask(Record, frozen=True):
-    """What is this coordinator waiting for?"""
-
-
-class Status(Record, frozen=True):
-    """The answer to Ask. A worker that plans needs the number of servers before it can join."""
-
-    workers: int
-    """0: as many as the first worker says."""
-    servers: int
-    missing: str
-    view: View | None = None
 
 
 def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "") -> Join:

@@ -6,12 +6,12 @@ import threading
 
 import msgspec
 
-from commlayer import records
+from commlayer import planner, records
 from commlayer.config import Config, join_host
 from commlayer.control import messages
 from commlayer.control.shaping import shaped_by
 from commlayer.control.sums import ops_of, senders_of
-from commlayer.errors import CommError
+from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, same_job
 from commlayer.transport.protocol import SERVER_BASE
@@ -21,6 +21,8 @@ from commlayer.transport.tcp import TcpTransport
 
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
+KEPT_SLACK_NBYTES = 16 << 20
+"""What a member may send ahead beside its payloads: headers, and states, of which it sends one at a time."""
 
 
 class Serving:
@@ -29,6 +31,8 @@ class Serving:
     def __init__(self, bind: str, port: int, config: Config) -> None:
         self._config = config
         self._ready = threading.Event()
+        self._unfit = ""
+        self._world = 0
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._transport = TcpTransport(self._hello, self._admit)
         self._server: SumServer | None = None
@@ -38,15 +42,31 @@ class Serving:
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
             return "has no plan yet: its coordinator still waits for others"
+        if self._unfit:
+            return self._unfit
+        if theirs.rank >= self._world:
+            return f"is no member: the job has {self._world} workers"
         return same_job(self._hello)(theirs)
 
     def start(self, view: View, plan: bytes, server: int) -> None:
-        """Sums what that plan gives to server number `server`, for the members of that view."""
-        decoded = records.decode(plan, Plan, "plan of worker 0")
+        """Sums what that plan gives to server number `server`, for the members of that view.
+
+        ValueError if the plan cannot be served; then every worker that dials is refused with the same line.
+        """
         world = len(view.members)
-        core = Summation(server, view.generation, dict(ops_of(decoded, server)), senders_of(decoded, world))
+        try:
+            decoded = _checked_plan(plan, view)
+            ops = ops_of(decoded, server)
+        except ValueError as error:
+            self._unfit = str(error)
+            self._ready.set()
+            raise
+        # What a member may owe is one payload for each bucket; it may be a step ahead of the slowest.
+        self._transport.limit_kept(2 * sum(o.bound for o in ops.values()) + KEPT_SLACK_NBYTES)
+        core = Summation(server, view.generation, dict(ops), senders_of(decoded, world))
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
         self._transport.hello = self._hello
+        self._world = world
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, range(world), stall_s=self._config.deadline_s / 4,
                                  recycle=self._transport.pool.give)
@@ -61,3 +81,16 @@ class Serving:
             self._server.close(reason)
         else:
             self._transport.close()
+
+
+def _checked_plan(plan: bytes, view: View) -> Plan:
+    """Worker 0 has checked it against its model, if it is a worker of ours."""
+    what = "plan of worker 0"
+    decoded = records.decode(plan, Plan, what)
+    problems = planner.verify_alone(decoded, len(view.members))
+    if decoded.servers > len(view.servers):
+        problems.append(f"it is for {decoded.servers} servers, the job has {len(view.servers)}: start more, or make it again")
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise RecordError(f"{what}: {problems[0]}{more}")
+    return decoded

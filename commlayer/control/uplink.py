@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 
-from commlayer.config import Config, host_port
+from commlayer.config import Config, check_plain_text, host_port
 from commlayer.control import client, messages
 from commlayer.control.client import Membership
 from commlayer.control.shaping import shaped_by
-from commlayer.errors import CommError, PeerLost
-from commlayer.records import View
+from commlayer.errors import CommError, PeerLost, RecordError
+from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summing import Stalled, follow_stalls
@@ -41,9 +42,10 @@ class Uplink:
         transport = TcpTransport(hello)
         self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
         try:
-            for server in membership.view.servers:
+            addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}
+            for server, where in addresses.items():
                 # The last one in leaves little of the deadline to dial with.
-                transport.dial(SERVER_BASE + server.id, host_port(server.address), max(deadline, time.monotonic() + 10.0))
+                transport.dial(SERVER_BASE + server, where, max(deadline, time.monotonic() + 10.0))
         except BaseException as error:
             membership.leave(f"could not reach a server: {error}")
             self.transport.close()
@@ -60,10 +62,14 @@ class Uplink:
             self._fail = fail
         if self._early is not None:
             fail(self._early)
-        for server in self.view.servers:
-            follow_stalls(self.transport, SERVER_BASE + server.id, self.view.generation, lambda said: self._told(said, stalled))
+        for s in self.view.servers:
+            told = functools.partial(self._told, s.id, stalled)
+            follow_stalls(self.transport, SERVER_BASE + s.id, self.view.generation, told)
 
-    def _told(self, said: Stalled, stalled: OnStalled) -> None:
+    def _told(self, server: int, stalled: OnStalled, said: Stalled) -> None:
+        if said.failed:
+            self._failed(CommError(said.failed, peer=peer_name(SERVER_BASE + server), step=said.step, bucket=said.bucket))
+            return
         if said.dropped:
             names = ", ".join(peer_name(m) for m in said.missing)
             self._failed(PeerLost(f"was dropped by its server: {said.dropped}", peer=names, step=said.step, bucket=said.bucket))
@@ -91,7 +97,7 @@ class Uplink:
         return bytes(self._ask(server, header, b"", Kind.STATE).body)
 
     def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
-        """Restores it; see Summation.restore."""
+        """Restores it; `step` comes next. See Summation.restore."""
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
     def _header(self, kind: Kind, bucket: int) -> Header:
@@ -109,6 +115,17 @@ class Uplink:
             self._membership.leave(reason or messages.FINISHED)
             self.transport.close()
             self._membership = None
+
+
+def _checked_address(server: ServerInfo, config: Config) -> tuple[str, int]:
+    """The coordinator is believed as to where servers are, not as to where plain text may go."""
+    name = f"server {server.id}"
+    try:
+        host, port = host_port(server.address)
+    except ValueError as error:
+        raise RecordError(f"address of {name}: {error}") from None
+    check_plain_text(f"address of {name}", host, config)
+    return host, port
 
 
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:

@@ -5,22 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from commlayer.records import MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 PATHS = ("service", "allreduce")
+FLOAT32_NBYTES = 4
 
 
 def verify(plan: Plan, job: Job) -> list[str]:
     """All problems, a line each; empty for a plan that sums every element exactly once."""
-    if plan.schema != SCHEMA:
-        return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
-    if plan.job != job.digest():
+    if plan.schema == SCHEMA and plan.job != job.digest():
         return [f"this plan was made for another model: job {plan.job}, here {job.digest()} "
                 f"({len(job.tensors)} tensors, {job.numel} elements)"]
-    problems = [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, job, place, bucket)]
+    problems = verify_alone(plan)
+    if plan.schema != SCHEMA:
+        return problems
+    problems += [line for bucket in plan.buckets for line in _slices(job, bucket)]
+    return problems + list(_buffers(plan, job)) + list(_coverage(plan, job))
+
+
+def verify_alone(plan: Plan, world: int = 0) -> list[str]:
+    """What can be told without the model, as on a server; with `world` also whether the plan goes with so many workers."""
+    if plan.schema != SCHEMA:
+        return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
+    problems = []
     if plan.ranks_per_node < 1:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
-    return problems + list(_buffers(plan, job)) + list(_coverage(plan, job))
+    elif world % plan.ranks_per_node:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
+    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
 
 
 def _buffers(plan: Plan, job: Job) -> Iterator[str]:
@@ -35,7 +47,7 @@ def _buffers(plan: Plan, job: Job) -> Iterator[str]:
         begun = begun or True in kinds
 
 
-def _bucket(plan: Plan, job: Job, place: int, bucket: Bucket) -> Iterator[str]:
+def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
     if bucket.id != place:
         yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
@@ -49,12 +61,22 @@ def _bucket(plan: Plan, job: Job, place: int, bucket: Bucket) -> Iterator[str]:
         yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
     if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
         yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
-    if bucket.shape and math.prod(bucket.shape) != bucket.numel:
+    if bucket.shape and (min(bucket.shape) < 1 or math.prod(bucket.shape) != bucket.numel):
         yield f"{name}: shape {bucket.shape} for {bucket.numel} elements"
+    backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
+    for part in backward:
+        yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
+    if not backward and bucket.path == "service" and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
+        yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
+               "cut it into several")
+
+
+def _slices(job: Job, bucket: Bucket) -> Iterator[str]:
+    name = f"bucket {bucket.id}"
     for part in bucket.slices:
         if not 0 <= part.tensor < len(job.tensors):
             yield f"{name}: tensor {part.tensor}, the model has {len(job.tensors)}"
-        elif not 0 <= part.start < part.stop <= job.tensors[part.tensor].numel:
+        elif part.stop > job.tensors[part.tensor].numel:
             info = job.tensors[part.tensor]
             yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has {info.numel}"
 

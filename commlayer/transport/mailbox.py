@@ -133,7 +133,7 @@ class Mailbox:
         self._kept: OrderedDict[int, Message] = OrderedDict()  # by order of arrival
         self._index: dict[tuple[int, Key], deque[int]] = {}  # the same, by peer and key
         self._kept_nbytes: dict[int, int] = {}
-        self._max_kept_nbytes = max_kept_nbytes
+        self.max_kept_nbytes = max_kept_nbytes
         self._failed: dict[int | None, CommError] = {}
 
     def failure(self, peer: int | None) -> CommError | None:
@@ -209,8 +209,8 @@ class Mailbox:
     def _keep(self, message: Message, k: Key) -> None:
         peer, charge = message.peer, len(message.body) + KEPT_OVERHEAD_NBYTES
         total = self._kept_nbytes.get(peer, 0) + charge
-        if total > self._max_kept_nbytes:
-            raise CorruptFrame(f"sent more than {self._max_kept_nbytes} bytes that nobody has asked for", peer=peer_name(peer))
+        if total > self.max_kept_nbytes:
+            raise CorruptFrame(f"sent more than {self.max_kept_nbytes} bytes that nobody has asked for", peer=peer_name(peer))
         self._kept_nbytes[peer] = total
         self._seq += 1
         self._kept[self._seq] = message

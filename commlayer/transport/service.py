@@ -3,6 +3,9 @@
 It does no input or output, reads no clock and does not know how payloads are coded: the codec side is handed in as `Ops`.
 Contributions of one (step, round) are added in member order, whatever their order of arrival, so that runs repeat bit for bit;
 one that comes early waits encoded. Each is applied at most once. Results of the last two steps are kept and served again.
+
+Every message is judged before anything changes. CorruptFrame means that its sender broke the protocol or its format; any other
+error is this server's own, and what it was summing is lost.
 """
 
 from __future__ import annotations
@@ -68,11 +71,16 @@ class _Cell:
         # One buffer per kept step and round; a result stays whole until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.begin(step=-1, r=0)
-        self.open = False
+        self.rest(None)
+
+    def rest(self, step: int | None) -> None:
+        """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
+        self.begin(step or 0, 0)
+        self.open, self.awaited = False, step
 
     def begin(self, step: int, r: int) -> None:
         self.open = True
+        self.first: int | None = None  # who contributed first
         self.step, self.round, self.next = step, r, 0
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undo, self.since = 0.0, 0, 0, 0, 0.0
@@ -97,7 +105,7 @@ class Summation:
         self.cells = {bucket: _Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
-        """Takes one contribution. Raises CorruptFrame, having changed nothing, if it breaks the protocol or its format.
+        """Takes one contribution. CorruptFrame may name another member, whose contribution this one uncovered.
 
         `release` is called with each message whose body is no longer needed.
         """
@@ -107,6 +115,7 @@ class Summation:
             if h.generation < self.generation:
                 release(message)
                 return []  # of a view that has ended; its sender will push again
+            self._fits(cell, message)
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
@@ -117,35 +126,46 @@ class Summation:
                 release(message)
                 return []  # a repeat of what is here already
             if not here:
-                cell.since = now
+                cell.since, cell.first = now, message.peer
             cell.early[message.peer] = message
             return self._advance(cell, release)
 
     def _cell(self, message: Message) -> _Cell:
+        """What every message must get right: who sends it, for which bucket, in which view."""
         h = message.header
-        who = peer_name(message.peer)
         cell = self.cells.get(h.bucket)
         if cell is None:
-            raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=who, step=h.step)
-        if h.sender != message.peer or message.peer not in cell.members:
-            raise CorruptFrame(f"says it is {peer_name(h.sender)}", peer=who, step=h.step, bucket=h.bucket)
+            raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
+        if h.sender != message.peer:
+            raise _breach(message, f"says it is {peer_name(h.sender)}")
         if h.generation > self.generation:
-            raise CorruptFrame(f"generation {h.generation}, here {self.generation}", peer=who, step=h.step, bucket=h.bucket)
-        if h.round >= cell.ops.rounds or h.parts != 1 or h.part != 0:
-            raise CorruptFrame(f"round {h.round}, part {h.part} of {h.parts}", peer=who, step=h.step, bucket=h.bucket)
-        if h.codec != cell.ops.codec or not 0.0 <= h.weight < float("inf"):
-            raise CorruptFrame(f"codec {h.codec} with weight {h.weight}", peer=who, step=h.step, bucket=h.bucket)
+            raise _breach(message, f"generation {h.generation}, here {self.generation}")
         return cell
 
+    def _fits(self, cell: _Cell, message: Message) -> None:
+        h, ops = message.header, cell.ops
+        if message.peer not in cell.members:
+            raise _breach(message, "is no member of this bucket's sum")
+        if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
+            raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
+        if h.codec != ops.codec or not 0.0 <= h.weight < float("inf"):
+            raise _breach(message, f"codec {h.codec} with weight {h.weight}")
+        if len(message.body) > ops.bound:
+            raise _breach(message, f"{len(message.body)} bytes, at most {ops.bound} for this bucket")
+
     def _admit(self, cell: _Cell, message: Message) -> None:
-        """A contribution belongs to the sum under way, or between steps begins a later one."""
+        """A contribution belongs to the sum under way, or between steps begins the next one."""
         h = message.header
-        if not cell.open and h.round == 0 and h.step > cell.step:
+        if not cell.open and h.round == 0 and cell.awaited in (None, h.step):
             cell.begin(h.step, 0)
-        if not cell.open or (h.step, h.round) != (cell.step, cell.round):
-            state = f"in round {cell.round} of step {cell.step}" if cell.open else f"after step {cell.step}"
-            raise CorruptFrame(f"contribution out of order: round {h.round}, while the sum is {state}",
-                               peer=peer_name(message.peer), step=h.step, bucket=h.bucket)
+        if cell.open and (h.step, h.round) == (cell.step, cell.round):
+            return
+        if cell.first is not None:
+            state = f"{peer_name(cell.first)} is in round {cell.round} of step {cell.step}"
+        else:
+            begun = cell.open or cell.awaited is not None
+            state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
+        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}")
 
     def _advance(self, cell: _Cell, release: Callable[[Message], None]) -> list[Reply]:
         """Adds what is next in member order; when all are in, emits the result to all."""
@@ -156,14 +176,14 @@ class Summation:
             message = cell.early.pop(cell.members[cell.next])
             h = message.header
             first, undo = cell.next == 0, h.flags & Flag.UNDO
+            if not first and undo != cell.undo:
+                raise _breach(message, "disagrees on whether the step before was abandoned")
+            if first and undo and r == 0:
+                ops.undo()  # before `add`, which overwrites what was summed in that step
             try:
-                if not first and undo != cell.undo:
-                    raise CorruptFrame("disagrees on whether the step before was abandoned")
-                if first and undo and r == 0:
-                    ops.undo()  # before `add`, which overwrites what was summed in that step
                 ops.add(r, message.body, cell.accs[r], first)
-            except CorruptFrame as error:
-                raise CorruptFrame(error.what, peer=peer_name(message.peer), step=h.step, bucket=h.bucket) from None
+            except (CorruptFrame, ValueError) as error:
+                raise _breach(message, str(error)) from None
             cell.next += 1
             cell.weight += h.weight
             cell.used |= h.used
@@ -183,7 +203,7 @@ class Summation:
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
         else:
-            cell.open = False
+            cell.rest(step + 1)
         return [Reply(member, header, body) for member in cell.members]
 
     def stalled(self, before: float) -> list[Stall]:
@@ -197,20 +217,37 @@ class Summation:
                     found.append(Stall(cell.bucket, cell.step, missing, tuple(sorted(here)), cell.since))
         return found
 
-    def snapshot(self, bucket: int, *, undo: bool) -> bytes:
-        """The codec state between two steps; `undo` first gives the last result back, as a PUSH with that flag would."""
-        cell = self.cells[bucket]
+    def snapshot(self, message: Message) -> list[Reply]:
+        """The codec state between two steps. With UNDO it first gives the last result back, as a PUSH with that flag would."""
+        cell, h = self._cell(message), message.header
         with cell.lock:
-            if undo:
+            if h.generation < self.generation:
+                return []
+            self._between(cell, message)
+            if h.flags & Flag.UNDO:
                 cell.ops.undo()
-            return cell.ops.snapshot()
+            state = cell.ops.snapshot()
+        return [Reply(message.peer, h._replace(kind=Kind.STATE, flags=0, sender=self.peer), state)]
 
-    def restore(self, bucket: int, step: int, data: bytes | memoryview) -> None:
-        """Takes up saved state: the next contribution is of a step after `step`; results kept so far are forgotten."""
-        cell = self.cells[bucket]
+    def restore(self, message: Message) -> list[Reply]:
+        """Takes up saved state, whole or not at all. The next contribution is of the message's step; results are forgotten."""
+        cell, h = self._cell(message), message.header
         with cell.lock:
-            cell.ops.restore(data)
+            if h.generation < self.generation:
+                return []
+            self._between(cell, message)
+            try:
+                cell.ops.restore(message.body)
+            except (CorruptFrame, ValueError) as error:
+                raise _breach(message, f"sent a state that does not fit: {error}") from None
             cell.results.clear()
-            cell.begin(step, 0)
-            cell.open = False
+            cell.rest(h.step)
+        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
 
+    def _between(self, cell: _Cell, message: Message) -> None:
+        if cell.open:
+            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+
+
+def _breach(message: Message, what: str) -> CorruptFrame:
+    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket)

@@ -16,20 +16,27 @@ import msgspec
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport, key, peer_name
-from commlayer.transport.service import Stall, Summation
+from commlayer.transport.service import Reply, Stall, Summation
 
 log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
+REPEAT_S = 2.0
+"""Whom a sum waits for is said again this often: who is missing may have left since."""
+FAREWELL_S = 2.0
+"""After a failure of the server: how long its reason may take to the members before their connections end."""
 
 
 class Stalled(Record, frozen=True):
-    """Body of a STALLED frame: the sum of this bucket and step waits for these peers; `dropped` says that one will not come."""
+    """Body of a STALLED frame: the sum of this bucket and step waits for these peers."""
 
     bucket: int
     step: int
     missing: tuple[int, ...]
     dropped: str = ""
+    """Not empty: one of them will not come, for this reason."""
+    failed: str = ""
+    """Not empty: the server itself has failed, and no sum will come from it."""
 
 
 def stalled_key(generation: int) -> Key:
@@ -67,7 +74,10 @@ class SumServer:
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
-        self._told: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._told: dict[int, tuple[Stall, float]] = {}
+        self._failing = threading.Lock()
+        self._failed: CommError | None = None
+        self._failed_s = 0.0
         self._closing = threading.Event()
         for member in self._members:
             self._listen(member)
@@ -81,36 +91,35 @@ class SumServer:
             if not handle.done():
                 handle.on_done(self._arrived)
                 return
-            if handle.error() is not None:
+            if handle.error() is not None or self._failed is not None:
                 return  # this member is gone; heartbeats judge what that means
             self._take(handle.message())
 
     def _arrived(self, handle: Handle) -> None:
-        if handle.error() is None:
+        if handle.error() is None and self._failed is None:
             message = handle.message()
             self._take(message)
             self._listen(message.peer)
 
     def _take(self, message: Message) -> None:
         """Whatever a message brings, the next ones of its sender are still taken: who must go is dropped by name."""
-        h = message.header
         try:
-            if h.kind == Kind.PUSH:
-                for reply in self._core.push(message, time.monotonic(), self._release):
-                    self._transport.send(reply.peer, reply.header, reply.body)
-            elif h.kind == Kind.STATE_GET:
-                state = self._core.snapshot(h.bucket, undo=bool(h.flags))
-                self._transport.send(message.peer, h._replace(kind=Kind.STATE, flags=0, sender=self._core.peer), state)
-            elif h.kind == Kind.STATE:
-                self._core.restore(h.bucket, h.step, message.body)
-                self._transport.send(message.peer, h._replace(kind=Kind.STATE_OK, sender=self._core.peer))
-            else:
-                raise CorruptFrame(f"{Kind(h.kind).name} is not for a server", peer=peer_name(message.peer))
+            for reply in self._answers(message):
+                self._transport.send(reply.peer, reply.header, reply.body)
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
-            what = f"could not be served: {type(error).__name__}: {error}"
-            self._drop(CorruptFrame(what, peer=peer_name(message.peer), step=h.step, bucket=h.bucket))
+            self._fail(message, error)
+
+    def _answers(self, message: Message) -> list[Reply]:
+        kind = message.header.kind
+        if kind == Kind.PUSH:
+            return self._core.push(message, time.monotonic(), self._release)
+        if kind == Kind.STATE_GET:
+            return self._core.snapshot(message)
+        if kind == Kind.STATE:
+            return self._core.restore(message)
+        raise CorruptFrame(f"{Kind(kind).name} is not for a server", peer=peer_name(message.peer))
 
     def _release(self, message: Message) -> None:
         self._recycle(message.body)
@@ -122,20 +131,42 @@ class SumServer:
         self._dropped[member] = error.what
         self._transport.abort(error, member)
 
+    def _fail(self, message: Message, error: Exception) -> None:
+        """This server's own failure: no sum can be trusted any more, so every member is told why and let go."""
+        h = message.header
+        what = f"failed: {type(error).__name__}: {error}"
+        with self._failing:
+            if self._failed is not None:
+                return
+            self._failed_s = time.monotonic()
+            self._failed = CommError(what, peer=peer_name(self._core.peer), step=h.step, bucket=h.bucket)
+        log.error("%s", self._failed, exc_info=error)
+        for member in self._members:
+            self._say(member, Stalled(h.bucket, h.step, (), failed=what))
+
     def _watch(self) -> None:
         while not self._closing.wait(TICK_S):
+            if self._failed is not None:
+                if time.monotonic() - self._failed_s >= FAREWELL_S:
+                    self._transport.abort(self._failed)
+                    return
+                continue
             for stall in self._core.stalled(time.monotonic() - self._stall_s):
                 self._tell(stall)
 
     def _tell(self, stall: Stall) -> None:
-        place = (stall.bucket, stall.step)
-        if self._told.get(place) == stall.missing:
+        now = time.monotonic()
+        last, said_s = self._told.get(stall.bucket, (None, 0.0))
+        if last == stall and now - said_s < REPEAT_S:
             return
-        self._told = {p: m for p, m in self._told.items() if p[0] != stall.bucket} | {place: stall.missing}
+        self._told[stall.bucket] = (stall, now)
         dropped = next((self._dropped[m] for m in stall.missing if m in self._dropped), "")
-        body = msgspec.msgpack.encode(Stalled(stall.bucket, stall.step, stall.missing, dropped))
         for member in stall.waiting:
-            self._transport.send(member, Header(Kind.STALLED, self._core.generation, sender=self._core.peer), body)
+            self._say(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
+
+    def _say(self, member: int, what: Stalled) -> Handle:
+        header = Header(Kind.STALLED, self._core.generation, sender=self._core.peer)
+        return self._transport.send(member, header, msgspec.msgpack.encode(what))
 
     def close(self, reason: CommError | None = None) -> None:
         self._closing.set()

@@ -205,6 +205,10 @@ class TcpTransport:
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
 
+    def limit_kept(self, nbytes: int) -> None:
+        """As Settings.max_kept_nbytes, once it is known what peers have reason to send."""
+        self._mailbox.max_kept_nbytes = nbytes
+
     # ---- the five methods
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
@@ -259,14 +263,6 @@ class TcpTransport:
             rest = list(self._ending)
         for connection in rest:
             connection.join(time.monotonic() + 1.0)
-
-
-def parse_address(text: str) -> Address:
-    """("host", 1234) of "host:1234"; an IPv6 host stands in brackets."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
-        raise ValueError(f"address {text!r}: expected HOST:PORT, as 192.168.1.5:29400 or [::1]:29400")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _listen_remedy(error: OSError) -> str:

@@ -1,0 +1,181 @@
+"""A summation server between its coordinator and its workers: whom it admits, plans that it cannot serve, what it tells."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+from control_kit import WAIT_S, Failures, quick
+
+from commlayer import records
+from commlayer.config import host_port
+from commlayer.control import client, messages, uplink
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.embedded import Embedded
+from commlayer.control.serving import Serving
+from commlayer.errors import CommError, PeerLost, RecordError, Refused
+from commlayer.planner import default_plan
+from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
+from commlayer.transport.hello import Hello
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+from commlayer.transport.summing import Stalled
+from commlayer.transport.tcp import TcpTransport
+
+JOB = Job((TensorInfo("weight", (100,)),))
+PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
+BUCKET = PLAN.buckets[0]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    """What a test opens, newest last; closed in the reverse order."""
+    things: list[Any] = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+def view_of(plan: bytes, serving: Serving, world: int = 2) -> View:
+    members = tuple(Member(rank, rank, "host") for rank in range(world))
+    return View(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
+
+
+def plan_of(*buckets: Bucket, **fields: Any) -> Plan:
+    return msgspec.structs.replace(PLAN, buckets=buckets or PLAN.buckets, **fields)
+
+
+def changed(**fields: Any) -> Plan:
+    return plan_of(msgspec.structs.replace(BUCKET, **fields))
+
+
+UNFIT = [
+    (b"\x00", "plan of worker 0: JSON is malformed"),
+    (records.encode(plan_of(ranks_per_node=0)), "plan of worker 0: ranks_per_node is 0, allowed: at least 1"),
+    (records.encode(plan_of(ranks_per_node=3)), "plan of worker 0: ranks_per_node is 3, which does not divide the job's 2"),
+    (records.encode(changed(owner=7)), "plan of worker 0: bucket 0: owner 7, the plan has 1 ranks per node"),
+    (records.encode(changed(slices=(Slice(0, 0, 1 << 62),))), f"plan of worker 0: bucket 0: {1 << 62} elements, allowed"),
+    (records.encode(plan_of(servers=2)), "plan of worker 0: it is for 2 servers, the job has 1: start more"),
+    (records.encode(changed(codec="zip()")), "codec 'zip()': 'zip' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("plan", "line"), UNFIT)
+def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, line: str,
+                                                                                opened: list[Any]) -> None:
+    serving = Serving("127.0.0.1", 0, quick())
+    opened.append(serving)
+    with pytest.raises(ValueError, match="^plan of|^codec") as caught:
+        serving.start(view_of(plan, serving), plan, 0)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+    opened.append(TcpTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
+    with pytest.raises(Refused) as refused:
+        opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
+    assert str(refused.value) == f"server 0: {caught.value}"
+
+
+def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
+    serving = Serving("127.0.0.1", 0, quick())
+    opened.append(serving)
+    plan = records.encode(PLAN)
+    serving.start(view_of(plan, serving), plan, 0)
+    for rank in (0, 2, SERVER_BASE + 1):
+        opened.append(TcpTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
+        where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
+        if rank == 0:
+            opened[-1].dial(SERVER_BASE, where, deadline)
+        else:
+            with pytest.raises(Refused, match="server 0: is no member: the job has 2 workers"):
+                opened[-1].dial(SERVER_BASE, where, deadline)
+
+
+def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> None:
+    here, there = TcpTransport(Hello("job", 0)), TcpTransport(Hello("job", 1))
+    opened.extend((here, there))
+    here.limit_kept(1500)
+    there.dial(0, here.listen(), time.monotonic() + WAIT_S)
+    for step in range(2):
+        there.send(0, Header(Kind.DATA, step=step, sender=1), bytes(900))
+    with pytest.raises(PeerLost, match="worker 0: connection"):
+        there.wait(there.recv(0), time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize(("address", "line"), [
+    ("10.1.2.3:7000", "address of server 0: 10.1.2.3 is not loopback and traffic is plain text: set insecure"),
+    ("nowhere", "address of server 0: got 'nowhere', allowed: host:port"),
+])
+def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, line: str, opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    request = messages.worker("job", 0, 1, plan=records.encode(PLAN))
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(client.join, coordinator.address, messages.server(address), quick(), Failures())
+        with pytest.raises(RecordError) as caught:
+            uplink.connect(coordinator.address, request, quick())
+        opened.append(serving.result(WAIT_S))
+    assert str(caught.value).startswith(line)
+    assert coordinator._state.places[request.token].left == f"could not reach a server: {caught.value}"
+
+
+class Pair:
+    """A coordinator, a server and two connected workers in this process."""
+
+    def __init__(self, opened: list[Any]) -> None:
+        config = quick(deadline_s=0.1)
+        coordinator, self.serving, ended = Coordinator(config, servers=1), Serving("127.0.0.1", 0, config), threading.Event()
+        opened.extend((coordinator, self.serving))
+        with ThreadPoolExecutor(3) as pool:
+            seat = pool.submit(client.join, coordinator.address, messages.server(self.serving.address), config, Failures(),
+                               ended=ended)
+            requests = [messages.worker(JOB.digest(), rank, 2, plan=records.encode(PLAN)) for rank in range(2)]
+            ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
+            member = seat.result(WAIT_S)
+            opened.append(member)
+            self.serving.start(member.view, member.plan, member.rank)
+            self.ups = [up.result(WAIT_S) for up in ups]
+        opened.extend(self.ups)
+        self.failures, self.stalled = Failures(), threading.Event()
+        self.ups[1].follow(self.failures, lambda *_: self.stalled.set())
+
+    def failure(self) -> CommError:
+        assert self.failures.came.wait(WAIT_S)
+        error: CommError = self.failures.errors[0]
+        return error
+
+
+def test_who_waits_hears_that_the_other_has_finished_meanwhile(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlayer.transport.summing.REPEAT_S", 0.05)
+    job = Pair(opened)
+    payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
+    job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
+    assert job.stalled.wait(WAIT_S), "the server has said whom it waits for, once"
+    job.ups[0].close()
+    assert str(job.failure()) == "worker 0: left the job: finished (step 0, bucket 0)"
+
+
+def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:
+    job = Pair(opened)
+    server: Any = job.serving._server
+    server._say(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
+    assert str(job.failure()) == "server 0: failed: MemoryError: no room (step 3, bucket 0)"
+
+
+def test_a_server_that_training_starts_for_another_coordinator_takes_any_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set port is the coordinator's, which may be on the same machine."""
+    environments: list[dict[str, str]] = []
+
+    def look(*_: Any, env: dict[str, str], **__: Any) -> Callable[[], None]:
+        environments.append(env)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", look)
+    for join in ("", "127.0.0.1:7000"):
+        with pytest.raises(OSError, match="^$"):
+            Embedded.start(quick(port=7000), join=join)
+    assert [env["COMMLAYER_PORT"] for env in environments] == ["7000", "0"]
