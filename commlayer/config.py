@@ -23,6 +23,7 @@ Text = Annotated[str, msgspec.Meta(description="text")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
@@ -46,9 +47,12 @@ class Config(Record, frozen=True):
     servers: Servers = "one"
     node: Count = 0
     """Which machine a server of this process shares; workers under torchrun count their own."""
+    batch: Weight = 1.0
+    """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
     ranks_per_node: Count = 0
     """0: as torchrun says (LOCAL_WORLD_SIZE)."""
-    deadline_s: Seconds = 60.0
+    deadline_s: Seconds = 600.0
+    """For one that lives but is slow (evaluates, compiles). The dead are noticed by their heartbeats, long before."""
     join_deadline_s: Seconds = 60.0
     heartbeat_s: Seconds = 1.0
     dead_after_s: Seconds = 10.0

@@ -42,7 +42,7 @@ class HookState:
     def __init__(self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None) -> None:
         self._plan, self._config, self._scaler = plan, read_config(config), scaler
         self.connection = Connection()
-        self.weight = 1.0
+        self._weight = 1.0
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
@@ -99,7 +99,7 @@ class HookState:
             return
         if worker.begins():
             worker.scale = loss_scale(self._scaler)
-            worker.weight = self.weight
+            worker.weight = self._weight
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
             worker.ready(self._numbers[id(p)], gradient)
 
@@ -131,6 +131,10 @@ class HookState:
     def _latch(self, error: BaseException) -> None:
         self._error = self._error or error
 
+    def weight(self, n: float) -> None:
+        """See Session.weight."""
+        self._weight = n / self._config.batch
+
     def when_connected(self, action: Callable[[], None]) -> None:
         """Runs it now, or when the first backward pass has made the connection."""
         if self._lane is not None:
@@ -159,7 +163,7 @@ class DDPDriver:
         return self._model.no_sync()
 
     def weight(self, n: float) -> None:
-        self._state.weight = n
+        self._state.weight(n)
 
     def synchronize(self) -> None:
         """Nothing to do: DDP ends every backward pass with the averages in place."""

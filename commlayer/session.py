@@ -50,7 +50,11 @@ class Session:
         return self._driver.no_sync()
 
     def weight(self, n: float) -> None:
-        """How much this worker's gradients count from now on: its number of samples, or of tokens; all workers use one unit."""
+        """How much this worker's gradients count from now on: its number of samples, or of tokens; all workers use one unit.
+
+        It is divided by the setting `batch`, so that what is coded stays in the range of gradients: set that to the planned
+        batch where n is large and gradients go as fp16.
+        """
         if not 0 <= n < float("inf"):
             raise ValueError(f"weight {n}: allowed is a finite number >= 0")
         self._driver.weight(float(n))
@@ -64,6 +68,7 @@ class Session:
         return checkpoint.worker_state(self._driver.connection.worker)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before training, or at the step that it was taken at; to go back in a running job all ranks call `load`."""
         self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection.worker, state))
 
     def save(self, directory: str | Path) -> None:
@@ -98,8 +103,9 @@ class Session:
 class _ModuleDriver:
     """Hooks on a plain module's parameters."""
 
-    def __init__(self, model: nn.Module, connection: Connection, *, scaler: Any, deadline_s: float) -> None:
-        self.connection, self._scaler, self._deadline_s = connection, scaler, deadline_s
+    def __init__(self, model: nn.Module, connection: Connection, *, scaler: Any, config: Config) -> None:
+        self.connection, self._scaler = connection, scaler
+        self._deadline_s, self._batch = config.deadline_s, config.batch
         self._parameters = [p for _, p in parameters_of(model)]
         self._model = model
         self._buffers = [name for name, _ in buffers_of(model)]
@@ -120,7 +126,7 @@ class _ModuleDriver:
 
     def weight(self, n: float) -> None:
         if self.connection.worker is not None:
-            self.connection.worker.weight = n
+            self.connection.worker.weight = n / self._batch
 
     def when_connected(self, action: Callable[[], None]) -> None:
         action()
@@ -177,4 +183,4 @@ def attach(
     if not tensors:
         raise ValueError("the model has no parameters")
     connection = connect(job_of(model), device_of(tensors), plan=plan, config=read, align=tensors)
-    return Session(_ModuleDriver(model, connection, scaler=scaler, deadline_s=read.deadline_s))
+    return Session(_ModuleDriver(model, connection, scaler=scaler, config=read))

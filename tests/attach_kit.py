@@ -66,9 +66,7 @@ class Run:
         return model.no_sync() if self.setting.how == "hook" else self.sessions[0].no_sync()
 
     def weight(self, n: float) -> None:
-        if self.setting is not None and self.setting.how == "hook":
-            self.sessions[0].weight = n
-        elif self.setting is not None:
+        if self.setting is not None:
             self.sessions[0].weight(n)
 
     def close(self) -> None:

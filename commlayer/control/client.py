@@ -109,11 +109,12 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     """Takes a seat and waits until everyone is in.
 
     Raises Refused with the coordinator's reason, or DeadlineExceeded naming who is missing or that nobody answers there.
-    `deadline_s` is config.join_deadline_s unless given; `ended` ends the wait early; it is
-    also taken for Membership.over.
+    `deadline_s` is config.join_deadline_s unless given; one that is longer bounds the wait for the others, never the
+    coordinator's silence. `ended` ends the wait early; it is also taken for Membership.over.
     """
     deadline_s = config.join_deadline_s if deadline_s is None else deadline_s
-    deadline = time.monotonic() + deadline_s
+    heard = time.monotonic()
+    deadline = heard + deadline_s
     ended = ended or threading.Event()
     link = _Link(address)
     missing, pause_s, sent = "", POLL_S[0], request
@@ -123,6 +124,8 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             if left_s <= 0:
                 link.leave_quietly(request.token, "waited in vain")
                 raise _late(address, missing, deadline_s)
+            if time.monotonic() > heard + config.join_deadline_s:
+                raise _late(address, "", config.join_deadline_s)
             try:
                 seat = link.call("Join", sent, messages.Seat, min(CALL_S, left_s))
             except (PeerLost, DeadlineExceeded):
@@ -130,7 +133,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             else:
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")
-                missing = seat.missing
+                missing, heard = seat.missing, time.monotonic()
                 # A plan may be large and asking again is frequent.
                 sent = request if seat.plan_wanted else msgspec.structs.replace(request, plan=b"")
                 if seat.view is not None:

@@ -7,6 +7,7 @@ import threading
 import msgspec
 
 from commlayer import planner, records
+from commlayer.compressors import kernels
 from commlayer.config import Config, join_host
 from commlayer.control import messages
 from commlayer.control.shaping import shaped_by
@@ -25,10 +26,15 @@ KEPT_SLACK_NBYTES = 16 << 20
 """What a member may send ahead beside its payloads: headers, and states, of which it sends one at a time."""
 
 
+STALL_S = 5.0
+"""How long a sum waits before those who wait hear for whom."""
+
+
 class Serving:
     """Listens from construction on, so that the address is known before joining; admits workers once started."""
 
     def __init__(self, bind: str, port: int, config: Config) -> None:
+        kernels.choose(config.backend)
         self._config = config
         self._ready = threading.Event()
         self._unfit = ""
@@ -68,7 +74,7 @@ class Serving:
         self._transport.hello = self._hello
         self._world = world
         transport = shaped_by(self._config.shape, self._transport, view)
-        self._server = SumServer(core, transport, range(world), stall_s=self._config.deadline_s / 4,
+        self._server = SumServer(core, transport, range(world), stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give)
         self._ready.set()
 
