@@ -34,9 +34,13 @@ class Way(NamedTuple):
     close: Callable[[], None]
     model: nn.Module
     buckets: int
+    servers: tuple[int, ...] = ()
+    """Process ids of the servers that this rank started."""
 
 
-def trained(module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int) -> Way:
+def trained(
+    module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = ()
+) -> Way:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss_of = nn.CrossEntropyLoss()
 
@@ -45,7 +49,7 @@ def trained(module: nn.Module, model: nn.Module, close: Callable[[], None], buck
         loss_of(module(x), y).backward()
         optimizer.step()
 
-    return Way(step, close, model, buckets)
+    return Way(step, close, model, buckets, servers)
 
 
 def plain(make: Callable[[], nn.Module]) -> Way:
@@ -66,7 +70,7 @@ def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
     plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
                                 ranks_per_node=1, **cut)
     session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})
-    return trained(model, model, session.close, len(plan.buckets))
+    return trained(model, model, session.close, len(plan.buckets), servers_of(session))
 
 
 def many(layers: int, width: int) -> Callable[[], nn.Module]:
@@ -118,7 +122,8 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
         if number in (min(4, steps - 1), steps // 10, steps - 1):
             marks.append(resident())
     nbytes = sum(p.numel() * 4 for p in way.model.parameters())
-    answer = {"rank": dist.get_rank(), "mode": mode, "nbytes": nbytes, "rss": marks, "peak": peak()}
+    answer = {"rank": dist.get_rank(), "mode": mode, "nbytes": nbytes, "rss": marks, "peak": peak(),
+              "servers": [peak(pid) for pid in way.servers]}
     dist.barrier()
     way.close()
     return answer
@@ -127,11 +132,15 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
 def compressed(make: Callable[[], nn.Module]) -> Way:
     model = make()
     session = commlayer.attach(model, plan=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
-    return trained(model, model, session.close, 0)
+    return trained(model, model, session.close, 0, servers_of(session))
 
 
-def peak() -> int:
-    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
+def servers_of(session: commlayer.Session) -> tuple[int, ...]:
+    return tuple(child.pid for child in session._driver.connection.embedded)
+
+
+def peak(pid: int | str = "self") -> int:
+    line = next(text for text in Path(f"/proc/{pid}/status").read_text().splitlines() if text.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
