@@ -21,11 +21,12 @@ from commlayer.compressors import kernels, parse, wrap
 from commlayer.config import Config, Launch, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
-from commlayer.errors import CommError
+from commlayer.errors import CommError, PeerLost
 from commlayer.records import Job, Plan
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import GROUP, Groups
+from commlayer.transport.protocol import peer_name
 
 LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
@@ -48,6 +49,8 @@ class Connection:
         self.uplink: uplink.Uplink | None = None
         self.embedded: list[Embedded] = []
         self.rank, self.world = 0, 1
+        self.embeds = False
+        """Whether the coordinator is a child of rank 0."""
         self.notice_s = self.verdict_s = 0.0
         self._verdict: CommError | None = None
         self._heard = threading.Event()
@@ -95,6 +98,9 @@ class Connection:
             self._heard.wait(self.verdict_s)
         elif error.peer.startswith("server"):
             self._heard.wait(self.notice_s)
+        if self._verdict is None and self.embeds and not self.uplink.coordinated:
+            silent = "the coordinator that it hosts no longer answers"
+            return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
         return self._verdict or error
 
 
@@ -105,6 +111,7 @@ def connect(
     launch = read_launch()
     kernels.choose(config.backend)
     made = Connection()
+    made.embeds = not config.join
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s = config.dead_after_s + made.notice_s
     _begin_group(launch, device)

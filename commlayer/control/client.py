@@ -46,6 +46,8 @@ class Membership:
         self._every_s = config.heartbeat_s
         # Shorter than the silence that kills, so that a stuck call leaves time for another.
         self._call_s = min(CALL_S, config.dead_after_s / 3)
+        self.reachable = True
+        """Whether the coordinator answered the last heartbeat."""
         self._closing = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
@@ -72,17 +74,17 @@ class Membership:
             self._thread.join(timeout=2 * self._call_s)
 
     def _beat(self) -> None:
-        heard = known = True
+        known = True
         while not self._closing.is_set():
             began = time.monotonic()
             try:
                 pulse = self._link.call("Heartbeat", messages.Heartbeat(self._token), messages.Pulse, self._call_s)
             except CommError as error:
-                if heard and not self._closing.is_set():
+                if self.reachable and not self._closing.is_set():
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence", error)
-                heard = False
+                self.reachable = False
             else:
-                heard = True
+                self.reachable = True
                 if pulse.stranger and known:
                     log.warning("coordinator %s was restarted and does not know this job; training goes on", self._link.address)
                 known = not pulse.stranger

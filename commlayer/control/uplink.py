@@ -87,6 +87,11 @@ class Uplink:
                 return
         fail(error)
 
+    @property
+    def coordinated(self) -> bool:
+        """Whether the coordinator still answers."""
+        return self._membership is not None and self._membership.reachable
+
     def gone(self, peer: str) -> str:
         """Why that peer left, or nothing if it is there as far as the coordinator has said."""
         return "" if self._membership is None else self._membership.left.get(peer, "")
