@@ -141,9 +141,6 @@ def quick(**fields: Any) -> dict[str, Any]:
             "fuse_nbytes": 2048, "cut_nbytes": 4096} | fields
 
 
-_parsing = threading.Lock()
-
-
 class Servers:
     """A coordinator and its servers as threads of this process: what `commlayer serve` runs, with their state in reach."""
 
@@ -168,9 +165,7 @@ class Servers:
         request = messages.server(serving.address)
         try:
             member = client.join(self.address, request, self._config, lambda _: None, ended=self._ended)
-            # Servers are processes of their own elsewhere; CPython 3.11's parser of codec names is not safe between threads.
-            with _parsing:
-                serving.start(member.view, member.plan, member.rank)
+            serving.start(member.view, member.plan, member.rank)
             self._ended.wait()
             member.leave()
         except BaseException as error:

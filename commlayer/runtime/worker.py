@@ -337,7 +337,8 @@ class Worker:
         self._undone = False
 
     def buckets_of(self, server: int) -> list[Bucket]:
-        return buckets_of(self.plan, server)
+        """The buckets that a server sums."""
+        return [f.bucket for f in self._service if f.bucket.server == server]
 
     # ---- failure
 
@@ -384,8 +385,3 @@ class Worker:
         self._latch(CommError("the session is closed"))
         self._encode.close(1.0)
         self._decode.close(1.0)
-
-
-def buckets_of(plan: Plan, server: int) -> list[Bucket]:
-    """The buckets that a server sums."""
-    return [b for b in plan.buckets if b.path == "service" and b.server == server]
