@@ -16,7 +16,7 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 
 def build(out: Path, *flags: str) -> Path:
     assert COMPILER is not None
-    sources = [str(p) for p in sorted((NATIVE / "src").glob("*.cc")) if p.name not in ("module.cc", "arguments.cc")]
+    sources = [str(p) for p in sorted((NATIVE / "src").glob("*.cc")) if not p.name.startswith(("module", "arguments", "glue"))]
     command = [COMPILER, "-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{NATIVE / 'include'}", *sources, str(NATIVE / "tests" / "driver.cc"), "-o", str(out)]
     made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -5,6 +5,7 @@ from commlayer.compressors.codec import Codec, Round
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, wrap
 from commlayer.compressors.int8 import int8
+from commlayer.compressors.keys import seed
 from commlayer.compressors.parse import parse
 from commlayer.compressors.topk import topk
 
@@ -18,6 +19,7 @@ __all__ = [
     "int8",
     "parse",
     "restore",
+    "seed",
     "snapshot",
     "topk",
     "wrap",

@@ -7,17 +7,19 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
-from commlayer.compressors import parse, restore, snapshot, wrap
+from commlayer.compressors import parse, restore, seed, snapshot, wrap
 from commlayer.compressors.codec import Codec
+from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
 
 
 class CodecOps:
     """See transport.service.Ops."""
 
-    def __init__(self, codec: Codec, bucket: Bucket) -> None:
+    def __init__(self, codec: Codec, bucket: Bucket, job: str) -> None:
         self._codec, self._spec = codec, bucket.spec
         self._state = codec.init_server(self._spec)
+        seed(self._state, job, bucket.id, SERVER)
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
 
     def zeros(self, r: int) -> Any:
@@ -46,7 +48,7 @@ class CodecOps:
 def ops_of(plan: Plan, server: int) -> dict[int, CodecOps]:
     """What server number `server` sums under that plan."""
     mine = (b for b in plan.buckets if b.path == "service" and b.server == server)
-    return {b.id: CodecOps(wrap(parse(b.codec)), b) for b in mine}
+    return {b.id: CodecOps(wrap(parse(b.codec)), b, plan.job) for b in mine}
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:

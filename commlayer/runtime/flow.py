@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commlayer.compressors import seed
 from commlayer.compressors.codec import Buffer, Codec
 from commlayer.records import Bucket, Job
 
@@ -21,7 +22,9 @@ class Flow:
     the device and `host` is its pinned twin that codecs read and write; on CPU they are one.
     """
 
-    def __init__(self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, coded: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, coded: bool, rank: int = 0,
+    ) -> None:
         """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
@@ -39,6 +42,7 @@ class Flow:
         self.views = self._views()
         if coded:
             self.state = codec.init(self.spec)
+            seed(self.state, job.digest(), bucket.id, rank)
             self.bound = codec.bound(self.spec)
             whole = block[: PAYLOAD_HEADER + 4 * self.numel]
             self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))

@@ -49,7 +49,8 @@ class Worker:
         self._shared = plan.ranks_per_node > 1
         self.counters = Counters()
         self.flows = [
-            Flow(b, job, codecs[b.id], device, len(plan.buckets) - 1 - i, coded=b.path == "service" and b.owner == self._local)
+            Flow(b, job, codecs[b.id], device, len(plan.buckets) - 1 - i, coded=b.path == "service" and b.owner == self._local,
+                 rank=rank)
             for i, b in enumerate(plan.buckets)
         ]
         # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.

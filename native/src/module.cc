@@ -1,59 +1,10 @@
 // commlayer._core: checks arguments, releases the GIL, calls the kernel, turns errors into exceptions. Computes nothing.
-#include "arguments.h"
-#include "commlayer.h"
-
-#include <nanobind/nanobind.h>
-
-#include <optional>
+#include "glue.h"
 
 namespace nb = nanobind;
-using glue::Kind;
-using glue::Memory;
+using namespace glue;
 
 namespace {
-
-constexpr int64_t kInline = 4096;  // bytes; below, giving the GIL away costs more than the kernel
-
-template <class F>
-auto run(int64_t nbytes, F kernel) {
-  if (nbytes <= kInline) return kernel();
-  nb::gil_scoped_release released;
-  return kernel();
-}
-
-int64_t checked(const char* function, int64_t result) {
-  if (result >= 0) return result;
-  if (result != CML_ERR_CORRUPT) glue::fail(PyExc_ValueError, "%s: %s", function, cml_error_name(result));
-  nb::object type = nb::module_::import_("commlayer.errors").attr("CorruptFrame");
-  nb::object error = type(nb::str("%s: %s").attr("__mod__")(nb::make_tuple(function, cml_error_name(result))));
-  PyErr_SetObject(type.ptr(), error.ptr());
-  throw nb::python_error();
-}
-
-// An argument that may be None: the residual, always of the gradient's length.
-class Optional {
- public:
-  Optional(const char* name, nb::handle object, int64_t n) {
-    if (object.is_none()) return;
-    memory_.emplace(name, object.ptr(), true);
-    int64_t have = 0;
-    data_ = memory_->array<float>(Kind::f32, &have);
-    if (have != n)
-      glue::fail(PyExc_ValueError, "%s: holds %lld elements, need %lld", name, static_cast<long long>(have),
-                 static_cast<long long>(n));
-  }
-  float* data() const { return data_; }
-
- private:
-  std::optional<Memory> memory_;
-  float* data_ = nullptr;
-};
-
-void require_block(int64_t block) {
-  if (block < 1) glue::fail(PyExc_ValueError, "block: got %lld, need at least 1", static_cast<long long>(block));
-}
-
-int64_t blocks(int64_t n, int64_t block) { return n / block + (n % block != 0); }
 
 uint32_t crc32c(nb::handle data, uint32_t crc) {
   const Memory memory("data", data.ptr(), false);
@@ -143,7 +94,7 @@ void sample_abs(nb::handle g, nb::handle residual, int64_t offset, nb::handle ou
   float* to = out_memory.array<float>(Kind::f32, &count);
   const Optional kept("residual", residual, n);
   if (offset < 0 || count > UINT32_MAX || n > UINT32_MAX)
-    glue::fail(PyExc_ValueError, "sample_abs: offset must not be negative, sizes must be below 2^32");
+    fail(PyExc_ValueError, "sample_abs: offset must not be negative, sizes must be below 2^32");
   run(64 * count, [&] { cml_sample_abs(from, kept.data(), n, offset, count, to); });
 }
 
@@ -225,4 +176,8 @@ NB_MODULE(_core, m) {
   m.def("ef_decode", &decode_positions<cml_ef_decode>, "idx"_a, "n"_a, "src"_a, "at"_a = 0, "nbytes"_a = -1);
   m.def("bitmap_encode", &encode_positions<cml_bitmap_encode>, "out"_a, "idx"_a, "n"_a, "at"_a = 0);
   m.def("bitmap_decode", &decode_positions<cml_bitmap_decode>, "idx"_a, "n"_a, "src"_a, "at"_a = 0, "nbytes"_a = -1);
+
+  bind_quantisers(m);
+  bind_sparse(m);
+  bind_integers(m);
 }

@@ -1,0 +1,146 @@
+"""The sparse kernels in plain torch: selection, scattering, positions. Obviously right. Knows no headers and no codecs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from commlayer.compressors.reference.dense import int8_values
+from commlayer.compressors.reference.memory import MAX_N, Memory, floats, increasing, octets_of, positions, read, total, write
+from commlayer.errors import CorruptFrame
+
+LEAST_THRESHOLD = 2.0**-126
+
+
+def select(g: Memory, residual: Memory | None, threshold: float, start: int, idx: Memory, val: Memory) -> tuple[int, int, bool]:
+    v = total(g, residual)
+    n = v.numel()
+    limit = torch.tensor(threshold, dtype=torch.float32)
+    if not limit >= LEAST_THRESHOLD or not (0 <= start < n or start == n == 0):
+        need = "threshold >= 2^-126 and 0 <= start < n"
+        raise ValueError(f"select: got threshold {threshold} and start {start} for {n} elements, need {need}")
+    finite = v.isfinite()
+    passed = ((v.abs() >= limit) & finite).nonzero().view(-1)
+    scanned = torch.cat([passed[passed >= start], passed[passed < start]])
+    room = min(octets_of(idx).numel() // 4, octets_of(val).numel() // 4)
+    taken = scanned[:room].sort().values
+    write(idx, taken.to(torch.int32))
+    write(val, v[taken])
+    if residual is not None:
+        kept = floats(residual)
+        kept.copy_(torch.where(finite, v, kept))
+        kept[taken] = 0.0
+    return len(taken), len(passed) - len(taken), bool(finite.all())
+
+
+def sample_abs(g: Memory, residual: Memory | None, offset: int, out: Memory) -> None:
+    v, target = total(g, residual), floats(out)
+    if v.numel() == 0 or target.numel() == 0:
+        target.zero_()
+        return
+    steps = torch.arange(target.numel()) * v.numel() // target.numel()
+    target.copy_(v[(offset + steps) % v.numel()].abs())
+
+
+def _scatter(acc: Memory, idx: Memory, value: torch.Tensor, name: str) -> int:
+    total, where = floats(acc), positions(idx)
+    if not increasing(where, total.numel()):
+        raise CorruptFrame(f"{name}: positions do not increase below {total.numel()}")
+    total[where] += value
+    return len(where)
+
+
+def scatter_add(acc: Memory, idx: Memory, val: Memory, at: int = 0) -> int:
+    return _scatter(acc, idx, read(val, torch.float32, len(positions(idx)), at), "scatter_add")
+
+
+def scatter_add_int8(acc: Memory, idx: Memory, q: Memory, scale: Memory, block: int, q_at: int = 0, scale_at: int = 0) -> int:
+    value = int8_values(q, scale, len(positions(idx)), block, q_at, scale_at)
+    return _scatter(acc, idx, value, "scatter_add_int8")
+
+
+def _low_bits(n: int, k: int) -> int:
+    return max(0, (n // k).bit_length() - 1)
+
+
+def ef_bound(n: int, k: int) -> int:
+    if not 0 <= k <= n <= MAX_N:
+        raise ValueError(f"ef_bound: got {k} positions below {n}, need 0 <= k <= n < 2^32")
+    if k == 0:
+        return 0
+    low = _low_bits(n, k)
+    return (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """Bits (0 or 1, uint8) as bytes, the first bit lowest."""
+    return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+
+
+def _unpacked(octets: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.unpackbits(octets.numpy(), bitorder="little"))
+
+
+def _checked_positions(idx: Memory, n: int) -> torch.Tensor:
+    where = positions(idx)
+    if not 0 <= n <= MAX_N or not increasing(where, n):
+        raise ValueError(f"positions do not increase below {n}")
+    return where
+
+
+def _put(out: Memory, octets: torch.Tensor, at: int) -> int:
+    write(out, octets, at)
+    return octets.numel()
+
+
+def ef_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
+    where = _checked_positions(idx, n)
+    k = len(where)
+    if k == 0:
+        return 0
+    low = _low_bits(n, k)
+    lower = (where[:, None] >> torch.arange(low)) & 1
+    upper = torch.zeros(k + (n >> low) + 1, dtype=torch.uint8)
+    upper[(where >> low) + torch.arange(k)] = 1
+    return _put(out, torch.cat([_packed(lower.to(torch.uint8).view(-1)), _packed(upper)]), at)
+
+
+def _corrupt(k: int, n: int) -> CorruptFrame:
+    return CorruptFrame(f"positions: bytes are not {k} positions below {n}")
+
+
+def ef_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -1) -> int:
+    k = len(positions(idx))
+    octets = octets_of(src, at, None if nbytes < 0 else nbytes)
+    if k > n or octets.numel() != ef_bound(n, k):
+        raise _corrupt(k, n)
+    if k == 0:
+        return 0
+    low = _low_bits(n, k)
+    middle = (k * low + 7) // 8
+    lower, upper = _unpacked(octets[:middle]), _unpacked(octets[middle:])
+    ones = upper.nonzero().view(-1)
+    if lower[k * low :].any() or upper[k + (n >> low) + 1 :].any() or len(ones) != k:
+        raise _corrupt(k, n)
+    weights = torch.ones(low, dtype=torch.int64) << torch.arange(low)
+    where = ((ones - torch.arange(k)) << low) + (lower[: k * low].view(k, low).to(torch.int64) * weights).sum(1)
+    if not increasing(where, n):
+        raise _corrupt(k, n)
+    write(idx, where.to(torch.int32))
+    return k
+
+
+def bitmap_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
+    bits = torch.zeros(n, dtype=torch.uint8)
+    bits[_checked_positions(idx, n)] = 1
+    return _put(out, _packed(bits), at)
+
+
+def bitmap_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -1) -> int:
+    k = len(positions(idx))
+    octets = octets_of(src, at, None if nbytes < 0 else nbytes)
+    bits = _unpacked(octets)
+    if octets.numel() != (n + 7) // 8 or bits[n:].any() or int(bits.sum()) != k:
+        raise _corrupt(k, n)
+    write(idx, bits.nonzero().view(-1).to(torch.int32))
+    return k
