@@ -124,7 +124,7 @@ class Bucket(Record, frozen=True):
     down: str = ""
     """The codec of a server's results where it is not that of the payloads."""
     by_node: tuple[str, ...] = ()
-    """Codecs of the nodes where they differ (a slow link takes a smaller ratio); of one family, so that one server reads all."""
+    """Codecs of the nodes where they differ (a slow link takes a smaller ratio); of one family: one server reads all."""
     stale: bool = False
     """Whether the result of a step is used in the next one."""
     why: Why | None = None
