@@ -16,6 +16,7 @@ from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.connect import Connection
 from commlayer.errors import CommError
+from commlayer.records import Bucket, Plan
 from commlayer.runtime.worker import Worker
 
 FORMAT = "commlayer-state-1"
@@ -61,7 +62,7 @@ def save(connection: Connection, directory: Path) -> None:
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
-            for bucket in worker.buckets_of(server):
+            for bucket in _summed_by(worker.plan, server):
                 data = uplink.fetch_state(server, bucket.id, undo=worker.undone)
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             files[f"server-{server}"] = tensors
@@ -92,7 +93,7 @@ def load(connection: Connection, directory: Path) -> None:
     with _together(connection, "load()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
-            for bucket in worker.buckets_of(server):
+            for bucket in _summed_by(worker.plan, server):
                 data = safetensors.torch.save(_of_bucket(read[f"server-{server}"][0], bucket.id))
                 uplink.put_state(server, bucket.id, step, data)
         _restore(worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
@@ -141,6 +142,10 @@ def _servers_of(connection: Connection) -> list[int]:
     """The servers whose files this rank sees to: spread over the ranks, each by one."""
     assert connection.plan is not None
     return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
+
+
+def _summed_by(plan: Plan, server: int) -> list[Bucket]:
+    return [b for b in plan.buckets if b.path == "service" and b.server == server]
 
 
 def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from commlayer.planner import paths
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
-PATHS = ("service", "allreduce")
 FLOAT32_NBYTES = 4
 
 
@@ -51,8 +51,10 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
     if bucket.id != place:
         yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
-    if bucket.path not in PATHS:
-        yield f"{name}: path {bucket.path!r}, allowed: {', '.join(PATHS)}"
+    try:
+        paths.parse(bucket.path)
+    except ValueError as error:
+        yield f"{name}: {error}"
     if not bucket.codec.strip():
         yield f"{name}: no codec"
     if bucket.path == "service" and not 0 <= bucket.server < plan.servers:

@@ -18,13 +18,15 @@ import torch
 
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
-from commlayer.records import Bucket, Job, Plan, Spec
+from commlayer.records import Job, Plan, Spec
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.lanes import Lane
+from commlayer.runtime.order import by_place
+from commlayer.runtime.staged import Staged
 from commlayer.runtime.staging import Staging
-from commlayer.transport.groups import Groups, Pending
+from commlayer.transport.groups import GROUP, Groups, Pending
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
 
 FOREVER_S = 86400.0
@@ -54,13 +56,14 @@ class Worker:
             for i, b in enumerate(plan.buckets)
         ]
         # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.
-        self._tracked = any(codecs[b.id].init(Spec((0,))) for b in plan.buckets if b.path == "service")
+        self._tracked = any(codecs[b.id].init(Spec((0,))) for b in plan.buckets if b.path != "allreduce")
         self._by_tensor: list[list[tuple[Flow, int]]] = [[] for _ in job.tensors]
         for flow in self.flows:
             for i, s in enumerate(flow.bucket.slices):
                 self._by_tensor[s.tensor].append((flow, i))
         self._service = [f for f in self.flows if f.bucket.path == "service"]
         self._mine = [f for f in self.flows if f.coded]
+        self._by_stages = [f for f in self.flows if f.bucket.path not in ("service", "allreduce")]
         self._staging = Staging(device)
         self._conductor = Conductor([f for f in self.flows if self._collective(f)], self._issue)
         self._pending: dict[int, Pending] = {}
@@ -76,6 +79,7 @@ class Worker:
         self.scale = 1.0
         self._undone = False
         self._stalled: dict[int, tuple[int, ...]] = {}
+        self._staged = Staged.of(self._by_stages, codecs, plan, groups, self._latch, lambda: self.error)
         self._reset()
 
     # ---- a step, from the side of the gradients
@@ -115,6 +119,7 @@ class Worker:
         for tensor, seen in enumerate(self._seen):
             if not seen:
                 self._feed(tensor, leftovers[tensor])
+        self._staged.share_tails()
         deadline = begin + deadline_s
         try:
             self._wait(deadline)
@@ -133,7 +138,7 @@ class Worker:
         for flow in self.flows:
             if self._tracked and not flow.coded:
                 # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
-                flow.finite = bool(torch.isfinite(flow.x if flow.bucket.path == "allreduce" else flow.x[0]).all())
+                flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
             if flow.buffer and not flow.finite:
                 continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
             finite = finite and flow.finite
@@ -147,6 +152,7 @@ class Worker:
         if self._undone:
             for flow in self._mine:
                 flow.undo()
+            self._staged.undo()
         self.step += 1
         self.counters.steps += 1
         self._reset()
@@ -155,7 +161,7 @@ class Worker:
         """From the weighted sum to the average."""
         scale = self._scale_of(flow)
         with contextlib.suppress(ZeroDivisionError):
-            return flow.over_weight(scale) if flow.bucket.path == "allreduce" else scale / flow.weight
+            return scale / flow.weight if flow.bucket.path == "service" else flow.over_weight(scale)
         error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
                            "give one a weight")
         self._latch(error)
@@ -176,7 +182,8 @@ class Worker:
         self._conductor.reset()
         self._pending.clear()
         self._stalled.clear()
-        self._left = len(self._mine)
+        self._staged.reset()
+        self._left = len(self._mine) + len(self._by_stages)
         self._all_in.clear()
         if not self._left:
             self._all_in.set()
@@ -185,7 +192,7 @@ class Worker:
 
     def _collective(self, flow: Flow) -> bool:
         """Whether it begins with a collective: an all-reduce, or the sum inside the node."""
-        return flow.bucket.path == "allreduce" or self._shared
+        return flow.bucket.path != "service" or self._shared
 
     def _scale_of(self, flow: Flow) -> float:
         """Gradients are coded without the loss scale, or a change of scale would falsify every residual."""
@@ -208,6 +215,9 @@ class Worker:
         flow.write_tail()
         if self._groups is None:
             return  # alone: the sum is what it is
+        if flow.bucket.path not in ("service", "allreduce"):
+            self._staged.begin(flow, lambda: self._finished(flow))
+            return
         if flow.bucket.path == "allreduce":
             self._pending[flow.bucket.id] = self._groups.allreduce(flow.all)
             return
@@ -280,6 +290,9 @@ class Worker:
             self._send(flow, r + 1, nbytes)
             return
         self._staging.to_device(flow)
+        self._finished(flow)
+
+    def _finished(self, flow: Flow) -> None:
         flow.done = True
         with self._lock:
             self._left -= 1
@@ -296,6 +309,7 @@ class Worker:
             if (pending := self._pending.get(flow.bucket.id)) is not None:
                 pending.wait(deadline, lambda: self.error)
                 flow.read_used()
+        self._staged.read_tails(deadline)
         self._staging.join()
         if self._shared:
             assert self._groups is not None
@@ -317,16 +331,14 @@ class Worker:
 
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
-        far = len(places)
-        first = [min((places.get(s.tensor, far) for s in f.bucket.slices), default=far) for f in self.flows]
-        ranked = sorted(range(len(self.flows)), key=lambda i: (first[i], self.flows[i].order))
-        for order, i in enumerate(ranked):
+        spans = [[s.tensor for s in f.bucket.slices] for f in self.flows]
+        for order, i in enumerate(by_place(spans, [f.order for f in self.flows], places)):
             self.flows[i].order = order
 
     @property
     def coded(self) -> list[Flow]:
         """The flows that this worker encodes."""
-        return self._mine
+        return self._mine + self._by_stages
 
     @property
     def undone(self) -> bool:
@@ -337,15 +349,13 @@ class Worker:
         """The servers have heard it by another way than the next step's frames."""
         self._undone = False
 
-    def buckets_of(self, server: int) -> list[Bucket]:
-        """The buckets that a server sums."""
-        return [f.bucket for f in self._service if f.bucket.server == server]
-
     # ---- failure
 
     def _overdue(self) -> DeadlineExceeded:
-        flow = next((f for f in self._mine if not f.done), self._mine[0])
+        flow = next(f for f in self._mine + self._by_stages if not f.done)
         place = {"step": self.step, "bucket": flow.bucket.id}
+        if flow.bucket.path != "service":
+            return DeadlineExceeded("not exchanged before the deadline", peer=GROUP, **place)
         server = peer_name(SERVER_BASE + flow.bucket.server)
         if not flow.started:
             return DeadlineExceeded("not summed inside the node before the deadline", peer="a rank of this node", **place)
@@ -377,12 +387,13 @@ class Worker:
             self._abandoned = True
             self.error = self._explain(self.error)
             # A lane that is stuck may be inside a codec: then its residual cannot be put right.
-            if self._encode.drain(DRAIN_S) and self._decode.drain(DRAIN_S):
+            if self._encode.drain(DRAIN_S) and self._decode.drain(DRAIN_S) and self._staged.drain(DRAIN_S):
                 for flow in self._mine:
                     flow.undo()
+                self._staged.undo()
         raise self.error
 
     def close(self) -> None:
         self._latch(CommError("the session is closed"))
-        self._encode.close(1.0)
-        self._decode.close(1.0)
+        for part in (self._encode, self._decode, self._staged):
+            part.close(1.0)
