@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import planner, records
-from commlayer.compressors import kernels, parse, wrap
+from commlayer.compressors import codec_of, kernels, parse, wrap
 from commlayer.config import Config, Launch, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
@@ -134,7 +134,7 @@ def connect(
         if made.plan.servers and made.plan.ranks_per_node != per_node:
             raise ValueError(f"plan: made for {made.plan.ranks_per_node} ranks per node, here are {per_node}: make it again, "
                              "or set ranks_per_node")
-        codecs = {b.id: wrap(parse(b.codec)) for b in made.plan.buckets}
+        codecs = {b.id: codec_of(b, made.rank // per_node) for b in made.plan.buckets}
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
         up = made.uplink

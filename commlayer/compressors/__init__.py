@@ -8,11 +8,13 @@ from commlayer.compressors.int8 import int8
 from commlayer.compressors.keys import seed
 from commlayer.compressors.parse import parse
 from commlayer.compressors.topk import topk
+from commlayer.compressors.twoway import codec_of, two_way
 
 __all__ = [
     "Codec",
     "Round",
     "bf16",
+    "codec_of",
     "error_feedback",
     "fp16",
     "identity",
@@ -22,5 +24,6 @@ __all__ = [
     "seed",
     "snapshot",
     "topk",
+    "two_way",
     "wrap",
 ]

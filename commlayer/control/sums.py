@@ -7,7 +7,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
-from commlayer.compressors import parse, restore, seed, snapshot, wrap
+from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
@@ -48,7 +48,7 @@ class CodecOps:
 def ops_of(plan: Plan, server: int) -> dict[int, CodecOps]:
     """What server number `server` sums under that plan."""
     mine = (b for b in plan.buckets if b.path == "service" and b.server == server)
-    return {b.id: CodecOps(wrap(parse(b.codec)), b, plan.job) for b in mine}
+    return {b.id: CodecOps(codec_of(b), b, plan.job) for b in mine}
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:
