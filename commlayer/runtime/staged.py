@@ -7,12 +7,14 @@ its first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame
+from commlayer.observe import Recorder
 from commlayer.planner import paths
 from commlayer.records import Plan
 from commlayer.runtime.flow import Flow
@@ -28,9 +30,10 @@ class Staged:
 
     def __init__(
         self, flows: Mapping[int, StagedFlow], groups: Groups | None, channels: Channels | None,
-        latch: Callable[[BaseException], None], failed: Error,
+        latch: Callable[[BaseException], None], failed: Error, recorder: Recorder,
     ) -> None:
         self._flows, self._groups, self._channels, self._failed = flows, groups, channels, failed
+        self._recorder = recorder
         stages = max((len(f.segments) for f in flows.values()), default=0)
         self._lanes = [Lane(f"stage-{j}", latch) for j in range(stages)]
         self._tails: tuple[torch.Tensor, Pending] | None = None
@@ -38,10 +41,10 @@ class Staged:
     @classmethod
     def of(
         cls, flows: Sequence[Flow], codecs: Mapping[int, Codec], plan: Plan, groups: Groups | None,
-        latch: Callable[[BaseException], None], failed: Error,
+        latch: Callable[[BaseException], None], failed: Error, recorder: Recorder,
     ) -> Staged:
         if groups is None or not flows:
-            return cls({}, None, None, latch, failed)
+            return cls({}, None, None, latch, failed, recorder)
         place = Place(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
         made = {}
         wanted = set()
@@ -55,7 +58,7 @@ class Staged:
         return cls(
             {f.bucket.id: StagedFlow(f, made[f.bucket.id], codecs[f.bucket.id], channels, job=plan.job, rank=groups.rank)
              for f in flows},
-            groups, channels, latch, failed,
+            groups, channels, latch, failed, recorder,
         )
 
     def begin(self, flow: Flow, done: Callable[[], None]) -> None:
@@ -86,10 +89,12 @@ class Staged:
     def _run(self, flow: StagedFlow, stage: int, done: Callable[[], None]) -> None:
         if self._failed() is not None:
             return
+        begin = time.perf_counter()
         try:
             flow.advance(stage, self._failed)
         except CorruptFrame as error:
             raise CorruptFrame(error.what, peer=GROUP, bucket=flow.flow.bucket.id) from None
+        self._recorder.add(f"stage {stage}", f"stage {stage}", flow.flow.bucket.id, begin)
         if stage + 1 < len(flow.segments):
             self._put(flow, stage + 1, done)
         else:
