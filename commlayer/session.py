@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
 from commlayer.config import Config, read_config
-from commlayer.connect import Connection, connect, device_of
+from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.records import Plan
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, loss_scale, parameters_of
 from commlayer.runtime.order import ForwardOrder
+from commlayer.runtime.worker import Worker
 
 
 class Driver(Protocol):
@@ -88,6 +89,13 @@ class Session:
         """The plan in force, None where there is nobody to talk to."""
         return self._driver.connection.plan
 
+    def switch(self, plan: Plan) -> None:
+        """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+
+        What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
+        """
+        self._driver.when_connected(lambda: switch(self._driver.connection, plan))
+
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
         self._driver.detach()
@@ -114,7 +122,7 @@ class _ModuleDriver:
         self._hooks: Hooks | None = None
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            self._hooks = Hooks(self._parameters, connection.worker, self._ready, self.synchronize, lambda: self._syncing)
+            self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,9 +159,12 @@ class _ModuleDriver:
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
 
+    def _worker(self) -> Worker:
+        assert self.connection.worker is not None
+        return self.connection.worker
+
     def _ready(self, tensor: int, gradient: torch.Tensor) -> None:
-        worker = self.connection.worker
-        assert worker is not None
+        worker = self._worker()
         if self._order is not None:
             worker.reorder(self._order.take())
             self._order = None

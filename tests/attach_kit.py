@@ -74,12 +74,12 @@ class Run:
             session.connection.close() if hasattr(session, "connection") else session.close()
 
 
-def play(rank: int, world: int, script: Any, setting: Setting | None) -> dict[str, Any]:
+def play(rank: int, world: int, script: Any, setting: Setting | None, *args: Any) -> dict[str, Any]:
     """Runs a script; what it returns."""
     torch.manual_seed(7)
     run = Run(rank, world, setting)
     try:
-        result: dict[str, Any] = script(run)
+        result: dict[str, Any] = script(run, *args)
     finally:
         run.close()
     return result

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.compressors import seed
-from commlayer.compressors.codec import Buffer, Codec
+from commlayer.compressors.codec import Buffer, Codec, State
+from commlayer.compressors.debts import Debt, owed, spread
 from commlayer.records import Bucket, Job
 
 PAYLOAD_HEADER = 16
@@ -48,6 +49,10 @@ class Flow:
             self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
+        self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
+        """The elements and the state of each encode that codes this worker's own gradients."""
+        self.carry: torch.Tensor | None = None
+        """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
         self.reset()
 
     def reset(self) -> None:
@@ -92,6 +97,9 @@ class Flow:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
         if factor != 1.0:
             self.x.mul_(factor)
+        if self.carry is not None:
+            self.x += self.carry.to(self.x.device)
+            self.carry = None
         self.used, self.weight = used, weight
 
     def write_tail(self) -> None:
@@ -125,6 +133,14 @@ class Flow:
         pairs = self._parts(targets)
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
+
+    def debts(self) -> list[Debt]:
+        """What this worker owes on the bucket's elements, as views of the states and of what is still to be carried."""
+        found = [] if self.carry is None else list(spread(self.bucket.slices, 0, self.carry))
+        for (low, high), state in self.coders:
+            if (values := owed(state, high - low)) is not None:
+                found += spread(self.bucket.slices, low, values)
+        return found
 
     def undo(self) -> None:
         if self.started:

@@ -33,7 +33,7 @@ class Staged:
         latch: Callable[[BaseException], None], failed: Error, recorder: Recorder,
     ) -> None:
         self._flows, self._groups, self._channels, self._failed = flows, groups, channels, failed
-        self._recorder = recorder
+        self.recorder = recorder
         stages = max((len(f.segments) for f in flows.values()), default=0)
         self._lanes = [Lane(f"stage-{j}", latch) for j in range(stages)]
         self._tails: tuple[torch.Tensor, Pending] | None = None
@@ -94,7 +94,7 @@ class Staged:
             flow.advance(stage, self._failed)
         except CorruptFrame as error:
             raise CorruptFrame(error.what, peer=GROUP, bucket=flow.flow.bucket.id) from None
-        self._recorder.add(f"stage {stage}", f"stage {stage}", flow.flow.bucket.id, begin)
+        self.recorder.add(f"stage {stage}", f"stage {stage}", flow.flow.bucket.id, begin)
         if stage + 1 < len(flow.segments):
             self._put(flow, stage + 1, done)
         else:

@@ -60,6 +60,8 @@ class StagedFlow:
                 if isinstance(step, Encode):
                     self._prepare(step, job, rank)
         # For checkpoints, which walk over the states of flows.
+        first = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.first}
+        flow.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in first for c in coders]
         flow.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
     def _prepare(self, step: Encode, job: str, rank: int) -> None:

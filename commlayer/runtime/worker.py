@@ -43,7 +43,7 @@ class Worker:
         recycle: Callable[[memoryview], None] = lambda _: None, explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
         """`recycle` takes back the bodies of results that have been decoded; `explain` may know a better error for one."""
-        self.job, self.plan, self.rank, self.generation = job, plan, rank, generation
+        self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
         self._groups = groups
         self._explain = explain
         self._local = rank % plan.ranks_per_node
@@ -71,6 +71,8 @@ class Worker:
         self._all_in = threading.Event()
         self._seen = [False] * len(job.tensors)
         self.error: BaseException | None = None
+        self.places: Mapping[int, int] = {}
+        """Where the forward pass needs each tensor, as far as it was seen."""
         self._abandoned = False
         self.step = 0
         self.weight = 1.0
@@ -279,6 +281,7 @@ class Worker:
 
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
+        self.places = places
         spans = [[s.tensor for s in f.bucket.slices] for f in self.flows]
         for order, i in enumerate(by_place(spans, [f.order for f in self.flows], places)):
             self.flows[i].order = order
@@ -292,6 +295,13 @@ class Worker:
     def undone(self) -> bool:
         """Whether the servers still have to hear that the last step was abandoned."""
         return self._undone
+
+    def take_over(self, before: Worker) -> None:
+        """Goes on where a worker of the plan before stopped."""
+        self.step, self.weight, self.scale = before.step, before.weight, before.scale
+        self.counters = before.counters
+        self.recorder = self._staged.recorder = before.recorder
+        self.reorder(before.places)
 
     def settle(self) -> None:
         """The servers have heard it by another way than the next step's frames."""
