@@ -37,15 +37,16 @@ def test_ops_are_compared_where_both_have_them() -> None:
     assert compare(PREDICTED, MEASURED) == pytest.approx({"encode": 1.5, "send": 2.0})
 
 
-def test_a_recorder_keeps_one_step_and_only_while_on() -> None:
+def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
     recorder = Recorder()
-    recorder.begin()
     recorder.add("encode", "cpu", 0, time.perf_counter())
     recorder.tensor(3)
+    recorder.next()
     assert recorder.events() == []
-    assert recorder.ready == {}
-    recorder.on = True
-    recorder.begin()
+    assert recorder.steps == []
+    recorder.switch(on=True)
+    recorder.tensor(1)  # of a step whose beginning was not seen
+    recorder.next()
     threads = [threading.Thread(target=lambda: [recorder.add("x", "lane", i, time.perf_counter()) for i in range(500)])
                for _ in range(4)]
     for thread in threads:
@@ -53,13 +54,16 @@ def test_a_recorder_keeps_one_step_and_only_while_on() -> None:
     for thread in threads:
         thread.join()
     recorder.tensor(3)
-    recorder.mark("finish")
-    assert len(recorder.events()) == 2000
-    assert recorder.ready[3] <= recorder.marks["finish"]
-    assert all(0 <= e.start_s <= e.end_s for e in recorder.events())
-    recorder.begin()
+    recorder.mark("backward")
+    recorder.next()
+    (step,) = recorder.steps
+    assert len(step.events) == 2000
+    assert list(step.ready) == [3]
+    assert step.ready[3] <= step.marks["backward"] <= step.marks["end"]
+    assert all(0 <= e.start_s <= e.end_s <= step.marks["end"] for e in step.events)
     assert recorder.events() == []
-    assert recorder.marks == {}
+    recorder.switch(on=True)
+    assert recorder.steps == []
 
 
 def stale_at(times: list[float]) -> list[int]:

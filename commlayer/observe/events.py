@@ -21,23 +21,45 @@ class Event(NamedTuple):
         return self.end_s - self.start_s
 
 
+class Step(NamedTuple):
+    """What was recorded from the end of one step's averaging to the end of the next one's."""
+
+    ready: dict[int, float]
+    """When each tensor's gradient became final."""
+    marks: dict[str, float]
+    """Single points: "backward" when it was over, "summed" when all buckets were in, "end"."""
+    events: list[Event]
+
+
 class Recorder:
     """Collects the events of one step at a time. Off, a mark costs one test; on, one append, which is safe from any thread."""
 
     def __init__(self) -> None:
         self.on = False
+        self.steps: list[Step] = []
+        """Whole ones, since it was switched on."""
+        self._begun = False
         self._begin = 0.0
         self._raw: list[tuple[str, str, int, float, float, int]] = []
         self.ready: dict[int, float] = {}
-        """When each tensor's gradient became final, since the step began."""
         self.marks: dict[str, float] = {}
-        """Single points of the step: "forward", "backward", "finish", "commit"."""
 
-    def begin(self) -> None:
-        """A step begins now, with its forward pass."""
-        if self.on:
-            self._begin = time.perf_counter()
-            self._raw, self.ready, self.marks = [], {}, {}
+    def switch(self, *, on: bool) -> None:
+        """On, it collects from the next step's begin; what it had collected before is dropped."""
+        self.on, self._begun = on, False
+        if on:
+            self.steps = []
+
+    def next(self) -> None:
+        """One step's averaging is over: what follows belongs to the next step."""
+        if not self.on:
+            return
+        self.mark("end")
+        if self._begun:
+            self.steps.append(Step(self.ready, self.marks, self.events()))
+        self._begun = True
+        self._begin = time.perf_counter()
+        self._raw, self.ready, self.marks = [], {}, {}
 
     def mark(self, name: str) -> None:
         if self.on:
@@ -53,7 +75,7 @@ class Recorder:
             self._raw.append((op, lane, bucket, start, time.perf_counter(), nbytes))
 
     def events(self) -> list[Event]:
-        """Of the step so far, in order of their start."""
+        """Of the step under way, in order of their start."""
         found = [Event(op, lane, bucket, start - self._begin, end - self._begin, nbytes)
                  for op, lane, bucket, start, end, nbytes in self._raw]
         return sorted(found, key=lambda e: e.start_s)

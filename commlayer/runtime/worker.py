@@ -160,6 +160,7 @@ class Worker:
         self.step += 1
         self.counters.steps += 1
         self._reset()
+        self.recorder.next()
 
     def _factor(self, flow: Flow) -> float | torch.Tensor:
         """From the weighted sum to the average."""
