@@ -69,8 +69,8 @@ def test_what_wants_feedback_is_a_contraction(codec: Codec) -> None:
 def test_the_mean_of_what_is_received_is_what_was_sent(codec: Codec, cubed: bool) -> None:
     """Over 200 steps, by Hoeffding: a mean of m draws in a range w is off by t with P < 2 exp(-2 m t^2 / w^2).
 
-    Each element with t = w / 4: 2.8e-11, or 1.3e-7 for all of them. All together, once as they are and once by the sign of x, so
-    that a pull towards zero shows: 5e-14.
+    Each element with t = w / 4: 2.8e-11, or 1.3e-7 for all of them. All together, once as they are and once by the sign of x,
+    so that a pull towards zero shows: 5e-14.
     """
     x = kit.noise(N, 3) ** 3 if cubed else kit.noise(N, 3)
     state, steps = codec.init(Spec((N,))), 200
