@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native_kit import KINDS, SIZES, bits, core, numbers, same, unaligned
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 sizes = st.sampled_from((*SIZES, 159, 160, 161, 320, 1283))
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(KINDS)
