@@ -50,12 +50,54 @@ def all_finite(x: Array, residual: Array | None = None) -> bool:
 def int8_encode(
     q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, q_at: int = 0, scale_at: int = 0
 ) -> bool:
-    """Codes x (+ residual, which keeps the rest). False, residual unchanged, if that is not finite."""
+    """Codes x (+ residual, which keeps the rest). False if that is not finite: the residual takes the finite part."""
 
 def int8_decode(
     acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False, q_at: int = 0, scale_at: int = 0
 ) -> None:
     """acc += scale * q, or acc = scale * q."""
+
+def philox(words: Array, first: int, key: int, step: int) -> None:
+    """The random words (uint32 or int32) of elements first, first + 1, ... under this key in this step."""
+
+def linear_encode(
+    q: Payload,
+    scale: Payload,
+    x: Array,
+    residual: Array | None,
+    block: int,
+    bits: int,
+    euclidean: bool,
+    dither: bool,
+    key: int = 0,
+    step: int = 0,
+) -> bool:
+    """As int8_encode, in codes of 2, 3, 4, 5 or 8 bits and scales in bfloat16."""
+
+def linear_decode(acc: Array, q: Payload, scale: Payload, block: int, bits: int, assign: bool = False) -> None:
+    """acc += scale * q, or acc = scale * q."""
+
+def ternary_encode(
+    q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, clip: float, key: int, step: int
+) -> bool:
+    """As int8_encode, in five ternaries a byte and scales in bfloat16; clip in root mean squares, 0 for none."""
+
+def ternary_decode(acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False) -> None:
+    """As linear_decode."""
+
+def natural_encode(
+    q: Payload, base: Payload, x: Array, residual: Array | None, block: int, bits: int, key: int, step: int
+) -> bool:
+    """As int8_encode, in sign and power of two; base is a byte per block."""
+
+def natural_decode(acc: Array, q: Payload, base: Payload, block: int, bits: int, assign: bool = False) -> None:
+    """As linear_decode."""
+
+def onebit_encode(q: Payload, scale: Payload, x: Array, residual: Array | None, block: int) -> bool:
+    """As int8_encode, in signs and scales in bfloat16."""
+
+def onebit_decode(acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False) -> None:
+    """As linear_decode."""
 
 def select(g: Array, residual: Array | None, threshold: float, start: int, idx: Array, val: Array) -> tuple[int, int, bool]:
     """(selected, passed but did not fit, all finite). The shorter of idx (uint32 or int32) and val is the room."""

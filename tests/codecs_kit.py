@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, topk
+from commlayer.compressors import bf16, error_feedback, fp16, identity, int4, int8, natural, onebit, qsgd, terngrad, topk
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.kernels import BACKENDS
 from commlayer.records import Spec
@@ -22,8 +22,21 @@ PLAIN: list[Codec] = [
     topk(ratio=0.2, values="fp32"),
     topk(ratio=1.0, values="int8"),
     topk(ratio=0.05, values="fp32", exact=True),
+    int4(),
+    int4(block=8),
+    qsgd(),
+    qsgd(block=128, levels=15, norm="l2"),
+    qsgd(block=64, levels=127),
+    natural(),
+    natural(block=64, bits=8),
+    terngrad(block=320),
+    terngrad(clip=None),
+    onebit(),
+    onebit(block=40),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
+COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit")
+"""Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
 AVAILABLE = [name for name, module in BACKENDS.items() if module is not None]
 
@@ -34,6 +47,10 @@ def noise(n: int, seed: int = 0) -> torch.Tensor:
 
 def room(codec: Codec, spec: Spec) -> memoryview:
     return memoryview(bytearray(codec.bound(spec)))
+
+
+def coarse(codec: Codec) -> bool:
+    return str(codec).startswith(COARSE)
 
 
 def encode(codec: Codec, x: torch.Tensor, state: State) -> memoryview:

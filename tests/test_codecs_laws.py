@@ -69,7 +69,9 @@ def test_sent_and_residual_make_input_and_old_residual(codec: Codec, values: lis
         sent = torch.zeros_like(x)
         if wrapped.decode(payload, state, out := torch.empty_like(x)):
             sent = out
-        torch.testing.assert_close(sent + state["residual"], v, rtol=3e-7, atol=1e-44)
+        # A large code for a small number leaves a residual with the bits of the code.
+        atol = 3e-7 * float(v.abs().max()) if kit.coarse(codec) and values else 1e-44
+        torch.testing.assert_close(sent + state["residual"], v, rtol=3e-7, atol=atol)
 
 
 @each

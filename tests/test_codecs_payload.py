@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.compressors import Codec, bf16, fp16, identity, int8, kernels, topk
+from commlayer.compressors import Codec, bf16, fp16, identity, int4, int8, kernels, natural, onebit, qsgd, terngrad, topk
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
@@ -28,6 +28,13 @@ CASES: dict[str, tuple[Codec, int]] = {
     "topk-fp32": (topk(ratio=0.01, values="fp32", exact=True), 5000),
     "topk-none": (topk(), 9),
     "int8-flagged": (int8(), 5),
+    "int4": (int4(block=8), 21),
+    "qsgd-3-bits": (qsgd(block=8, levels=3), 21),
+    "qsgd-5-bits-l2": (qsgd(block=16, levels=15, norm="l2"), 21),
+    "natural": (natural(block=8), 21),
+    "natural-8-bits": (natural(block=16, bits=8), 21),
+    "terngrad": (terngrad(block=160), 167),
+    "onebit": (onebit(block=8), 21),
 }
 
 

@@ -4,9 +4,14 @@ from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Codec, Round
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, wrap
+from commlayer.compressors.int4 import int4
 from commlayer.compressors.int8 import int8
 from commlayer.compressors.keys import seed
+from commlayer.compressors.natural import natural
+from commlayer.compressors.onebit import onebit
 from commlayer.compressors.parse import parse
+from commlayer.compressors.qsgd import qsgd
+from commlayer.compressors.terngrad import terngrad
 from commlayer.compressors.topk import topk
 from commlayer.compressors.twoway import codec_of, two_way
 
@@ -18,11 +23,16 @@ __all__ = [
     "error_feedback",
     "fp16",
     "identity",
+    "int4",
     "int8",
+    "natural",
+    "onebit",
     "parse",
+    "qsgd",
     "restore",
     "seed",
     "snapshot",
+    "terngrad",
     "topk",
     "two_way",
     "wrap",

@@ -79,12 +79,77 @@ def bf16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
 
 
 def int8_encode(quanta: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    """Codes x + residual and writes back what the rounding keeps. False, residual unchanged, if it is not finite."""
+    """Codes x + residual and writes back what the rounding keeps. False if it is not finite: residual takes the finite part."""
     return bool(_chosen[0].int8_encode(quanta, scales, x, residual, block))
 
 
 def int8_decode(acc: torch.Tensor, quanta: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
     _chosen[0].int8_decode(acc, quanta, scales, block, assign)
+
+
+def linear_encode(
+    codes: memoryview,
+    scales: memoryview,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    block: int,
+    bits: int,
+    *,
+    euclidean: bool,
+    random: tuple[int, int] | None,
+) -> bool:
+    """As int8_encode; `random` is key and step of the words that round, None rounds to the nearest."""
+    key, step = random or (0, 0)
+    return bool(_chosen[0].linear_encode(codes, scales, x, residual, block, bits, euclidean, random is not None, key, step))
+
+
+def linear_decode(acc: torch.Tensor, codes: memoryview, scales: memoryview, block: int, bits: int, *, assign: bool) -> None:
+    _chosen[0].linear_decode(acc, codes, scales, block, bits, assign)
+
+
+def ternary_encode(
+    codes: memoryview,
+    scales: memoryview,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    block: int,
+    clip: float,
+    *,
+    random: tuple[int, int],
+) -> bool:
+    """As linear_encode; clip is in root mean squares of a block, 0 for none."""
+    return bool(_chosen[0].ternary_encode(codes, scales, x, residual, block, clip, *random))
+
+
+def ternary_decode(acc: torch.Tensor, codes: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
+    _chosen[0].ternary_decode(acc, codes, scales, block, assign)
+
+
+def natural_encode(
+    codes: memoryview,
+    bases: memoryview,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    block: int,
+    bits: int,
+    *,
+    random: tuple[int, int],
+) -> bool:
+    """As linear_encode."""
+    return bool(_chosen[0].natural_encode(codes, bases, x, residual, block, bits, *random))
+
+
+def natural_decode(acc: torch.Tensor, codes: memoryview, bases: memoryview, block: int, bits: int, *, assign: bool) -> None:
+    _chosen[0].natural_decode(acc, codes, bases, block, bits, assign)
+
+
+def onebit_encode(codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+    """As int8_encode."""
+    return bool(_chosen[0].onebit_encode(codes, scales, x, residual, block))
+
+
+def onebit_decode(acc: torch.Tensor, codes: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
+    _chosen[0].onebit_decode(acc, codes, scales, block, assign)
 
 
 def select(

@@ -13,6 +13,10 @@ from commlayer.compressors.codec import State
 SERVER = -1
 """The sender of results."""
 
+MOST_KEY = (1 << 63) - 1
+KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
+"""What the keys of a state may be."""
+
 
 def seed(state: State, job: str, bucket: int, sender: int) -> None:
     """Sets the keys in a fresh state and in the states inside it. `job` is any text that the workers share."""

@@ -11,7 +11,12 @@ from typing import Any
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback
+from commlayer.compressors.int4 import int4
 from commlayer.compressors.int8 import int8
+from commlayer.compressors.natural import natural
+from commlayer.compressors.onebit import onebit
+from commlayer.compressors.qsgd import qsgd
+from commlayer.compressors.terngrad import terngrad
 from commlayer.compressors.topk import topk
 
 FACTORIES: Mapping[str, Callable[..., Codec]] = {
@@ -20,6 +25,11 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "bf16": bf16,
     "int8": int8,
     "topk": topk,
+    "int4": int4,
+    "qsgd": qsgd,
+    "natural": natural,
+    "terngrad": terngrad,
+    "onebit": onebit,
     "error_feedback": error_feedback,
 }
 

@@ -17,7 +17,18 @@ NONFINITE = 1
 
 MAX_NUMEL = 0xFFFFFFFF
 
-CODEC_IDS = {"identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5}
+CODEC_IDS = {
+    "identity": 1,
+    "fp16": 2,
+    "bf16": 3,
+    "int8": 4,
+    "topk": 5,
+    "int4": 6,
+    "qsgd": 7,
+    "natural": 8,
+    "terngrad": 9,
+    "onebit": 10,
+}
 """Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")

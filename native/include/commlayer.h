@@ -61,11 +61,50 @@ int64_t cml_all_finite(const float* x, const float* residual, int64_t n);
  * scale[b] = min(max|x| / 127, FLT_MAX / 128), so that no q, not even -128, decodes to infinity;
  * q[i] = round-half-even(x[i] / scale[b]), cut to [-127, 127].
  * Where max|x| < 127 * 2^-126 the scale would not be a normal number: the block counts as zeros, scale[b] = 0, q = 0.
- * If residual != NULL: v = x[i] + residual[i] is coded and residual[i] = v - scale * q is written back (one pass per block).
- * Returns 1 if all v are finite; 0 if not: then q and residual are as they were, scale holds anything. */
+ * If residual != NULL: v = x[i] + residual[i] is coded and residual[i] = v - scale * q is written back.
+ * One pass over memory: a block is measured and coded while it is in the cache. Returns 1 if all v are finite; 0 if not: then
+ * q and scale hold anything, and residual[i] = v where v is finite, else what it was. (What blocks before the first bad one
+ * had sent is added back, which is exact for rounding to the nearest.) */
 int64_t cml_int8_encode(int8_t* q, float* scale, const float* x, float* residual, int64_t n, int64_t block);
 /* acc[i] += scale[b] * q[i]; with assign != 0: acc[i] = scale[b] * q[i]. */
 void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n, int64_t block, int assign);
+
+/* ---- random numbers: Philox4x32-10, see src/philox.h for which element takes which word ---- */
+
+/* The words of elements first .. first + n - 1 under this key in this step. */
+void cml_philox(uint32_t* words, int64_t n, int64_t first, uint64_t key, uint64_t step);
+
+/* ---- blockwise quantisers: as int8 above in blocks, residual, passes and what they return, but for these ----
+ * Scales are bfloat16, rounded up, cut so that any code times its scale is finite; a block whose scale would be below 2^-126
+ * counts as zeros. Codes are a stream of bytes: code i takes bits [i * bits, (i + 1) * bits), the lowest bit of a byte first;
+ * ceil(n * bits / 8) bytes, the bits past the end are 0. block is a multiple of 8, else CML_ERR_ARGUMENT.
+ * Where rounding is by random numbers, adding back what was sent (0 returned) is exact only up to rounding.
+ *
+ * linear: code q of bits = 2, 3, 4, 5 or 8 as two's complement; top = 2^(bits-1) - 1; scale = size / top, where size is the
+ * largest |v|, or with euclidean != 0 the Euclidean norm of the block. t = v / scale cut to [-top, top].
+ * dither == 0: q = round-half-even(t). Else q = floor(t) + 1 if uniform(word) < t - floor(t), else floor(t). */
+int64_t cml_linear_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, int bits,
+                          int euclidean, int dither, uint64_t key, uint64_t step);
+int64_t cml_linear_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int bits, int assign);
+
+/* ternary: dithered as above with top = 1; size = largest |v|, or where clip > 0 at most clip * the block's root mean square.
+ * Elements go in groups of 160 (the last may have fewer), block is a multiple of 160. A group of c elements takes
+ * m = ceil(c / 5) bytes: byte j holds elements j, j + m, ... of it as digits of weight 1, 3, 9, 27, 81; digit 2 means -1. */
+int64_t cml_ternary_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, float clip,
+                           uint64_t key, uint64_t step);
+int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
+
+/* natural: sign (uppermost bit; 0 for level 0) and level k < 2^(bits-1) of bits = 3, 4, 5 or 8; k > 0 stands for
+ * 2^(base[b] + k - 127), 0 for 0. The uppermost level is the least that reaches the largest |v|, so
+ * base[b] <= 254 - (2^(bits-1) - 1). v goes to one of its two neighbours so that the mean is v: with a the bits of |v|,
+ * the exponent of a + (word >> 9); below level 1, level 1 if uniform(word) < |v| / 2^(base[b] - 126), else 0. */
+int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x, float* residual, int64_t n, int64_t block, int bits,
+                           uint64_t key, uint64_t step);
+int64_t cml_natural_decode(float* acc, const uint8_t* q, const uint8_t* base, int64_t n, int64_t block, int bits, int assign);
+
+/* onebit: the sign bit of v; scale = the mean of |v| over the block, added up in the order of src/blockwise.h. block <= 2^20. */
+int64_t cml_onebit_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block);
+int64_t cml_onebit_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
 
 /* ---- threshold selection: one pass over gradient and residual ----
  * For every i < n: v = g[i] + residual[i] (residual may be NULL: v = g[i], nothing is written back).

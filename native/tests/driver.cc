@@ -115,6 +115,67 @@ void int8(int64_t n, int shift) {
   CHECK(cml_int8_encode(nullptr, nullptr, nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT);
 }
 
+// Encodes with and without residual, decodes, and checks that nothing is further off than `most(block maximum)` allows.
+template <class Scale, class Encode, class Decode>
+void quantiser(int64_t n, int shift, int64_t block, int64_t nbytes, float most, Encode encode, Decode decode) {
+  const int64_t blocks = (n + block - 1) / block;
+  auto x = floats(n, shift), residual = floats(n, shift), acc = floats(n, shift), kept = floats(n, 0);
+  for (int64_t i = 0; i < n; ++i) kept.set(i, residual.get(i));
+  Array<uint8_t> q(nbytes, shift);
+  Array<Scale> scale(blocks, shift);
+  CHECK(encode(q.data(), scale.data(), x.data(), residual.data()) == 1);
+  CHECK(encode(q.data(), scale.data(), x.data(), nullptr) == 1);
+  CHECK(decode(acc.data(), q.data(), scale.data(), 0) == CML_OK);
+  CHECK(decode(acc.data(), q.data(), scale.data(), 1) == CML_OK);
+  for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(acc.get(i) - x.get(i)) <= most);
+  if (n == 0) return;
+  x.set(n - 1, std::numeric_limits<float>::quiet_NaN());
+  for (int64_t i = 0; i < n; ++i) residual.set(i, kept.get(i));
+  CHECK(encode(q.data(), scale.data(), x.data(), residual.data()) == 0);
+  for (int64_t i = 0; i + 1 < n; ++i) CHECK(std::fabs(residual.get(i) - (x.get(i) + kept.get(i))) < 1e-5f);
+  CHECK(residual.get(n - 1) == kept.get(n - 1));
+}
+
+void quantisers(int64_t n, int shift) {
+  for (int64_t block : {int64_t{8}, int64_t{32}, int64_t{264}}) {
+    for (int bits : {2, 3, 4, 5, 8}) {
+      const int64_t nbytes = (n * bits + 7) / 8;
+      for (int dither : {0, 1}) {
+        const float most = 1.02f / static_cast<float>((1 << (bits - 1)) - 1) / (dither ? 1.0f : 2.0f);
+        quantiser<uint16_t>(
+            n, shift, block, nbytes, most,
+            [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_linear_encode(q, s, x, r, n, block, bits, 0, dither, 7, 9); },
+            [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_linear_decode(a, q, s, n, block, bits, assign); });
+      }
+      if (bits == 2) continue;
+      quantiser<uint8_t>(
+          n, shift, block, nbytes, 1.0f,
+          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9); },
+          [&](float* a, const uint8_t* q, const uint8_t* s, int assign) { return cml_natural_decode(a, q, s, n, block, bits, assign); });
+    }
+    quantiser<uint16_t>(
+        n, shift, block, (n + 7) / 8, 1.02f,
+        [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_onebit_encode(q, s, x, r, n, block); },
+        [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_onebit_decode(a, q, s, n, block, assign); });
+  }
+  for (int64_t block : {160, 480})
+    for (float clip : {0.0f, 2.5f})
+      quantiser<uint16_t>(
+          n, shift, block, (n + 4) / 5, 1.02f,
+          [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, block, clip, 7, 9); },
+          [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_ternary_decode(a, q, s, n, block, assign); });
+  Array<uint32_t> words(n, shift);
+  for (int64_t first : {0, 1, 4}) cml_philox(words.data(), n, first, 7, 9);
+  CHECK(cml_linear_encode(nullptr, nullptr, nullptr, nullptr, 0, 12, 4, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_linear_decode(nullptr, nullptr, nullptr, 0, 8, 6, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_ternary_encode(nullptr, nullptr, nullptr, nullptr, 0, 32, 0.0f, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_ternary_decode(nullptr, nullptr, nullptr, 0, 32, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_natural_encode(nullptr, nullptr, nullptr, nullptr, 0, 8, 2, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_natural_decode(nullptr, nullptr, nullptr, 0, 8, 2, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_onebit_encode(nullptr, nullptr, nullptr, nullptr, 0, 1 << 21) == CML_ERR_ARGUMENT);
+  CHECK(cml_onebit_decode(nullptr, nullptr, nullptr, 0, 4, 0) == CML_ERR_ARGUMENT);
+}
+
 void select(int64_t n, int shift) {
   const auto g = floats(n, shift);
   for (int64_t cap : {int64_t{0}, int64_t{1}, n / 7, n}) {
@@ -223,6 +284,7 @@ int main() {
         checksums(n, shift);
         sums_and_casts(n, shift);
         int8(n, shift);
+        quantisers(n, shift);
         select(n, shift);
         sparse(n, shift);
         all_positions(n, shift);

@@ -18,6 +18,17 @@ from commlayer.compressors.reference.dense import (
     int8_decode,
     int8_encode,
 )
+from commlayer.compressors.reference.philox import philox
+from commlayer.compressors.reference.quantisers import (
+    linear_decode,
+    linear_encode,
+    natural_decode,
+    natural_encode,
+    onebit_decode,
+    onebit_encode,
+    ternary_decode,
+    ternary_encode,
+)
 from commlayer.compressors.reference.sparse import (
     bitmap_decode,
     bitmap_encode,
@@ -48,8 +59,17 @@ __all__ = [
     "f32_to_f16",
     "int8_decode",
     "int8_encode",
+    "linear_decode",
+    "linear_encode",
+    "natural_decode",
+    "natural_encode",
+    "onebit_decode",
+    "onebit_encode",
+    "philox",
     "sample_abs",
     "scatter_add",
     "scatter_add_int8",
     "select",
+    "ternary_decode",
+    "ternary_encode",
 ]
