@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, topk
+from commlayer.compressors import bf16, block_threshold, error_feedback, fp16, identity, int8, randomk, topk
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.kernels import BACKENDS
 from commlayer.records import Spec
@@ -22,6 +23,16 @@ PLAIN: list[Codec] = [
     topk(ratio=0.2, values="fp32"),
     topk(ratio=1.0, values="int8"),
     topk(ratio=0.05, values="fp32", exact=True),
+    topk(ratio=0.02, values="bf16"),
+    topk(ratio=0.05, values="int4"),
+    block_threshold(ratio=0.05),
+    block_threshold(ratio=0.1, run=8, values="fp32"),
+    block_threshold(ratio=1.0, run=64, values="int4"),
+    block_threshold(ratio=0.2, values="bf16"),
+    randomk(ratio=0.1),
+    randomk(ratio=0.3, values="fp16"),
+    randomk(ratio=0.3, values="bf16", unbiased=True),
+    randomk(ratio=1.0, unbiased=True),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
@@ -46,6 +57,15 @@ def decoded(codec: Codec, payload: memoryview | bytes, n: int) -> torch.Tensor:
     out = torch.full((n,), 7.0)
     codec.decode(payload, codec.init(Spec((n,))), out)
     return out
+
+
+def summed(codec: Codec, acc: Any, n: int) -> torch.Tensor:
+    """What an accumulator of round 0 holds, as the dense tensor: it is that, or holds the values of a SUM round alone."""
+    total: torch.Tensor = acc["sum"]
+    if total.numel() == n:
+        return total
+    out = room(codec, Spec((n,)))
+    return decoded(codec, out[: codec.emit(0, acc, codec.init_server(Spec((n,))), out)], n)
 
 
 class Cluster:

@@ -35,7 +35,7 @@ def test_spellings() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("topq()", "'topq' is unknown, allowed are bf16, error_feedback, fp16, identity, int8, topk"),
+        ("topq()", "'topq' is unknown, allowed are bf16, block_threshold, error_feedback, fp16, identity, int8, randomk, topk"),
         ("os.system('true')", "'os.system' is unknown"),
         ("topk(rate=0.1)", "topk has no argument 'rate', allowed are ratio, values, exact"),
         ("fp16(1)", "fp16 takes 0 arguments"),

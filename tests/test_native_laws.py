@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_kit import KINDS, SIZES, bits, core, numbers, portable, positions, unaligned
+from native_kit import KINDS, SIZES, bits, core, numbers, portable, positions, same, unaligned
 
 from commlayer.compressors import reference
 from commlayer.compressors.reference import MOST_SCALE
@@ -20,18 +19,6 @@ quick = settings(max_examples=60, deadline=None)
 sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(KINDS)
-
-
-def same(run: Callable[[ModuleType], object]) -> object:
-    """What run(module) gives for the vector bodies, after checking that the other two give the same."""
-    with portable(False):
-        vector = run(core)
-    with portable(True):
-        assert core.isa() == "portable"
-        plain = run(core)
-    assert vector == plain, "vector body and portable body differ"
-    assert run(reference) == vector, "reference and native differ"
-    return vector
 
 
 @quick

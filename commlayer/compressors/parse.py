@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback
 from commlayer.compressors.int8 import int8
+from commlayer.compressors.randomk import randomk
 from commlayer.compressors.topk import topk
 
 FACTORIES: Mapping[str, Callable[..., Codec]] = {
@@ -20,6 +22,8 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "bf16": bf16,
     "int8": int8,
     "topk": topk,
+    "block_threshold": block_threshold,
+    "randomk": randomk,
     "error_feedback": error_feedback,
 }
 

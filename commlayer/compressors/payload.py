@@ -17,7 +17,7 @@ NONFINITE = 1
 
 MAX_NUMEL = 0xFFFFFFFF
 
-CODEC_IDS = {"identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5}
+CODEC_IDS = {"identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5, "block_threshold": 11, "randomk": 12}
 """Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")

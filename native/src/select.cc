@@ -1,5 +1,5 @@
 // Selection by threshold in one pass over gradient and residual. Knows no payloads.
-#include "dispatch.h"
+#include "sparse.h"
 
 namespace cml {
 namespace {
@@ -157,22 +157,6 @@ void scan(const float* g, float* residual, int64_t lo, int64_t hi, float thresho
     scan_portable<true>(g, residual, lo, hi, threshold, out);
   else
     scan_portable<false>(g, residual, lo, hi, threshold, out);
-}
-
-template <class T>
-void reverse(T* p, int64_t lo, int64_t hi) {
-  for (--hi; lo < hi; ++lo, --hi) {
-    const T a = load(p, lo), b = load(p, hi);
-    store(p, lo, b);
-    store(p, hi, a);
-  }
-}
-
-template <class T>
-void rotate(T* p, int64_t first, int64_t n) {
-  reverse(p, 0, first);
-  reverse(p, first, n);
-  reverse(p, 0, n);
 }
 
 }  // namespace
