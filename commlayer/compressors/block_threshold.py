@@ -18,7 +18,7 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
-RUNS = (8, 16, 24, 32, 40, 48, 56, 64)
+RUNS = (8, 16, 32, 64)
 
 
 class BlockThreshold(OneRound, frozen=True):

@@ -29,8 +29,8 @@ CALM, CALM_SHARE = 0.003, 8
 SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
 """A sample is at most the larger of the floor and numel / share, so that it stays cheap beside the pass itself."""
 
-LIFT = 0.25
-"""Of the sample's noise, by which the aim is above k."""
+LIFT = 1.0
+"""Of the sample's noise, by which the aim is above k: trimming costs a fraction of looking for more."""
 
 LARGER = 4
 """A sample that replaces the threshold is this many times the usual one."""
@@ -82,7 +82,7 @@ def init() -> State:
 
 
 def aim(n: int, k: int) -> int:
-    """How many entries to aim at: more than k by a quarter of the sample's noise, since too many are cheaper than too few."""
+    """How many entries to aim at: more than k by the noise of a sample, since too many are cheaper than too few."""
     expected = sample_sizes(n, k)[0] * k / n
     return min(n, round(k + LIFT * k / math.sqrt(expected)))
 

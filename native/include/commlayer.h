@@ -79,11 +79,12 @@ void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n,
  * 0 <= from < n, or from == n == 0; n < 2^32; cap >= 0. */
 int64_t cml_select(const float* g, float* residual, int64_t n, float threshold, int64_t from,
                    uint32_t* idx, float* val, int64_t cap, int64_t* overflow, int32_t* finite);
-/* |g + residual| of `count` elements spread evenly over n (element (offset + floor(j*n/count)) mod n for sample j) to out,
- * finite or not. n, count < 2^32, offset >= 0; n == 0 gives zeros. */
+/* |g + residual| of `count` elements to out, finite or not: fours of neighbours spread evenly over n. Sample j is element
+ * (offset + floor(q*n/groups) + j % 4) mod n with q = j / 4 and groups = ceil(count / 4) made odd. n, count < 2^32,
+ * offset >= 0; n == 0 gives zeros. */
 void cml_sample_abs(const float* g, const float* residual, int64_t n, int64_t offset, int64_t count, float* out);
 
-/* ---- order among magnitudes; scratch is aligned to 4 bytes and is overwritten ---- */
+/* ---- order among magnitudes; scratch is overwritten ---- */
 
 /* *out = the rank-th largest |g + residual| (rank 1: the largest; NaN is above infinity). scratch: n words.
  * 1 <= rank <= n < 2^32. */
@@ -96,7 +97,7 @@ int64_t cml_count_above(const float* x, int64_t n, float cut);
 int64_t cml_trim(float* residual, int64_t n, uint32_t* idx, float* val, int64_t count, int64_t keep, int64_t from,
                  uint32_t* scratch);
 
-/* ---- runs: run r covers elements r*run .. min(n, (r+1)*run); run is a multiple of 8 from 8 to 64 ----
+/* ---- runs: run r covers elements r*run .. min(n, (r+1)*run); run is 8, 16, 32 or 64 ----
  * The score of a run is the sum of its |v|, added as: lane[l] = v[l] + v[l+8] + ... for l < 8, then the upper half of the
  * lanes onto the lower, three times. What a short run lacks counts as 0. It may be infinite where all v are finite.
  *

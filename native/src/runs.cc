@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t kMostRun = 64;
 
-inline bool valid_run(int64_t run) { return run >= 8 && run <= kMostRun && run % 8 == 0; }
+inline bool valid_run(int64_t run) { return run == 8 || run == 16 || run == 32 || run == kMostRun; }
 
 inline int64_t runs_of(int64_t n, int64_t run) { return (n + run - 1) / run; }
 
@@ -68,29 +68,51 @@ void scan_portable(const float* g, float* residual, int64_t n, int64_t run, int6
 
 #if CML_X86
 
-// Whole runs only. A score that is not finite may come from finite elements: the portable body sees to that run.
-template <bool kResidual>
-CML_AVX2 void scan_avx2(const float* g, float* residual, int64_t n, int64_t run, int64_t first, int64_t last, Runs& out) {
+// v of a whole run, eight at a time, and its score.
+template <int kVectors, bool kResidual>
+CML_AVX2 inline float score_avx2(const float* g, const float* residual, int64_t lo, __m256* v) {
   const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(~kAbs)));
+  __m256 sum = _mm256_setzero_ps();
+  for (int j = 0; j < kVectors; ++j) {
+    v[j] = _mm256_loadu_ps(g + lo + 8 * j);
+    if (kResidual) v[j] = _mm256_add_ps(v[j], _mm256_loadu_ps(residual + lo + 8 * j));
+    sum = _mm256_add_ps(sum, _mm256_andnot_ps(sign, v[j]));
+  }
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+// Whole runs only. A score that is not finite may come from finite elements: the portable body sees to that run.
+template <int kVectors, bool kResidual>
+CML_AVX2 void scan_avx2(const float* g, float* residual, int64_t n, int64_t first, int64_t last, Runs& out) {
+  constexpr int64_t kRun = 8 * kVectors;
   for (int64_t id = first; id < last; ++id) {
-    const int64_t lo = id * run;
-    __m256 v[kMostRun / 8], sum = _mm256_setzero_ps();
-    for (int64_t j = 0; j < run / 8; ++j) {
-      v[j] = _mm256_loadu_ps(g + lo + 8 * j);
-      if (kResidual) v[j] = _mm256_add_ps(v[j], _mm256_loadu_ps(residual + lo + 8 * j));
-      sum = _mm256_add_ps(sum, _mm256_andnot_ps(sign, v[j]));
-    }
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    const float score = _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+    const int64_t lo = id * kRun;
+    __m256 v[kVectors];
+    const float score = score_avx2<kVectors, kResidual>(g, residual, lo, v);
     if (__builtin_expect(!is_finite(score), 0)) {
-      scan_portable(g, residual, n, run, id, id + 1, out);
+      scan_portable(g, residual, n, kRun, id, id + 1, out);
       continue;
     }
     if (kResidual)
-      for (int64_t j = 0; j < run / 8; ++j) _mm256_storeu_ps(residual + lo + 8 * j, v[j]);
+      for (int j = 0; j < kVectors; ++j) _mm256_storeu_ps(residual + lo + 8 * j, v[j]);
     out.offer(id, score);
   }
+}
+
+template <int kVectors>
+void scan_whole(const float* g, float* residual, int64_t n, int64_t first, int64_t last, Runs& out) {
+  if (residual)
+    scan_avx2<kVectors, true>(g, residual, n, first, last, out);
+  else
+    scan_avx2<kVectors, false>(g, nullptr, n, first, last, out);
+}
+
+template <int kVectors>
+CML_AVX2 float score_whole(const float* g, const float* residual, int64_t lo) {
+  __m256 v[kVectors];
+  return residual ? score_avx2<kVectors, true>(g, residual, lo, v) : score_avx2<kVectors, false>(g, nullptr, lo, v);
 }
 
 #endif
@@ -100,15 +122,31 @@ void scan(const float* g, float* residual, int64_t n, int64_t run, int64_t first
   if (wide()) {
     const int64_t whole = last < n / run ? last : n / run;
     if (first < whole) {
-      if (residual)
-        scan_avx2<true>(g, residual, n, run, first, whole, out);
-      else
-        scan_avx2<false>(g, residual, n, run, first, whole, out);
+      switch (run) {
+        case 8: scan_whole<1>(g, residual, n, first, whole, out); break;
+        case 16: scan_whole<2>(g, residual, n, first, whole, out); break;
+        case 32: scan_whole<4>(g, residual, n, first, whole, out); break;
+        default: scan_whole<8>(g, residual, n, first, whole, out); break;
+      }
       first = whole;
     }
   }
 #endif
   scan_portable(g, residual, n, run, first, last, out);
+}
+
+float score(const float* g, const float* residual, int64_t lo, int64_t n, int64_t run) {
+#if CML_X86
+  if (wide() && n - lo >= run) {
+    switch (run) {
+      case 8: return score_whole<1>(g, residual, lo);
+      case 16: return score_whole<2>(g, residual, lo);
+      case 32: return score_whole<4>(g, residual, lo);
+      default: return score_whole<8>(g, residual, lo);
+    }
+  }
+#endif
+  return score_portable(g, residual, lo, n - lo < run ? n : lo + run);
 }
 
 }  // namespace
@@ -139,9 +177,16 @@ extern "C" int64_t cml_score_runs(const float* g, const float* residual, int64_t
   if (n < 0 || n > cml::kMaxN || !cml::valid_run(run) || offset < 0 || count < 0 || count > cml::kMaxN)
     return CML_ERR_ARGUMENT;
   const int64_t all = cml::runs_of(n, run);
+  // offset + floor(j*all/count) in steps: quotient and remainder are carried along.
+  const int64_t whole = count > 0 ? all / count : 0, part = count > 0 ? all % count : 0;
+  int64_t id = all > 0 ? offset % all : 0, rest = 0;
   for (int64_t j = 0; j < count; ++j) {
-    const int64_t lo = all > 0 ? (offset + j * all / count) % all * run : 0;
-    cml::store(out, j, all > 0 ? cml::score_portable(g, residual, lo, n - lo < run ? n : lo + run) : 0.0f);
+    cml::store(out, j, all > 0 ? cml::score(g, residual, id * run, n, run) : 0.0f);
+    rest += part;
+    const int64_t carry = rest >= count ? 1 : 0;
+    rest -= carry * count;
+    id += whole + carry;
+    id -= id >= all ? all : 0;
   }
   return count;
 }

@@ -53,7 +53,7 @@ def blocks_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -
         return 0
     if octets.numel() < 4:
         raise corrupt(k, n)
-    count = int(read(octets, torch.int32, 1)) & 0xFFFFFFFF
+    count = int(read(octets[:4].clone(), torch.int32, 1)) & 0xFFFFFFFF
     if not 1 <= count <= min(k, -(-n // BLOCK)):
         raise corrupt(k, n)
     blocks, bitmap, middle = _numbers(n, count)
@@ -64,7 +64,7 @@ def blocks_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -
         (bitmap_decode if bitmap else ef_decode)(numbers, blocks, octets[4 : 4 + middle])
     except CorruptFrame:
         raise corrupt(k, n) from None
-    masks = read(octets, torch.int16, count, 4 + middle).to(torch.int64)
+    masks = read(octets[4 + middle :].clone(), torch.int16, count).to(torch.int64)
     bits = (masks[:, None] >> torch.arange(BLOCK)) & 1
     where = (positions(numbers)[:, None] * BLOCK + torch.arange(BLOCK))[bits == 1]
     if not bits.any(1).all() or len(where) != k or int(where[-1]) >= n:

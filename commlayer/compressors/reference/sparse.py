@@ -38,8 +38,10 @@ def sample_abs(g: Memory, residual: Memory | None, offset: int, out: Memory) -> 
     if v.numel() == 0 or target.numel() == 0:
         target.zero_()
         return
-    steps = torch.arange(target.numel()) * v.numel() // target.numel()
-    target.copy_(v[(offset + steps) % v.numel()].abs())
+    sample = torch.arange(target.numel())
+    groups = (target.numel() + 3) // 4 | 1
+    where = offset + sample // 4 * v.numel() // groups + sample % 4
+    target.copy_(v[where % v.numel()].abs())
 
 
 def _scatter(acc: Memory, idx: Memory, value: torch.Tensor, name: str) -> int:
