@@ -125,3 +125,50 @@ def bitmap_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
 
 def bitmap_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
     """As ef_decode."""
+
+def blocks_nbytes(idx: Array, n: int) -> int:
+    """Exact bytes of these positions as blocks."""
+
+def blocks_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
+    """As ef_encode; blocks_nbytes bytes."""
+
+def blocks_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
+    """As ef_decode."""
+
+def kth_abs(g: Array, residual: Array | None, rank: int, scratch: Array) -> float:
+    """The rank-th largest |g + residual|. scratch holds len(g) words and is overwritten."""
+
+def count_above(x: Array, cut: float) -> int:
+    """How many x >= cut."""
+
+def trim(residual: Array | None, n: int, idx: Array, val: Array, count: int, keep: int, start: int, scratch: Array) -> int:
+    """Of the first `count` entries keeps the `keep` largest at the front, gives the others back to the residual."""
+
+def select_runs(
+    g: Array, residual: Array | None, run: int, threshold: float, start: int, ids: Array, scores: Array
+) -> tuple[int, int, bool]:
+    """As select, but by runs, whose elements stay in the residual."""
+
+def score_runs(g: Array, residual: Array | None, run: int, offset: int, out: Array) -> None:
+    """Scores of len(out) runs spread evenly from run `offset`."""
+
+def gather_runs(src: Array, run: int, ids: Array, val: Array) -> int:
+    """The elements of the runs, one run after the other; how many."""
+
+def scatter_runs(acc: Array, run: int, ids: Array, val: Array, assign: bool = False) -> int:
+    """Adds val to the runs, or assigns it. CorruptFrame, acc unchanged, unless ids increase and cover len(val) elements."""
+
+def draw_word(key: int, step: int) -> int:
+    """Word 0 of the stream (key, step)."""
+
+def draw_strata(idx: Array, n: int, seed: int) -> int:
+    """One position in each of len(idx) strata of n."""
+
+def take(src: Array, idx: Array, val: Array) -> int:
+    """val = src[idx]. CorruptFrame unless idx increases strictly below len(src)."""
+
+def nibbles_encode(q: Payload, scale: Payload, x: Array, rest: Array | None, block: int) -> bool:
+    """Codes x to 4 bits each; rest = x - what that says. False if x is not finite."""
+
+def nibbles_decode(out: Array, q: Payload, scale: Payload, block: int) -> None:
+    """out = scale * q."""

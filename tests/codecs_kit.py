@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from commlayer.compressors import bf16, error_feedback, fp16, identity, int4, int8, natural, onebit, qsgd, terngrad, topk
+from commlayer.compressors import (
+    bf16,
+    block_threshold,
+    error_feedback,
+    fp16,
+    identity,
+    int4,
+    int8,
+    natural,
+    onebit,
+    qsgd,
+    randomk,
+    terngrad,
+    topk,
+)
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.kernels import BACKENDS
 from commlayer.records import Spec
@@ -33,9 +48,19 @@ PLAIN: list[Codec] = [
     terngrad(clip=None),
     onebit(),
     onebit(block=40),
+    topk(ratio=0.02, values="bf16"),
+    topk(ratio=0.05, values="int4"),
+    block_threshold(ratio=0.05),
+    block_threshold(ratio=0.1, run=8, values="fp32"),
+    block_threshold(ratio=1.0, run=64, values="int4"),
+    block_threshold(ratio=0.2, values="bf16"),
+    randomk(ratio=0.1),
+    randomk(ratio=0.3, values="fp16"),
+    randomk(ratio=0.3, values="bf16", unbiased=True),
+    randomk(ratio=1.0, unbiased=True),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
-COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit")
+COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit", "randomk", "block_threshold")
 """Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
 AVAILABLE = [name for name, module in BACKENDS.items() if module is not None]
@@ -50,7 +75,7 @@ def room(codec: Codec, spec: Spec) -> memoryview:
 
 
 def coarse(codec: Codec) -> bool:
-    return str(codec).startswith(COARSE)
+    return "error_feedback" not in str(codec) and any(word in str(codec) for word in COARSE)
 
 
 def encode(codec: Codec, x: torch.Tensor, state: State) -> memoryview:
@@ -63,6 +88,15 @@ def decoded(codec: Codec, payload: memoryview | bytes, n: int) -> torch.Tensor:
     out = torch.full((n,), 7.0)
     codec.decode(payload, codec.init(Spec((n,))), out)
     return out
+
+
+def summed(codec: Codec, acc: Any, n: int) -> torch.Tensor:
+    """What an accumulator of round 0 holds, as the dense tensor: it is that, or holds the values of a SUM round alone."""
+    total: torch.Tensor = acc["sum"]
+    if total.numel() == n:
+        return total
+    out = room(codec, Spec((n,)))
+    return decoded(codec, out[: codec.emit(0, acc, codec.init_server(Spec((n,))), out)], n)
 
 
 class Cluster:

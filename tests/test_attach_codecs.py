@@ -13,6 +13,8 @@ from torch import nn
 WORLD = 2
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
 INT8 = "int8(block=64)"
+RUNS = "block_threshold(ratio=0.2, run=8, values='int4')"
+DRAWN = "randomk(ratio=0.5, values='bf16', unbiased=False)"
 
 
 def fit(run: Run) -> dict[str, Any]:
@@ -37,8 +39,9 @@ def dense() -> torch.Tensor:
     return losses
 
 
-@pytest.mark.parametrize("how", ["module", "ddp"])
-@pytest.mark.parametrize("codec", [TOPK, INT8])
+@pytest.mark.parametrize(
+    ("codec", "how"), [(TOPK, "module"), (TOPK, "ddp"), (INT8, "module"), (INT8, "ddp"), (RUNS, "module"), (DRAWN, "ddp")]
+)
 def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Tensor) -> None:
     with coordinators(1, WORLD, 2) as made:
         results = pool(WORLD).call(play, WORLD, fit, Setting(how, (made[0].address,), codec, servers=2))

@@ -1,5 +1,6 @@
 """Codecs: how a bucket becomes bytes and comes back. Knows tensors and payloads; nothing of ranks, networks or plans."""
 
+from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Codec, Round
 from commlayer.compressors.dense import bf16, fp16, identity
@@ -11,6 +12,7 @@ from commlayer.compressors.natural import natural
 from commlayer.compressors.onebit import onebit
 from commlayer.compressors.parse import parse
 from commlayer.compressors.qsgd import qsgd
+from commlayer.compressors.randomk import randomk
 from commlayer.compressors.terngrad import terngrad
 from commlayer.compressors.topk import topk
 from commlayer.compressors.twoway import codec_of, two_way
@@ -19,6 +21,7 @@ __all__ = [
     "Codec",
     "Round",
     "bf16",
+    "block_threshold",
     "codec_of",
     "error_feedback",
     "fp16",
@@ -29,6 +32,7 @@ __all__ = [
     "onebit",
     "parse",
     "qsgd",
+    "randomk",
     "restore",
     "seed",
     "snapshot",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,6 +193,89 @@ def bitmap_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
     _chosen[0].bitmap_decode(idx, n, src)
 
 
+def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
+    return int(_chosen[0].blocks_nbytes(idx, n))
+
+
+def blocks_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
+    return int(_chosen[0].blocks_encode(out, idx, n))
+
+
+def blocks_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+    """As ef_decode."""
+    _chosen[0].blocks_decode(idx, n, src)
+
+
+def kth_abs(g: torch.Tensor, residual: torch.Tensor | None, rank: int, scratch: torch.Tensor) -> float:
+    return float(_chosen[0].kth_abs(g, residual, rank, scratch))
+
+
+def count_above(x: torch.Tensor, cut: float) -> int:
+    return int(_chosen[0].count_above(x, cut))
+
+
+def trim(
+    residual: torch.Tensor | None,
+    n: int,
+    idx: torch.Tensor,
+    val: torch.Tensor,
+    count: int,
+    keep: int,
+    start: int,
+    scratch: torch.Tensor,
+) -> int:
+    """How many entries stay, at the front of idx and val; the rest of the first `count` goes back to the residual."""
+    return int(_chosen[0].trim(residual, n, idx, val, count, keep, start, scratch))
+
+
+def select_runs(
+    g: torch.Tensor,
+    residual: torch.Tensor | None,
+    run: int,
+    threshold: float,
+    start: int,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+) -> tuple[int, int, bool]:
+    """As select, by runs. Their elements stay in the residual until scatter_runs says what is kept of them."""
+    count, overflow, finite = _chosen[0].select_runs(g, residual, run, threshold, start, ids, scores)
+    return int(count), int(overflow), bool(finite)
+
+
+def score_runs(g: torch.Tensor, residual: torch.Tensor | None, run: int, offset: int, out: torch.Tensor) -> None:
+    _chosen[0].score_runs(g, residual, run, offset, out)
+
+
+def gather_runs(src: torch.Tensor, run: int, ids: torch.Tensor, val: torch.Tensor) -> int:
+    return int(_chosen[0].gather_runs(src, run, ids, val))
+
+
+def scatter_runs(acc: torch.Tensor, run: int, ids: torch.Tensor, val: torch.Tensor, *, assign: bool) -> None:
+    _chosen[0].scatter_runs(acc, run, ids, val, assign)
+
+
+def draw_word(key: int, step: int) -> int:
+    return int(_chosen[0].draw_word(key, step))
+
+
+def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
+    _chosen[0].draw_strata(idx, n, seed)
+
+
+def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
+    """val = src[idx]."""
+    _chosen[0].take(src, idx, val)
+
+
+def nibbles_encode(q: memoryview, scales: memoryview, x: torch.Tensor, rest: torch.Tensor, block: int) -> bool:
+    """Codes x to 4 bits an entry; rest = x - what that says. False if x is not finite."""
+    return bool(_chosen[0].nibbles_encode(q, scales, x, rest, block))
+
+
+def nibbles_decode(out: torch.Tensor, q: memoryview, scales: memoryview, block: int) -> None:
+    _chosen[0].nibbles_decode(out, q, scales, block)
+
+
 def copy_f32(dst: torch.Tensor, src: memoryview) -> None:
     """dst = the floats in src, whatever its alignment."""
     np.copyto(dst.numpy(), np.frombuffer(src, np.float32))
@@ -202,10 +286,10 @@ def store_f32(dst: memoryview, src: torch.Tensor) -> None:
     np.copyto(np.frombuffer(dst, np.float32), src.numpy())
 
 
-def scales_valid(src: memoryview) -> bool:
-    """Whether every float32 scale in src is from 0 to MOST_SCALE."""
+def scales_valid(src: memoryview, most: np.floating[Any] = MOST_SCALE) -> bool:
+    """Whether every float32 scale in src is from 0 to `most`."""
     scales = np.frombuffer(src, np.float32)
-    return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= MOST_SCALE)
+    return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 
 
 def absorb(residual: torch.Tensor, x: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback
@@ -16,6 +17,7 @@ from commlayer.compressors.int8 import int8
 from commlayer.compressors.natural import natural
 from commlayer.compressors.onebit import onebit
 from commlayer.compressors.qsgd import qsgd
+from commlayer.compressors.randomk import randomk
 from commlayer.compressors.terngrad import terngrad
 from commlayer.compressors.topk import topk
 
@@ -30,6 +32,8 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "natural": natural,
     "terngrad": terngrad,
     "onebit": onebit,
+    "block_threshold": block_threshold,
+    "randomk": randomk,
     "error_feedback": error_feedback,
 }
 

@@ -28,6 +28,8 @@ CODEC_IDS = {
     "natural": 8,
     "terngrad": 9,
     "onebit": 10,
+    "block_threshold": 11,
+    "randomk": 12,
 }
 """Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
 

@@ -118,9 +118,58 @@ int64_t cml_onebit_decode(float* acc, const uint8_t* q, const uint16_t* scale, i
  * 0 <= from < n, or from == n == 0; n < 2^32; cap >= 0. */
 int64_t cml_select(const float* g, float* residual, int64_t n, float threshold, int64_t from,
                    uint32_t* idx, float* val, int64_t cap, int64_t* overflow, int32_t* finite);
-/* |g + residual| of `count` elements spread evenly over n (element (offset + floor(j*n/count)) mod n for sample j) to out,
- * finite or not. n, count < 2^32, offset >= 0; n == 0 gives zeros. */
+/* |g + residual| of `count` elements to out, finite or not: fours of neighbours spread evenly over n. Sample j is element
+ * (offset + floor(q*n/groups) + j % 4) mod n with q = j / 4 and groups = ceil(count / 4) made odd. n, count < 2^32,
+ * offset >= 0; n == 0 gives zeros. */
 void cml_sample_abs(const float* g, const float* residual, int64_t n, int64_t offset, int64_t count, float* out);
+
+/* ---- order among magnitudes; scratch is overwritten ---- */
+
+/* *out = the rank-th largest |g + residual| (rank 1: the largest; NaN is above infinity). scratch: n words.
+ * 1 <= rank <= n < 2^32. */
+int64_t cml_kth_abs(const float* g, const float* residual, int64_t n, int64_t rank, uint32_t* scratch, float* out);
+/* How many x[i] >= cut. */
+int64_t cml_count_above(const float* x, int64_t n, float cut);
+/* Keeps the `keep` entries of largest |val| out of `count`, in order; of equals, those from position `from` on, going round.
+ * The others: residual[idx] += val, if residual != NULL. idx increases and is below n: the caller's promise.
+ * scratch: count words. 1 <= keep <= count <= n. Returns keep. */
+int64_t cml_trim(float* residual, int64_t n, uint32_t* idx, float* val, int64_t count, int64_t keep, int64_t from,
+                 uint32_t* scratch);
+
+/* ---- runs: run r covers elements r*run .. min(n, (r+1)*run); run is 8, 16, 32 or 64 ----
+ * The score of a run is the sum of its |v|, added as: lane[l] = v[l] + v[l+8] + ... for l < 8, then the upper half of the
+ * lanes onto the lower, three times. What a short run lacks counts as 0. It may be infinite where all v are finite.
+ *
+ * cml_select_runs: as cml_select, but whole runs are selected, by score >= threshold; `from` is a run. What is selected stays in
+ * the residual as well: cml_scatter_runs puts there what is kept of it. A run with a v that is not finite is not selected.
+ * cml_score_runs: scores of `count` runs spread evenly (run (offset + floor(j*runs/count)) mod runs); n == 0 gives zeros.
+ * cml_gather_runs: val = the elements of the runs, one run after the other. Returns how many; CML_ERR_CAPACITY if > cap.
+ * cml_scatter_runs: acc += val (or acc = val) there. CML_ERR_CORRUPT, acc unchanged, unless ids increase strictly below the
+ * number of runs and cover k elements. */
+int64_t cml_select_runs(const float* g, float* residual, int64_t n, int64_t run, float threshold, int64_t from,
+                        uint32_t* ids, float* scores, int64_t cap, int64_t* overflow, int32_t* finite);
+int64_t cml_score_runs(const float* g, const float* residual, int64_t n, int64_t run, int64_t offset, int64_t count,
+                       float* out);
+int64_t cml_gather_runs(const float* src, int64_t n, int64_t run, const uint32_t* ids, int64_t count, float* val, int64_t cap);
+int64_t cml_scatter_runs(float* acc, int64_t n, int64_t run, const uint32_t* ids, int64_t count, const float* val, int64_t k,
+                         int assign);
+
+/* ---- draws: Philox4x32-10; word i of the stream (key, step) is word i % 4 of block i / 4, the counter being
+ * (block low, block high, step low, step high) ---- */
+
+/* Word 0 of the stream (key, step). */
+uint32_t cml_draw_word(uint64_t key, uint64_t step);
+/* idx[j] = one position of stratum [floor(j*n/k), floor((j+1)*n/k)): its begin + (word j of (seed, 0) * its width >> 32). */
+int64_t cml_draw_strata(uint32_t* idx, int64_t k, int64_t n, uint32_t seed);
+/* val[j] = src[idx[j]]. CML_ERR_CORRUPT, nothing written, unless idx increases below n. */
+int64_t cml_take(const float* src, int64_t n, const uint32_t* idx, float* val, int64_t k);
+
+/* ---- 4-bit values, for gathered entries: as int8, but scale[b] = min(max|x| / 7, FLT_MAX / 8), q cut to [-7, 7] ----
+ * Two's complement; entry i is the low half of byte i / 2 if i is even, else the high half; a half without entry is 0.
+ * block is even. rest[i] = x[i] - scale * q, if rest != NULL. Returns 1, or 0 if an x is not finite: then q, scale and rest
+ * hold anything. */
+int64_t cml_nibbles_encode(uint8_t* q, float* scale, const float* x, float* rest, int64_t n, int64_t block);
+int64_t cml_nibbles_decode(float* out, const uint8_t* q, const float* scale, int64_t n, int64_t block);
 
 /* ---- sparse: idx strictly increasing, every idx < n ---- */
 
@@ -134,7 +183,10 @@ int64_t cml_scatter_add_int8(float* acc, int64_t n, const uint32_t* idx, const i
  * Elias-Fano: low = max(0, floor(log2(n / k))) bits of each, packed LSB first into ceil(k*low/8) bytes; then the unary
  * upper parts as a bit vector of k + (n >> low) + 1 bits: for entry j, bit (idx[j] >> low) + j is set; LSB first.
  * Bitmap: ceil(n/8) bytes, bit i set when i is among them.
- * k == 0 takes no bytes as Elias-Fano. n < 2^32. cml_ef_bound is the exact size.
+ * Blocks: u32 count of the blocks of 16 positions that hold any; their numbers below ceil(n/16), as a bitmap if that is not
+ * larger than Elias-Fano, else so; then for each block, in order, u16 with bit (position % 16) set for its positions.
+ * k == 0 takes no bytes as Elias-Fano or blocks. n < 2^32. cml_ef_bound and cml_blocks_nbytes are exact sizes; the latter takes
+ * idx on trust.
  * *_encode return the bytes written: CML_ERR_ARGUMENT for positions that break the rule, CML_ERR_CAPACITY if more than cap.
  * *_decode return k and check everything before writing: exactly nbytes, k bits set, positions increasing and < n, padding
  * bits zero; else CML_ERR_CORRUPT. */
@@ -143,6 +195,9 @@ int64_t cml_ef_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k,
 int64_t cml_ef_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
 int64_t cml_bitmap_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k, int64_t n);
 int64_t cml_bitmap_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
+int64_t cml_blocks_nbytes(const uint32_t* idx, int64_t k, int64_t n);
+int64_t cml_blocks_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k, int64_t n);
+int64_t cml_blocks_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
 
 #ifdef __cplusplus
 }

@@ -231,6 +231,7 @@ void packed(int64_t n, int64_t k, int64_t nbytes, int shift, Encode encode, Deco
   const auto list = positions(n, k);
   Array<uint32_t> idx(k, shift), back(k, shift), untouched(k, shift);
   for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+  if (nbytes < 0) nbytes = cml_blocks_nbytes(idx.data(), k, n);
   Array<uint8_t> bytes(nbytes, shift);
   if (nbytes > 0) CHECK(encode(bytes.data(), nbytes - 1, idx.data(), k, n) == CML_ERR_CAPACITY);
   CHECK(encode(bytes.data(), nbytes, idx.data(), k, n) == nbytes);
@@ -267,9 +268,71 @@ void all_positions(int64_t n, int shift) {
     if (k > n) continue;
     packed(n, k, cml_ef_bound(n, k), shift, cml_ef_encode, cml_ef_decode);
     packed(n, k, (n + 7) / 8, shift, cml_bitmap_encode, cml_bitmap_decode);
+    packed(n, k, -1, shift, cml_blocks_encode, cml_blocks_decode);
   }
   CHECK(cml_ef_bound(n, n + 1) == CML_ERR_ARGUMENT && cml_ef_bound(-1, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_ef_bound(int64_t{1} << 32, 1) == CML_ERR_ARGUMENT && cml_ef_bound(n, -1) == CML_ERR_ARGUMENT);
+}
+
+void order(int64_t n, int shift) {
+  auto g = floats(n, shift), residual = floats(n, shift);
+  Array<uint32_t> scratch(n, shift);
+  float found = 0.0f;
+  for (int64_t rank : {int64_t{1}, n / 50, n / 2, n}) {
+    if (rank < 1 || rank > n) continue;
+    CHECK(cml_kth_abs(g.data(), residual.data(), n, rank, scratch.data(), &found) == CML_OK);
+    CHECK(cml_kth_abs(g.data(), nullptr, n, rank, scratch.data(), &found) == CML_OK);
+    CHECK(cml_count_above(g.data(), n, found) <= rank);
+    const auto list = positions(2 * n, n);
+    Array<uint32_t> idx(n, shift);
+    for (int64_t j = 0; j < n; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+    auto val = floats(n, shift), kept = floats(2 * n, shift);
+    CHECK(cml_trim(kept.data(), 2 * n, idx.data(), val.data(), n, rank, n, scratch.data()) == rank);
+  }
+  CHECK(cml_kth_abs(g.data(), nullptr, n, n + 1, scratch.data(), &found) == CML_ERR_ARGUMENT);
+  CHECK(cml_trim(nullptr, n, nullptr, nullptr, n, n + 1, 0, nullptr) == CML_ERR_ARGUMENT);
+}
+
+void runs(int64_t n, int shift) {
+  for (int64_t run : {int64_t{8}, int64_t{16}, int64_t{64}}) {
+    const int64_t all = (n + run - 1) / run;
+    for (int64_t cap : {int64_t{0}, all / 3, all}) {
+      auto g = floats(n, shift), residual = floats(n, shift), scores = floats(cap, shift), sample = floats(all + 3, shift);
+      if (n > 40) g.set(40, std::numeric_limits<float>::quiet_NaN());
+      Array<uint32_t> ids(cap, shift);
+      int64_t overflow = -1;
+      int32_t finite = -1;
+      const int64_t count = cml_select_runs(g.data(), residual.data(), n, run, 1.0f, all / 2, ids.data(), scores.data(), cap,
+                                            &overflow, &finite);
+      CHECK(count >= 0 && count <= cap && finite == (n > 40 ? 0 : 1));
+      CHECK(cml_score_runs(g.data(), nullptr, n, run, 5, all + 3, sample.data()) == all + 3);
+      auto val = floats(n, shift);
+      const int64_t k = cml_gather_runs(g.data(), n, run, ids.data(), count, val.data(), n);
+      CHECK(k >= 0 && k <= n);
+      CHECK(cml_scatter_runs(residual.data(), n, run, ids.data(), count, val.data(), k, 0) == k);
+      CHECK(cml_scatter_runs(residual.data(), n, run, ids.data(), count, val.data(), k, 1) == k);
+      CHECK(cml_scatter_runs(residual.data(), n, run, ids.data(), count, val.data(), k + 1, 1) == CML_ERR_CORRUPT);
+      if (k > 0) CHECK(cml_gather_runs(g.data(), n, run, ids.data(), count, val.data(), k - 1) == CML_ERR_CAPACITY);
+    }
+  }
+  CHECK(cml_gather_runs(nullptr, 0, 12, nullptr, 0, nullptr, 0) == CML_ERR_ARGUMENT);
+}
+
+void draws_and_nibbles(int64_t n, int shift) {
+  for (int64_t k : {int64_t{0}, int64_t{1}, n / 3, n}) {
+    if (k > n) continue;
+    Array<uint32_t> idx(k, shift);
+    auto from = floats(n, shift), to = floats(k, shift), rest = floats(k, shift), scale = floats((k + 255) / 256, shift);
+    Array<uint8_t> q((k + 1) / 2, shift);
+    CHECK(cml_draw_strata(idx.data(), k, n, draw()) == k);
+    CHECK(cml_take(from.data(), n, idx.data(), to.data(), k) == k);
+    CHECK(cml_nibbles_encode(q.data(), scale.data(), to.data(), rest.data(), k, 256) == 1);
+    CHECK(cml_nibbles_decode(rest.data(), q.data(), scale.data(), k, 256) == k);
+    for (int64_t j = 0; j < k; ++j) CHECK(std::fabs(rest.get(j) - to.get(j)) <= scale.get(j / 256) * 0.5001f);
+    if (k > 0) CHECK(cml_take(from.data(), k - 1, idx.data(), to.data(), k) == CML_ERR_CORRUPT);
+  }
+  CHECK(cml_draw_strata(nullptr, n + 1, n, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_nibbles_encode(nullptr, nullptr, nullptr, nullptr, 0, 3) == CML_ERR_ARGUMENT);
 }
 
 }  // namespace
@@ -288,6 +351,9 @@ int main() {
         select(n, shift);
         sparse(n, shift);
         all_positions(n, shift);
+        order(n, shift);
+        runs(n, shift);
+        draws_and_nibbles(n, shift);
       }
     }
     std::printf("%s ran\n", cml_isa());
