@@ -18,6 +18,7 @@ from commlayer.compressors.reference.dense import (
     int8_decode,
     int8_encode,
 )
+from commlayer.compressors.reference.integers import int_add, int_decode, int_encode, int_legal, int_maxima, int_pack, outer
 from commlayer.compressors.reference.sparse import (
     bitmap_decode,
     bitmap_encode,
@@ -48,6 +49,13 @@ __all__ = [
     "f32_to_f16",
     "int8_decode",
     "int8_encode",
+    "int_add",
+    "int_decode",
+    "int_encode",
+    "int_legal",
+    "int_maxima",
+    "int_pack",
+    "outer",
     "sample_abs",
     "scatter_add",
     "scatter_add_int8",
