@@ -18,7 +18,7 @@ import torch
 
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
-from commlayer.records import Bucket, Job, Plan, Spec
+from commlayer.records import Bucket, Job, Plan
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
@@ -53,8 +53,8 @@ class Worker:
                  rank=rank)
             for i, b in enumerate(plan.buckets)
         ]
-        # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.
-        self._tracked = any(codecs[b.id].init(Spec((0,))) for b in plan.buckets if b.path == "service")
+        # Whether a step that turns out non-finite must be given back. The same on all ranks.
+        self._tracked = any(codecs[b.id].keeps for b in plan.buckets if b.path == "service")
         self._by_tensor: list[list[tuple[Flow, int]]] = [[] for _ in job.tensors]
         for flow in self.flows:
             for i, s in enumerate(flow.bucket.slices):
