@@ -17,7 +17,10 @@ NONFINITE = 1
 
 MAX_NUMEL = 0xFFFFFFFF
 
-CODEC_IDS = {"identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5}
+CODEC_IDS = {
+    "identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5,
+    "powersgd": 13, "shared_int": 14, "partition": 15, "chain": 16,
+}
 """Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")
