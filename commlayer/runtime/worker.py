@@ -74,6 +74,7 @@ class Worker:
         self.step = 0
         self.weight = 1.0
         self.scale = 1.0
+        self.rate = 1.0
         self._undone = False
         self._stalled: dict[int, tuple[int, ...]] = {}
         self._reset()
@@ -188,8 +189,11 @@ class Worker:
         return flow.bucket.path == "allreduce" or self._shared
 
     def _scale_of(self, flow: Flow) -> float:
-        """Gradients are coded without the loss scale, or a change of scale would falsify every residual."""
-        return 1.0 if flow.buffer else self.scale
+        """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
+
+        So may a change of the learning rate: codecs that say so have it inside.
+        """
+        return 1.0 if flow.buffer else self.scale / self.rate if flow.in_updates else self.scale
 
     def _dispatch(self, flow: Flow) -> None:
         if not self._collective(flow):
