@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, topk
+from commlayer.compressors import bf16, chain, error_feedback, fp16, identity, int8, partition, topk, warmup
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.kernels import BACKENDS
 from commlayer.records import Spec
@@ -22,6 +22,11 @@ PLAIN: list[Codec] = [
     topk(ratio=0.2, values="fp32"),
     topk(ratio=1.0, values="int8"),
     topk(ratio=0.05, values="fp32", exact=True),
+    chain(topk(ratio=0.1, values="fp32"), int8(block=64)),
+    chain(topk(ratio=0.1, values="fp32"), fp16()),
+    partition(int8(block=48), parts=3),
+    partition(topk(ratio=0.06), nbytes=4000),
+    warmup(topk(ratio=0.05), steps=4),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.compressors import Codec, bf16, fp16, identity, int8, kernels, topk
+from commlayer.compressors import Codec, bf16, chain, fp16, identity, int8, kernels, partition, topk
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
@@ -27,6 +27,8 @@ CASES: dict[str, tuple[Codec, int]] = {
     "topk-fp16-bitmap": (topk(ratio=0.6, values="fp16"), 100),
     "topk-fp32": (topk(ratio=0.01, values="fp32", exact=True), 5000),
     "topk-none": (topk(), 9),
+    "chain": (chain(topk(ratio=0.05, values="fp32"), int8(block=8)), 600),
+    "partition": (partition(int8(block=8), parts=3), 21),
     "int8-flagged": (int8(), 5),
 }
 

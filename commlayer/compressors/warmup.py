@@ -25,8 +25,8 @@ FIRST = 0.25
 class Warmup(Wrapper, frozen=True):
     """The ratio falls in stages of equal length, each about half of the one before; after `steps` it is the inner codec's.
 
-    Workers count their steps and a server its results. State: `step`, and the inner state, whose memory is made anew with a
-    stage while what it has learned stays.
+    Workers count their payloads and a server its results, flagged ones left out. State: `step`, and the inner state, whose
+    memory is made anew with a stage while what it has learned stays.
     """
 
     name: ClassVar[str] = "warmup"
@@ -68,9 +68,9 @@ class Warmup(Wrapper, frozen=True):
             fresh = codec.init(state["_spec"])
             state["inner"] |= {name: value for name, value in fresh.items() if name.startswith("_")}
             state["_stage"] = stage
-        nbytes = codec.start_fed(x, residual, state["inner"], out)
-        state["step"] += 1
-        return int(nbytes)
+        nbytes = int(codec.start_fed(x, residual, state["inner"], out))
+        state["step"] += not payload.read(out[:nbytes], self.id, x.numel()).flagged
+        return nbytes
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
         """See picking.Placed."""
