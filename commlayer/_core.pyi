@@ -172,3 +172,23 @@ def nibbles_encode(q: Payload, scale: Payload, x: Array, rest: Array | None, blo
 
 def nibbles_decode(out: Array, q: Payload, scale: Payload, block: int) -> None:
     """out = scale * q."""
+def int_maxima(max: Payload, x: Array, block: int) -> bool:
+    """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
+
+def int_encode(q: Payload, x: Array, max: Payload, block: int, bits: int, dither: bool, key: int, step: int) -> None:
+    """x in the scale that max gives, packed; dithered with the random numbers of (key, step), or rounded to nearest."""
+
+def int_legal(q: Payload, n: int, bits: int) -> bool:
+    """Whether q holds n integers that an encoder makes, and no padding is set."""
+
+def int_add(acc: Array, q: Payload, bits: int, assign: bool) -> None:
+    """acc (int32) += q, or = q."""
+
+def int_pack(out: Payload, acc: Array, width: int) -> None:
+    """acc (int32) packed in `width` bits each, which must hold them."""
+
+def int_decode(out: Array, q: Payload, max: Payload, block: int, bits: int, width: int) -> None:
+    """out = scale * q."""
+
+def outer(out: Array, p: Array, q: Array, rank: int) -> None:
+    """The product of the factors p (rank x m) and q (rank x n), added in the order of rank."""

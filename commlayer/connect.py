@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from commlayer import planner, records
 from commlayer.compressors import codec_of, kernels, parse, wrap
-from commlayer.compressors.debts import pay
 from commlayer.config import Config, Launch, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
@@ -181,11 +180,8 @@ def switch(made: Connection, plan: Plan | None) -> None:
         if server % made.world == made.rank:
             made.uplink.send_plan(server, data, generation, undo=old.undone)
     everyone.barrier()
-    debts = [debt for flow in old.flows for debt in flow.debts()]
     made.plan = agreed
     new = _worker(made, old.job, old.device, generation)
-    for flow in new.flows:
-        flow.carry = pay(debts, flow.bucket.slices)
     new.take_over(old)
     made.follow(new)
     old.close()

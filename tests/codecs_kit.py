@@ -10,6 +10,7 @@ import torch
 from commlayer.compressors import (
     bf16,
     block_threshold,
+    chain,
     error_feedback,
     fp16,
     identity,
@@ -17,10 +18,12 @@ from commlayer.compressors import (
     int8,
     natural,
     onebit,
+    partition,
     qsgd,
     randomk,
     terngrad,
     topk,
+    warmup,
 )
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.kernels import BACKENDS
@@ -58,6 +61,11 @@ PLAIN: list[Codec] = [
     randomk(ratio=0.3, values="fp16"),
     randomk(ratio=0.3, values="bf16", unbiased=True),
     randomk(ratio=1.0, unbiased=True),
+    chain(topk(ratio=0.1, values="fp32"), int8(block=64)),
+    chain(topk(ratio=0.1, values="fp32"), fp16()),
+    partition(int8(block=48), parts=3),
+    partition(topk(ratio=0.06), nbytes=4000),
+    warmup(topk(ratio=0.05), steps=4),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
 COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit", "randomk", "block_threshold")

@@ -53,6 +53,30 @@ def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Te
         assert name == "losses" or torch.equal(tensor, results[1][name])
 
 
+def scheduled(run: Run) -> dict[str, Any]:
+    """What the workers took as the learning rate, step by step, while a schedule changes it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    wrapped = run.wrap(model, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    rates = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(run, wrapped, step).backward()
+        optimizer.step()
+        schedule.step()
+        rates.append(run.sessions[0]._driver.connection.worker.rate)
+    return {"rates": rates}
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_session_passes_the_learning_rate_on(how: str) -> None:
+    codec = "error_feedback(int8(), lr_correction=True)"
+    with coordinators(1, WORLD, 1) as made:
+        results = pool(WORLD).call(play, WORLD, scheduled, Setting(how, (made[0].address,), codec))
+    assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
+
+
 # ---- conservation
 
 SIZES = [(300,), (40, 50)]

@@ -274,6 +274,40 @@ def nibbles_encode(q: memoryview, scales: memoryview, x: torch.Tensor, rest: tor
 
 def nibbles_decode(out: torch.Tensor, q: memoryview, scales: memoryview, block: int) -> None:
     _chosen[0].nibbles_decode(out, q, scales, block)
+def int_maxima(most: memoryview, x: torch.Tensor, block: int) -> bool:
+    """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
+    return bool(_chosen[0].int_maxima(most, x, block))
+
+
+def int_encode(
+    q: memoryview, x: torch.Tensor, most: memoryview, block: int, bits: int, *, dither: bool, key: int, step: int
+) -> None:
+    """x in the scale that the maxima give, `bits` each; dithered by the random numbers of (key, step), or to the nearest."""
+    _chosen[0].int_encode(q, x, most, block, bits, dither, key, step)
+
+
+def int_legal(q: memoryview, n: int, bits: int) -> bool:
+    """Whether q holds n integers that an encoder makes, and no padding is set."""
+    return bool(_chosen[0].int_legal(q, n, bits))
+
+
+def int_add(acc: torch.Tensor, q: memoryview, bits: int, *, assign: bool) -> None:
+    """acc is int32."""
+    _chosen[0].int_add(acc, q, bits, assign)
+
+
+def int_pack(out: memoryview, acc: torch.Tensor, width: int) -> None:
+    """acc (int32) in `width` bits each, which must hold them."""
+    _chosen[0].int_pack(out, acc, width)
+
+
+def int_decode(out: torch.Tensor, q: memoryview, most: memoryview, block: int, bits: int, width: int) -> None:
+    _chosen[0].int_decode(out, q, most, block, bits, width)
+
+
+def outer(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int) -> None:
+    """out = the product of p (rank x m) and q (rank x n), the same bits on every machine."""
+    _chosen[0].outer(out, p, q, rank)
 
 
 def copy_f32(dst: torch.Tensor, src: memoryview) -> None:

@@ -27,7 +27,8 @@ def seed(state: State, job: str, bucket: int, sender: int) -> None:
 def _set(state: State, keys: dict[str, int]) -> None:
     for name, value in state.items():
         if isinstance(value, dict):
-            _set(value, keys)
+            # A state under a number is one of several like it: each draws for itself.
+            _set(value, {which: _key(f"{key} {name}") for which, key in keys.items()} if name.isdigit() else keys)
         elif name in keys:
             state[name] = keys[name]
 

@@ -30,6 +30,10 @@ CODEC_IDS = {
     "onebit": 10,
     "block_threshold": 11,
     "randomk": 12,
+    "powersgd": 13,
+    "shared_int": 14,
+    "partition": 15,
+    "chain": 16,
 }
 """Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
 

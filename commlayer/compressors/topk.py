@@ -12,7 +12,7 @@ import torch
 
 from commlayer.compressors import kernels, payload, positions, selection, threshold
 from commlayer.compressors import values as value_kinds
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Buffer, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -52,11 +52,21 @@ class TopK(OneRound, frozen=True):
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
         n = x.numel()
-        idx, val, finite = selection.pick(self.wanted(n), self.exact, x, residual, state)
+        idx, val, finite = self.pick(x, residual, state)
         if not finite and residual is not None:
             kernels.scatter_add(residual, idx, val)
         nbytes = self._encode(n, idx, val, residual, state["_scratch"]["kept"][: idx.numel()], out) if finite else 0
         return nbytes or payload.write_flagged(out, self.id, n)
+
+    def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
+        """See picking.Picks."""
+        return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
+
+    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
+        """See picking.Placed."""
+        head = payload.read(payload_, self.id, numel)
+        idx: torch.Tensor = torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
+        return idx
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)

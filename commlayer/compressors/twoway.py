@@ -29,6 +29,10 @@ class TwoWay(msgspec.Struct, frozen=True):
         return spell(self)
 
     @property
+    def keeps(self) -> bool:
+        return bool(self.up.keeps or self.down.keeps)
+
+    @property
     def id(self) -> int:
         return int(self.up.id)
 

@@ -9,6 +9,7 @@ import torch
 from commlayer.compressors import seed
 from commlayer.compressors.codec import Buffer, Codec, State
 from commlayer.compressors.debts import Debt, owed, spread
+from commlayer.compressors.feedback import in_updates
 from commlayer.records import Bucket, Job
 
 PAYLOAD_HEADER = 16
@@ -29,6 +30,7 @@ class Flow:
         """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
+        self.in_updates = bucket.path == "service" and in_updates(codec)
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import Codec
+from commlayer.compressors.debts import Debt, pay
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.observe import Recorder
-from commlayer.records import Job, Plan, Spec
+from commlayer.records import Job, Plan
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
@@ -54,8 +55,8 @@ class Worker:
                  rank=rank)
             for i, b in enumerate(plan.buckets)
         ]
-        # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.
-        self._tracked = any(codecs[b.id].init(Spec((0,))) for b in plan.buckets if b.path != "allreduce")
+        # Whether a step that turns out non-finite must be given back. The same on all ranks.
+        self._tracked = any(codecs[b.id].keeps for b in plan.buckets if b.path != "allreduce")
         self._by_tensor: list[list[tuple[Flow, int]]] = [[] for _ in job.tensors]
         for flow in self.flows:
             for i, s in enumerate(flow.bucket.slices):
@@ -77,6 +78,7 @@ class Worker:
         self.step = 0
         self.weight = 1.0
         self.scale = 1.0
+        self.rate = 1.0
         self._undone = False
         self.recorder = Recorder()
         self._to_servers = Service(self, transport, recycle, self._staging)
@@ -200,8 +202,11 @@ class Worker:
         return flow.bucket.path != "service" or self._shared
 
     def _scale_of(self, flow: Flow) -> float:
-        """Gradients are coded without the loss scale, or a change of scale would falsify every residual."""
-        return 1.0 if flow.buffer else self.scale
+        """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
+
+        So may a change of the learning rate: codecs that say so have it inside.
+        """
+        return 1.0 if flow.buffer else self.scale / self.rate if flow.in_updates else self.scale
 
     def _dispatch(self, flow: Flow) -> None:
         if not self._collective(flow):
@@ -280,6 +285,10 @@ class Worker:
         """Whether the next gradient is the first of its step."""
         return not any(self._seen)
 
+    def _unit_of(self, flow: Flow) -> float:
+        """What a gradient is multiplied with before it is coded, besides weight and loss scale."""
+        return self.rate if flow.in_updates else 1.0
+
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
         self.places = places
@@ -298,8 +307,12 @@ class Worker:
         return self._undone
 
     def take_over(self, before: Worker) -> None:
-        """Goes on where a worker of the plan before stopped."""
-        self.step, self.weight, self.scale = before.step, before.weight, before.scale
+        """Goes on where a worker of the plan before stopped, and owes what it owed."""
+        self.step, self.weight, self.scale, self.rate = before.step, before.weight, before.scale, before.rate
+        debts = [Debt(d.tensor, d.start, d.values / self._unit_of(flow)) for flow in before.flows for d in flow.debts()]
+        for flow in self.flows:
+            paid = pay(debts, flow.bucket.slices)
+            flow.carry = None if paid is None else paid * self._unit_of(flow)
         self.counters = before.counters
         self.recorder = self._staged.recorder = before.recorder
         self.reorder(before.places)

@@ -263,6 +263,50 @@ void packed(int64_t n, int64_t k, int64_t nbytes, int shift, Encode encode, Deco
   }
 }
 
+void integers(int64_t n, int shift) {
+  for (int64_t block : {int64_t{8}, int64_t{9}, int64_t{256}}) {
+    const int64_t blocks = (n + block - 1) / block;
+    auto x = floats(n, shift), back = floats(n, shift);
+    Array<uint16_t> most(blocks, shift);
+    CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 1);
+    for (int bits : {4, 8}) {
+      const float step = 1.01f / static_cast<float>((1 << (bits - 1)) - 1);
+      Array<uint8_t> q((n * bits + 7) / 8, shift);
+      Array<int32_t> acc(n, shift);
+      for (int dither : {1, 0})
+        CHECK(cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1) == CML_OK);
+      CHECK(cml_int_legal(q.data(), n, bits) == 1);
+      CHECK(cml_int_add(acc.data(), q.data(), n, bits, 1) == CML_OK && cml_int_add(acc.data(), q.data(), n, bits, 0) == CML_OK);
+      for (int width : {4, 8, 12, 16, 32}) {
+        if (width <= bits) continue;  // the sum of two needs more
+        Array<uint8_t> out((n * width + 7) / 8, shift);
+        CHECK(cml_int_pack(out.data(), acc.data(), n, width) == CML_OK);
+        CHECK(cml_int_decode(back.data(), out.data(), most.data(), n, block, bits, width) == CML_OK);
+        for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - 2 * x.get(i)) <= step);
+      }
+      if (n == 0) continue;
+      q.set(0, bits == 8 ? 0x80 : 0x08);
+      CHECK(cml_int_legal(q.data(), n, bits) == 0);
+    }
+    if (n == 0) continue;
+    x.set(n / 2, std::numeric_limits<float>::infinity());
+    CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 0);
+  }
+  CHECK(cml_int_maxima(nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT && cml_int_legal(nullptr, 0, 5) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_encode(nullptr, nullptr, nullptr, 0, 8, 12, 0, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_add(nullptr, nullptr, 0, 16, 0) == CML_ERR_ARGUMENT && cml_int_pack(nullptr, nullptr, 0, 6) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_decode(nullptr, nullptr, nullptr, 0, 8, 8, 7) == CML_ERR_ARGUMENT);
+}
+
+void low_rank(int64_t n, int shift) {
+  for (int64_t rank : {int64_t{1}, int64_t{3}}) {
+    const int64_t m = 5;
+    auto p = floats(m * rank, shift), q = floats(n * rank, shift), out = floats(m * n, shift);
+    cml_outer(out.data(), p.data(), q.data(), m, n, rank);
+    for (int64_t i = 0; i < m * n; ++i) CHECK(std::fabs(out.get(i)) <= static_cast<float>(rank));
+  }
+}
+
 void all_positions(int64_t n, int shift) {
   for (int64_t k : {int64_t{0}, int64_t{1}, n / 100, n / 10, n / 2, n}) {
     if (k > n) continue;
@@ -350,6 +394,8 @@ int main() {
         quantisers(n, shift);
         select(n, shift);
         sparse(n, shift);
+        integers(n, shift);
+        low_rank(n, shift);
         all_positions(n, shift);
         order(n, shift);
         runs(n, shift);

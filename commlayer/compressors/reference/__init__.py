@@ -20,6 +20,7 @@ from commlayer.compressors.reference.dense import (
     int8_encode,
 )
 from commlayer.compressors.reference.draws import draw_strata, draw_word, take
+from commlayer.compressors.reference.integers import int_add, int_decode, int_encode, int_legal, int_maxima, int_pack, outer
 from commlayer.compressors.reference.nibbles import nibbles_decode, nibbles_encode
 from commlayer.compressors.reference.order import count_above, kth_abs, trim
 from commlayer.compressors.reference.philox import philox
@@ -71,6 +72,12 @@ __all__ = [
     "gather_runs",
     "int8_decode",
     "int8_encode",
+    "int_add",
+    "int_decode",
+    "int_encode",
+    "int_legal",
+    "int_maxima",
+    "int_pack",
     "kth_abs",
     "linear_decode",
     "linear_encode",
@@ -80,6 +87,7 @@ __all__ = [
     "nibbles_encode",
     "onebit_decode",
     "onebit_encode",
+    "outer",
     "philox",
     "sample_abs",
     "scatter_add",
