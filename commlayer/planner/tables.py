@@ -1,4 +1,4 @@
-"""What machines and codecs cost where nobody has measured: named GPUs and links. Knows data sheets; measuring replaces all of it.
+"""What machines and codecs cost where nobody has measured: named GPUs and links. Knows data sheets; measuring replaces all.
 
 GPUs: FP32 peak and memory bandwidth of the vendors' data sheets. Training speed against a V100 is taken as the geometric mean
 of the two ratios: convolutions and products follow the first, everything between them the second.
@@ -149,6 +149,7 @@ def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
 
 
 PAYLOAD_HEADER_NBYTES = 16
+SPARSE = ("topk", "randomk", "block_threshold")
 _NAME = re.compile(r"(\w+)\((.*)\)")
 
 
@@ -159,7 +160,9 @@ def _touch(name: str) -> _Touch:
     family, arguments = (match[1], match[2]) if match else (name, "")
     found = re.search(r"ratio=([0-9.eE+-]+)", arguments)
     ratio = float(found[1]) if found else 0.01
-    if family in ("topk", "randomk", "block_threshold") and 0 < ratio <= 1:
+    if family in SPARSE:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"codec {name!r}: ratio is {ratio:g}, allowed: above 0, up to 1")
         loss = min(1.0, 0.25 * -math.log10(ratio))
         if family == "randomk":
             return _Touch(12, 4 + 64 * ratio, 4 * ratio, min(1.0, 2 * loss), sums=True)
@@ -173,7 +176,7 @@ def _touch(name: str) -> _Touch:
         "onebit": _Touch(16.25, 8.125, 0.125, 0.5),
     }
     if family not in fixed:
-        raise ValueError(f"codec {name!r} is in no table, known are {', '.join([*fixed, 'topk', 'randomk', 'block_threshold'])}; "
+        raise ValueError(f"codec {name!r} is in no table, known are {', '.join((*fixed, *SPARSE))}; "
                          "or measure it with `commlayer profile`")
     return fixed[family]
 
