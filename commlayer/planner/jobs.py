@@ -1,9 +1,9 @@
 """Built-in jobs: well-known models with the times at which their gradients become ready. Knows no machines but the tables'.
 
 A step's compute time is published where `backward_s` says so (traces of 8 x V100 machines, reference 1.6), and elsewhere
-the multiply-adds at the rate that ResNet-50's published 360 images/s of FP32 on a V100 come to. It is spread over
-the layers by their multiply-adds; backward takes twice as long as forward. Other devices and batches scale it. That is enough
-to plan by; a measured profile replaces it.
+the multiply-adds at the rate of ResNet-50's published 356 images/s (NVIDIA's DeepLearningExamples, FP32, V100-32GB).
+It is spread over the layers by their multiply-adds; backward takes twice as long as forward. Other devices and
+batches scale it. That is enough to plan by; a measured profile replaces it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlayer.planner.models import Layer, layers
 from commlayer.planner.tables import GPU_SHARE, GPUS, speed
 from commlayer.records import Job, Timing
 
-FLOP_S = 3 * 2 * 4.09e9 * 360
+FLOP_S = 3 * 2 * 4.09e9 * 356
 """Of training in FP32 on a V100: forward and twice as much backward, two operations a multiply-add."""
 UPDATE_NBYTES = 20
 """Read and written per element by SGD with momentum: gradient, momentum twice, parameter twice."""
