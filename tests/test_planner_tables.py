@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from commlayer.compressors.parse import parse
@@ -58,7 +60,7 @@ def test_sizes_are_those_of_the_codecs() -> None:
     (lambda: profile_from_tables(Cluster(()), ("gzip()",)), "codec 'gzip()' is in no table, known are identity"),
     (lambda: profile_from_tables(Cluster(()), ("topk(ratio=0)",)), "codec 'topk(ratio=0)': ratio is 0, allowed"),
 ])
-def test_unknown_names(call: object, message: str) -> None:
+def test_unknown_names(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        call()  # type: ignore[operator]
+        call()
     assert message in str(caught.value)

@@ -19,6 +19,8 @@ from commlayer.records import Job, Timing
 
 FLOP_S = 3 * 2 * 4.09e9 * 356
 """Of training in FP32 on a V100: forward and twice as much backward, two operations a multiply-add."""
+WINOGRAD_FLOP_S = 2 * 2 * 15.47e9 * 32 / 85.3e-3
+"""The same where nearly all is 3x3 convolution without stride, as in VGG-16, whose backward time is published."""
 UPDATE_NBYTES = 20
 """Read and written per element by SGD with momentum: gradient, momentum twice, parameter twice."""
 
@@ -31,6 +33,8 @@ class Work(NamedTuple):
     """Tokens in a sample, where macs are counted by token; passes through the model in a step, where they are several."""
     backward_s: float | None = None
     """Published: of that batch on one V100."""
+    flop_s: float = FLOP_S
+    """Where it is not."""
 
 
 WORK: Mapping[str, Work] = {
@@ -42,7 +46,7 @@ WORK: Mapping[str, Work] = {
     "bert-large": Work(8, reads=128),
     "gpt2": Work(20, reads=80),
     "lstm": Work(80, reads=20, backward_s=71.5e-3),
-    "ugatit": Work(2, reads=4),
+    "ugatit": Work(2, reads=4, flop_s=WINOGRAD_FLOP_S),
 }
 """gpt2: sequences of 80 tokens. ugatit: each image passes each generator as itself, translated, and back."""
 
@@ -58,7 +62,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     batch = batch or work.batch
     tensors = tuple(t for layer in parts for t in layer.tensors)
     flops = 2 * 2 * sum(layer.macs for layer in parts) * work.reads * work.batch
-    backward_s = (work.backward_s or flops / FLOP_S) * batch / work.batch / speed(device)
+    backward_s = (work.backward_s or flops / work.flop_s) * batch / work.batch / speed(device)
     memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * speed(device)
     update_s = sum(t.numel for t in tensors) * UPDATE_NBYTES / memory_bytes_s
     return Job(tensors, batch, timing(parts, backward_s, backward_s / 2, update_s), name)
