@@ -83,3 +83,16 @@ def bitmap_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
 
 def bitmap_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
     """As ef_decode."""
+
+class Schedule:
+    """A planner.problem.Problem in memory of its own: cml_schedule_run and cml_schedule_sweep over it."""
+
+    def __init__(self, problem: Any) -> None: ...
+    def run(self, choice: list[int]) -> float:
+        """Seconds of a step."""
+
+    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
+        """Seconds of a step, then starts and ends by instance."""
+
+    def sweep(self, choice: list[int], bucket: int, limit: float) -> list[float]:
+        """Seconds of a step with each option of the bucket; infinity where it is sure to reach limit."""

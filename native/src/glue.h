@@ -59,5 +59,6 @@ inline int64_t blocks(int64_t n, int64_t block) { return n / block + (n % block 
 void bind_quantisers(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_integers(nb::module_& m);
+void bind_schedule(nb::module_& m);
 
 }  // namespace glue

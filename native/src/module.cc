@@ -180,4 +180,5 @@ NB_MODULE(_core, m) {
   bind_quantisers(m);
   bind_sparse(m);
   bind_integers(m);
+  bind_schedule(m);
 }
