@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Pace, Problem, flatten
+from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 
 LANES = ("compute:a", "cpu:a", "up:a", "down:a", "compute:b", "cpu:b", "up:b", "down:b", "server:0")
 
@@ -33,7 +33,8 @@ def random_problem(seed: int, buckets: int = 0) -> Problem:
     rng = random.Random(seed)
     buckets = buckets or rng.randint(1, 8)
     loads = [
-        Load(tuple(random_tasks(rng) for _ in range(rng.randint(1, 4))), rng.choice((0.0, rng.random())), rng.random() < 0.2)
+        Load(tuple(way(random_tasks(rng)) for _ in range(rng.randint(1, 4))), rng.choice((0.0, rng.random())),
+             rng.random() < 0.2)
         for _ in range(buckets)
     ]
     paces = []

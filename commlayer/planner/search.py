@@ -1,0 +1,203 @@
+"""Finds a good choice of one option per bucket: uniform starts, a beam over sizes, then single changes. Knows no paths.
+
+A choice is better when its step is shorter; among equal steps, when it loses less; then when it keeps the lanes less busy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+from commlayer.planner.schedule import Schedule
+
+EQUAL = 1e-9
+"""Steps that differ by less than this fraction are equal."""
+EXHAUSTIVE = 2000
+"""So many choices or fewer are all tried."""
+PAIRS = 12000
+"""Two buckets are changed at once where that gives no more trials than this."""
+SWAPS = 8
+"""Buckets that may take a lossier option in exchange for another's, when the loss budget is used up."""
+
+
+class Space(NamedTuple):
+    """What there is to choose from. Lists are by bucket, then by option."""
+
+    schedule: Schedule
+    loss: Sequence[Sequence[float]]
+    """Of the whole model's budget."""
+    busy: Sequence[Sequence[float]]
+    """Lane seconds of an option: breaks ties."""
+    classes: Sequence[Sequence[int]]
+    """Buckets that have the same options, the largest first; inside a class by readiness."""
+    max_loss: float = math.inf
+
+
+class Found(NamedTuple):
+    """A choice and its price."""
+
+    step_s: float
+    loss: float
+    busy: float
+    choice: tuple[int, ...]
+
+
+def better(a: Found, b: Found) -> bool:
+    if abs(a.step_s - b.step_s) > EQUAL * max(a.step_s, b.step_s):
+        return a.step_s < b.step_s
+    return (a.loss, a.busy, a.choice) < (b.loss, b.busy, b.choice)
+
+
+def search(space: Space, starts: Sequence[Sequence[int]] = (), *, width: int = 3, thorough: bool = True) -> Found:
+    """The best choice found within the loss budget. `starts` are tried besides those that choose alike everywhere.
+
+    `thorough` tries all choices where they are few, and pairs of changes where those are few.
+    """
+    return _Search(space, thorough).run([tuple(start) for start in starts], width)
+
+
+class _Search:
+    def __init__(self, space: Space, thorough: bool) -> None:
+        self.space, self.thorough = space, thorough
+        self.counts = [len(losses) for losses in space.loss]
+        self.every = range(len(self.counts))
+        self.within = space.max_loss * (1 + EQUAL) + 1e-12
+
+    def run(self, starts: list[tuple[int, ...]], width: int) -> Found:
+        least = tuple(min(range(n), key=lambda o: (self.space.loss[b][o], o)) for b, n in enumerate(self.counts))
+        if not self.counts:
+            return self.price(())
+        if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
+            found = self.price(least)
+            for choice in product(*map(range, self.counts)):
+                found = self.keep(found, choice)
+            return found
+        states = self.beam(self.first([least, *starts], width), width)
+        found = states[0]
+        for state in states:
+            improved = self.improve(state)
+            found = improved if better(improved, found) else found
+        return found
+
+    # ---- prices
+
+    def price(self, choice: tuple[int, ...]) -> Found:
+        return self.found(self.space.schedule.run(list(choice)), choice)
+
+    def found(self, step_s: float, choice: tuple[int, ...]) -> Found:
+        loss = sum(self.space.loss[b][o] for b, o in enumerate(choice))
+        return Found(step_s, loss, sum(self.space.busy[b][o] for b, o in enumerate(choice)), choice)
+
+    def allowed(self, choice: Sequence[int]) -> bool:
+        return sum(self.space.loss[b][o] for b, o in enumerate(choice)) <= self.within
+
+    def keep(self, found: Found, choice: tuple[int, ...]) -> Found:
+        """The better of the two, where the other is within the budget."""
+        if not self.allowed(choice):
+            return found
+        other = self.price(choice)
+        return other if better(other, found) else found
+
+    # ---- starts and the beam
+
+    def first(self, starts: list[tuple[int, ...]], width: int) -> list[Found]:
+        """The best of those given and those that take the same option in all classes."""
+        alike = [tuple(min(option, n - 1) for n in self.counts) for option in range(max(self.counts))]
+        return self.best([self.price(c) for c in dict.fromkeys([*starts, *alike]) if self.allowed(c)], width)
+
+    def best(self, states: list[Found], width: int) -> list[Found]:
+        states = sorted(states, key=lambda s: (s.step_s, s.loss, s.busy, s.choice))
+        kept: list[Found] = []
+        for state in states:
+            if len(kept) < width and all(state.choice != other.choice for other in kept):
+                kept.append(state)
+        return kept
+
+    def beam(self, states: list[Found], width: int) -> list[Found]:
+        """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later part."""
+        for members in self.space.classes:
+            grown = {state.choice: state for state in states}
+            for state in states:
+                for option in range(self.counts[members[0]]):
+                    for part in _parts(members):
+                        choice = _with(state.choice, part, option)
+                        if choice not in grown and self.allowed(choice):
+                            grown[choice] = self.price(choice)
+            states = self.best(list(grown.values()), width)
+        return states
+
+    # ---- local improvement
+
+    def improve(self, found: Found) -> Found:
+        """Single changes until none helps; then pairs, and exchanges under the loss budget, as long as they help."""
+        while True:
+            before = found
+            for b in self.order():
+                found = self.single(found, b)
+            if found is before:
+                found = self.exchange(found)
+            if found is before and self.thorough:
+                found = self.pairs(found)
+            if found is before:
+                return found
+
+    def order(self) -> Iterator[int]:
+        return (b for members in self.space.classes for b in members)
+
+    def single(self, found: Found, b: int) -> Found:
+        limit = found.step_s * (1 + 2 * EQUAL)
+        for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), b, limit)):
+            if step_s > limit or option == found.choice[b]:
+                continue
+            choice = _with(found.choice, (b,), option)
+            if self.allowed(choice):
+                other = self.found(step_s, choice)
+                found = other if better(other, found) else found
+        return found
+
+    def pairs(self, found: Found) -> Found:
+        trials = sum(self.counts[a] * self.counts[b] for a, b in combinations(self.every, 2))
+        if trials > PAIRS:
+            return found
+        for a, b in combinations(self.every, 2):
+            for option in range(self.counts[a]):
+                choice = _with(found.choice, (a,), option)
+                for other, step_s in enumerate(self.space.schedule.sweep(list(choice), b, found.step_s)):
+                    if step_s <= found.step_s and self.allowed(both := _with(choice, (b,), other)):
+                        made = self.found(step_s, both)
+                        found = made if better(made, found) else found
+        return found
+
+    def exchange(self, found: Found) -> Found:
+        """Where the budget is what stops a bucket, another one may give up some of its loss."""
+        wanted = []
+        for b in self.every:
+            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), b, found.step_s)):
+                if step_s < found.step_s * (1 - EQUAL) and not self.allowed(_with(found.choice, (b,), option)):
+                    wanted.append((step_s, b, option))
+        for _, b, option in sorted(wanted)[:SWAPS]:
+            taken = _with(found.choice, (b,), option)
+            for giver in self.every:
+                losses = self.space.loss[giver]
+                for less in range(self.counts[giver]):
+                    if giver != b and losses[less] < losses[found.choice[giver]]:
+                        found = self.keep(found, _with(taken, (giver,), less))
+        return found
+
+
+def _parts(members: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All of a class, then the halves and quarters that are ready first and last."""
+    yield members
+    for share in (2, 4):
+        if len(members) >= share:
+            yield members[: len(members) // share]
+            yield members[-(len(members) // share) :]
+
+
+def _with(choice: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
+    changed = list(choice)
+    for b in buckets:
+        changed[b] = option
+    return tuple(changed)
