@@ -94,5 +94,5 @@ class Schedule:
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
         """Seconds of a step, then starts and ends by instance."""
 
-    def sweep(self, choice: list[int], bucket: int, limit: float) -> list[float]:
-        """Seconds of a step with each option of the bucket; infinity where it is sure to reach limit."""
+    def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
+        """Seconds of a step with each option in turn for all these buckets; infinity where it is sure to be above limit."""

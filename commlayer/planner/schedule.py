@@ -18,8 +18,8 @@ class Schedule(Protocol):
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
         """Also when each task starts and ends, by step and then by task in the order of buckets."""
 
-    def sweep(self, choice: list[int], bucket: int, limit: float) -> list[float]:
-        """Seconds with each option of one bucket in turn; infinity is allowed where it would not be below `limit`."""
+    def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
+        """Seconds with each option in turn for all these buckets, which have equally many; above `limit` it may say infinity."""
 
 
 class PortableSchedule:
@@ -36,11 +36,16 @@ class PortableSchedule:
         step_s = twin.run()
         return step_s, twin.start, twin.end
 
-    def sweep(self, choice: Sequence[int], bucket: int, limit: float) -> list[float]:
+    def sweep(self, choice: Sequence[int], buckets: Sequence[int], limit: float) -> list[float]:
         del limit
         edges = self.problem.bucket_options
-        options = range(edges[bucket + 1] - edges[bucket])
-        return [self.run([*choice[:bucket], option, *choice[bucket + 1 :]]) for option in options]
+        changed = list(choice)
+        found = []
+        for option in range(edges[buckets[0] + 1] - edges[buckets[0]]):
+            for b in buckets:
+                changed[b] = option
+            found.append(self.run(changed))
+        return found
 
 
 def schedule(problem: Problem) -> Schedule:

@@ -51,11 +51,16 @@ def better(a: Found, b: Found) -> bool:
 
 
 def search(space: Space, starts: Sequence[Sequence[int]] = (), *, width: int = 3, thorough: bool = True) -> Found:
-    """The best choice found within the loss budget. `starts` are tried besides those that choose alike everywhere.
+    """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
 
     `thorough` tries all choices where they are few, and pairs of changes where those are few.
     """
-    return _Search(space, thorough).run([tuple(start) for start in starts], width)
+    return _Search(space, thorough).run(starts, width)
+
+
+def best_start(space: Space, starts: Sequence[Sequence[int]]) -> Found:
+    """The best of those within the budget, and of the one that loses least."""
+    return _Search(space, False).first(starts, 1)[0]
 
 
 class _Search:
@@ -65,16 +70,13 @@ class _Search:
         self.every = range(len(self.counts))
         self.within = space.max_loss * (1 + EQUAL) + 1e-12
 
-    def run(self, starts: list[tuple[int, ...]], width: int) -> Found:
-        least = tuple(min(range(n), key=lambda o: (self.space.loss[b][o], o)) for b, n in enumerate(self.counts))
-        if not self.counts:
-            return self.price(())
+    def run(self, starts: Sequence[Sequence[int]], width: int) -> Found:
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
-            found = self.price(least)
+            found = self.price(self.least())
             for choice in product(*map(range, self.counts)):
                 found = self.keep(found, choice)
             return found
-        states = self.beam(self.first([least, *starts], width), width)
+        states = self.beam(self.first(starts, width), width)
         found = states[0]
         for state in states:
             improved = self.improve(state)
@@ -102,10 +104,15 @@ class _Search:
 
     # ---- starts and the beam
 
-    def first(self, starts: list[tuple[int, ...]], width: int) -> list[Found]:
-        """The best of those given and those that take the same option in all classes."""
-        alike = [tuple(min(option, n - 1) for n in self.counts) for option in range(max(self.counts))]
-        return self.best([self.price(c) for c in dict.fromkeys([*starts, *alike]) if self.allowed(c)], width)
+    def least(self) -> tuple[int, ...]:
+        """Of each bucket the option that loses least."""
+        return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
+
+    def first(self, starts: Sequence[Sequence[int]], width: int) -> list[Found]:
+        if not starts:
+            starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
+        distinct = dict.fromkeys([self.least(), *map(tuple, starts)])
+        return self.best([self.price(choice) for choice in distinct if self.allowed(choice)], width)
 
     def best(self, states: list[Found], width: int) -> list[Found]:
         states = sorted(states, key=lambda s: (s.step_s, s.loss, s.busy, s.choice))
@@ -134,7 +141,7 @@ class _Search:
         """Single changes until none helps; then pairs, and exchanges under the loss budget, as long as they help."""
         while True:
             before = found
-            for b in self.order():
+            for b in (b for members in self.space.classes for b in members):
                 found = self.single(found, b)
             if found is before:
                 found = self.exchange(found)
@@ -142,9 +149,6 @@ class _Search:
                 found = self.pairs(found)
             if found is before:
                 return found
-
-    def order(self) -> Iterator[int]:
-        return (b for members in self.space.classes for b in members)
 
     def single(self, found: Found, b: int) -> Found:
         limit = found.step_s * (1 + 2 * EQUAL)

@@ -72,13 +72,16 @@ class Twin:
                     else:
                         computing -= 1
                     self.at[n] += 1
+            over = []
             while events and events[0][0] <= self.now:
                 _, instance, lane = heapq.heappop(events)
                 if lane >= 0:
                     self.busy[lane] = False
                     self.check.add(lane)
-                if instance >= 0:
-                    self._ended(instance)
+                else:
+                    over.append(instance)
+            for instance in sorted(over):
+                self._ended(instance)
             for lane in sorted(self.check):
                 self._serve(lane)
             self.check.clear()

@@ -56,11 +56,17 @@ class Schedule {
     return nb::make_tuple(step_s, start, end);
   }
 
-  Reals sweep(Ints choice, int32_t bucket, double limit) {
+  Reals sweep(Ints choice, const Ints& buckets, double limit) {
     check(choice);
-    if (bucket < 0 || bucket >= in_.buckets) wrong("bucket");
-    Reals out(static_cast<size_t>(bucket_options_[bucket + 1] - bucket_options_[bucket]));
-    cml_schedule_sweep(&in_, choice.data(), bucket, limit, scratch_.data(), out.data());
+    if (buckets.empty()) wrong("buckets");
+    below("buckets", buckets, 0, in_.buckets);
+    Ints seen = buckets;
+    std::sort(seen.begin(), seen.end());
+    if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("buckets");
+    for (const int32_t b : buckets)
+      if (options(b) != options(buckets[0])) wrong("buckets");
+    Reals out(static_cast<size_t>(options(buckets[0])));
+    cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), limit, scratch_.data(), out.data());
     for (const double step_s : out) told(step_s);
     return out;
   }
@@ -70,6 +76,8 @@ class Schedule {
   static T list(nb::object p, const char* name) {
     return nb::cast<T>(p.attr(name));
   }
+
+  int32_t options(int32_t b) const { return bucket_options_[b + 1] - bucket_options_[b]; }
 
   template <class T>
   static int32_t size(const std::vector<T>& values) {
@@ -138,7 +146,7 @@ class Schedule {
   void check(const Ints& choice) const {
     if (size(choice) != in_.buckets) wrong("choice");
     for (int32_t b = 0; b < in_.buckets; ++b)
-      if (choice[b] < 0 || choice[b] >= bucket_options_[b + 1] - bucket_options_[b]) wrong("choice");
+      if (choice[b] < 0 || choice[b] >= options(b)) wrong("choice");
   }
 
   cml_schedule in_{};
@@ -157,7 +165,7 @@ void bind_schedule(nb::module_& m) {
       .def(nb::init<nb::object>(), "problem"_a)
       .def("run", &Schedule::run, "choice"_a)
       .def("trace", &Schedule::trace, "choice"_a)
-      .def("sweep", &Schedule::sweep, "choice"_a, "bucket"_a, "limit"_a);
+      .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a);
 }
 
 }  // namespace glue

@@ -10,17 +10,13 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// A task that ends after its lanes are free again.
 struct Event {
   double at;
-  int32_t task;  // the instance that ends, or -1
-  int32_t lane;  // the lane that is free again, or -1
+  int32_t task;
 };
 
-inline bool later(const Event& a, const Event& b) {
-  if (a.at != b.at) return a.at > b.at;
-  if (a.task != b.task) return a.task > b.task;
-  return a.lane > b.lane;
-}
+inline bool later(const Event& a, const Event& b) { return a.at > b.at; }
 
 // Cuts the caller's scratch into arrays; with no scratch it only adds up their size.
 class Arena {
@@ -46,11 +42,14 @@ class Run {
     words_ = (most + 63) / 64;
     lane_words_ = (in.lanes + 63) / 64;
     first_ = arena_.take<int32_t>(in.buckets);
-    kind_ = arena_.take<int32_t>(in.most_tasks);
-    bucket_ = arena_.take<int32_t>(in.most_tasks);
+    kind_ = arena_.take<int32_t>(most);
+    bucket_ = arena_.take<int32_t>(most);
     left_ = arena_.take<int32_t>(most);
     by_arrival_ = arena_.take<int32_t>(most);
-    heap_ = arena_.take<Event>(most + in.lanes);
+    heap_ = arena_.take<Event>(most);
+    over_ = arena_.take<int32_t>(most);
+    free_at_ = arena_.take<double>(in.lanes);
+    ends_with_ = arena_.take<int32_t>(in.lanes);
     waiting_ = arena_.take<uint64_t>(words_ * in.lanes);
     low_ = arena_.take<int64_t>(in.lanes);
     check_ = arena_.take<uint64_t>(lane_words_);
@@ -61,19 +60,23 @@ class Run {
     open_ = arena_.take<int32_t>(in.steps);
     open_stale_ = arena_.take<int32_t>(in.steps);
     totals_ = arena_.take<double>(in.lanes);
+    kept_ = arena_.take<int32_t>(in.buckets);
   }
 
   int64_t scratch() const { return arena_.used(); }
   double* totals() { return totals_; }
+  int32_t* kept() { return kept_; }
 
-  double run(const int32_t* choice, double* start, double* end) {
+  // kNever as soon as a step that stands alone is sure to reach `limit`.
+  double run(const int32_t* choice, double limit, double* start, double* end) {
     start_ = start;
     end_ = end;
+    last_ = in_.steps == 1 ? limit - in_.tail : kNever;
     lay_out(choice);
     double begun = 0, last = 0;
     for (int32_t step = 0; step < in_.steps; ++step) {
       const double over = one_step(step, begun);
-      if (over < 0) return over;
+      if (over < 0 || over == kNever) return over;
       last = over + in_.tail - begun;
       begun = over + in_.tail;
     }
@@ -96,6 +99,10 @@ class Run {
     for (int32_t step = 0; step < in_.steps; ++step) {
       int32_t* left = left_ + int64_t{step} * total_;
       for (int32_t i = 0; i < total_; ++i) left[i] = in_.need[kind_[i]];
+      if (step > 0) {
+        std::copy(kind_, kind_ + total_, kind_ + int64_t{step} * total_);
+        std::copy(bucket_, bucket_ + total_, bucket_ + int64_t{step} * total_);
+      }
       open_[step] = open_stale_[step] = 0;
       for (int32_t i = 0; i < total_; ++i) ++(in_.stale[bucket_[i]] ? open_stale_ : open_)[step];
     }
@@ -107,6 +114,7 @@ class Run {
     std::memset(check_, 0, static_cast<size_t>(lane_words_) * 8);
     std::memset(busy_, 0, static_cast<size_t>(in_.lanes));
     std::fill(low_, low_ + in_.lanes, words_);
+    std::fill(free_at_, free_at_ + in_.lanes, kNever);
     heap_size_ = 0;
     arrivals_ = 0;
   }
@@ -122,8 +130,10 @@ class Run {
     while (computing > 0 || open_[step] > 0 || (step > 0 && open_stale_[step - 1] > 0)) {
       double soonest = heap_size_ > 0 ? heap_[0].at : kNever;
       for (int32_t n = 0; n < in_.nodes; ++n) soonest = std::min(soonest, due_[n]);
+      for (int32_t lane = 0; lane < in_.lanes; ++lane) soonest = std::min(soonest, free_at_[lane]);
       if (soonest == kNever) return CML_ERR_ARGUMENT;
       now_ = soonest;
+      if (now_ > last_) return kNever;
       for (int32_t n = 0; n < in_.nodes; ++n) {
         while (due_[n] <= now_) {
           if (at_[n] < in_.buckets)
@@ -134,15 +144,20 @@ class Run {
           due_[n] = next_due(n);
         }
       }
-      while (heap_size_ > 0 && heap_[0].at <= now_) {
-        const Event event = heap_[0];
-        std::pop_heap(heap_, heap_ + heap_size_--, later);
-        if (event.lane >= 0) {
-          busy_[event.lane] = 0;
-          look_at(event.lane);
-        }
-        if (event.task >= 0) ended(event.task);
+      int32_t ended_now = 0;
+      for (int32_t lane = 0; lane < in_.lanes; ++lane) {
+        if (free_at_[lane] > now_) continue;
+        free_at_[lane] = kNever;
+        busy_[lane] = 0;
+        look_at(lane);
+        if (ends_with_[lane] >= 0) over_[ended_now++] = ends_with_[lane];
       }
+      while (heap_size_ > 0 && heap_[0].at <= now_) {
+        over_[ended_now++] = heap_[0].task;
+        std::pop_heap(heap_, heap_ + heap_size_--, later);
+      }
+      if (ended_now > 1) std::sort(over_, over_ + ended_now);
+      for (int32_t i = 0; i < ended_now; ++i) ended(over_[i]);
       for (int64_t w = 0; w < lane_words_; ++w) {
         for (; check_[w] != 0; check_[w] &= check_[w] - 1) serve(static_cast<int32_t>(64 * w + __builtin_ctzll(check_[w])));
       }
@@ -166,7 +181,7 @@ class Run {
 
   void met(int32_t instance) {
     if (--left_[instance] > 0) return;
-    const int32_t task = kind_[instance % total_];
+    const int32_t task = kind_[instance];
     if (in_.task_lanes[task] == in_.task_lanes[task + 1])
       begin(instance, task);
     else
@@ -196,7 +211,7 @@ class Run {
       const auto key = static_cast<int32_t>(64 * w + __builtin_ctzll(waiting[w]));
       waiting[w] &= waiting[w] - 1;
       const int32_t instance = in_.priority != 0 ? key : by_arrival_[key];
-      const int32_t task = kind_[instance % total_];
+      const int32_t task = kind_[instance];
       int32_t held = -1;
       for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1] && held < 0; ++l)
         if (busy_[in_.lane[l]] != 0) held = in_.lane[l];
@@ -216,42 +231,41 @@ class Run {
     for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1]; ++l) {
       const int32_t lane = in_.lane[l], node = in_.lane_node[lane];
       busy_[lane] = 1;
-      push({now_ + in_.seconds[l], joined && lane == last ? instance : -1, lane});
+      free_at_[lane] = now_ + in_.seconds[l];
+      ends_with_[lane] = joined && lane == last ? instance : -1;
       if (node >= 0 && at_[node] <= in_.buckets) {
         offset_[node] += in_.seconds[l];
         due_[node] = next_due(node);
       }
     }
-    if (!joined) push({now_ + longest + in_.latency[task], instance, -1});
+    if (!joined) {
+      heap_[heap_size_++] = {now_ + longest + in_.latency[task], instance};
+      std::push_heap(heap_, heap_ + heap_size_, later);
+    }
     if (start_ != nullptr) start_[instance] = now_;
   }
 
   void ended(int32_t instance) {
-    const int32_t step = instance / total_, i = instance % total_, task = kind_[i];
+    const int32_t step = in_.steps == 1 ? 0 : instance / total_, b = bucket_[instance], task = kind_[instance];
     if (end_ != nullptr) end_[instance] = now_;
-    --(in_.stale[bucket_[i]] != 0 ? open_stale_ : open_)[step];
+    --(in_.stale[b] != 0 ? open_stale_ : open_)[step];
     // `next` counts from the option's first task, which is the bucket's first instance.
-    const int32_t base = step * total_ + first_[bucket_[i]];
+    const int32_t base = step * total_ + first_[b];
     for (int32_t s = in_.task_next[task]; s < in_.task_next[task + 1]; ++s) met(base + in_.next[s]);
-  }
-
-  void push(const Event& event) {
-    heap_[heap_size_++] = event;
-    std::push_heap(heap_, heap_ + heap_size_, later);
   }
 
   const cml_schedule& in_;
   Arena arena_;
   int64_t words_, lane_words_, heap_size_ = 0;
   int32_t total_ = 0, arrivals_ = 0;
-  double now_ = 0;
+  double now_ = 0, last_ = 0;
   double *start_ = nullptr, *end_ = nullptr;
-  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_;
+  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_, *ends_with_;
   Event* heap_;
   uint64_t *waiting_, *check_;
   int64_t* low_;
   uint8_t* busy_;
-  double *offset_, *due_, *totals_;
+  double *offset_, *due_, *totals_, *free_at_;
 };
 
 void add_work(const cml_schedule& in, int32_t option, double sign, double* totals) {
@@ -265,29 +279,35 @@ void add_work(const cml_schedule& in, int32_t option, double sign, double* total
 extern "C" int64_t cml_schedule_scratch(const cml_schedule* in) { return cml::Run(*in, nullptr).scratch(); }
 
 extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end) {
-  return cml::Run(*in, scratch).run(choice, start, end);
+  return cml::Run(*in, scratch).run(choice, cml::kNever, start, end);
 }
 
-extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, int32_t bucket, double limit, void* scratch,
-                                   double* out) {
+extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
+                                   void* scratch, double* out) {
   cml::Run run(*in, scratch);
   double* totals = run.totals();
+  int32_t* kept = run.kept();
   std::fill(totals, totals + in->lanes, 0.0);
-  for (int32_t b = 0; b < in->buckets; ++b)
-    if (b != bucket) cml::add_work(*in, in->bucket_options[b] + choice[b], 1, totals);
+  for (int32_t b = 0; b < in->buckets; ++b) cml::add_work(*in, in->bucket_options[b] + choice[b], 1, totals);
+  for (int32_t i = 0; i < n; ++i) {
+    kept[i] = choice[buckets[i]];
+    cml::add_work(*in, in->bucket_options[buckets[i]] + kept[i], -1, totals);
+  }
   // No lane has work before the first gradient. Steps that overlap have no such moment, so nothing is known of them.
   double first = in->steps == 1 ? cml::kNever : -cml::kNever;
-  for (int64_t n = 0; n < in->nodes && in->steps == 1; ++n)
-    for (int64_t b = 0; b < in->buckets; ++b) first = std::min(first, in->ready[n * (in->buckets + 1) + b]);
-  const int32_t kept = choice[bucket], begin = in->bucket_options[bucket];
-  for (int32_t j = 0; begin + j < in->bucket_options[bucket + 1]; ++j) {
-    cml::add_work(*in, begin + j, 1, totals);
+  for (int64_t node = 0; node < in->nodes && in->steps == 1; ++node)
+    for (int64_t b = 0; b < in->buckets; ++b) first = std::min(first, in->ready[node * (in->buckets + 1) + b]);
+  const int32_t options = in->bucket_options[buckets[0] + 1] - in->bucket_options[buckets[0]];
+  for (int32_t j = 0; j < options; ++j) {
+    for (int32_t i = 0; i < n; ++i) cml::add_work(*in, in->bucket_options[buckets[i]] + j, 1, totals);
     double most = 0;
     for (int32_t lane = 0; lane < in->lanes; ++lane) most = std::max(most, totals[lane]);
-    cml::add_work(*in, begin + j, -1, totals);
-    choice[bucket] = j;
+    for (int32_t i = 0; i < n; ++i) {
+      cml::add_work(*in, in->bucket_options[buckets[i]] + j, -1, totals);
+      choice[buckets[i]] = j;
+    }
     // A little less, since sums round.
-    out[j] = (first + most) * (1 - 1e-9) >= limit ? cml::kNever : run.run(choice, nullptr, nullptr);
+    out[j] = (first + most + in->tail) * (1 - 1e-9) >= limit ? cml::kNever : run.run(choice, limit, nullptr, nullptr);
   }
-  choice[bucket] = kept;
+  for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = kept[i];
 }
