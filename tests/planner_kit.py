@@ -1,44 +1,61 @@
-"""Hand-made and random problems for the planner's tests. Knows no plans."""
+"""Clusters and profiles of round numbers for the planner's tests."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
 
-from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile, Task
 
-LANES = ("compute:a", "cpu:a", "up:a", "down:a", "compute:b", "cpu:b", "up:b", "down:b", "server:0")
-
-
-def chain(*steps: tuple[str, float]) -> tuple[Task, ...]:
-    """One task after the other, each on one lane."""
-    return tuple(Task(((lane, seconds),), after=(i - 1,) if i else ()) for i, (lane, seconds) in enumerate(steps))
+DENSE, SPARSE, SHARED = "identity()", "topk(ratio=0.01)", "randomk(ratio=0.01)"
 
 
-def one_node(ready_s: tuple[float, ...], work_s: float) -> tuple[Pace, ...]:
-    return (Pace("a", ready_s, work_s),)
+def codec(
+    name: str, device: str, encode: float, decode: float, nbytes: float, *, sums: bool = False, rounds: int = 1,
+) -> CodecCost:
+    """Nanoseconds an element; bytes an element; floors of 1 and 2 us, and 16 bytes."""
+    return CodecCost(name, device, Line(1e-6, encode * 1e-9), Line(2e-6, decode * 1e-9), Line(16, nbytes), sums=sums,
+                     rounds=rounds)
 
 
-def random_tasks(rng: random.Random) -> tuple[Task, ...]:
-    tasks = []
-    for place in range(rng.randint(0, 5)):
-        lanes = rng.sample(LANES, rng.choice((0, 1, 1, 1, 2, 2, 4)))
-        after = tuple(sorted(rng.sample(range(place), rng.randint(0, min(place, 2)))))
-        seconds = [rng.choice((0.0, 0.5, 1.0, rng.random())) for _ in lanes]
-        tasks.append(Task(tuple(zip(lanes, seconds, strict=True)), after, rng.choice((0.0, 0.0, 0.1, rng.random()))))
-    return tuple(tasks)
+PROFILE = Profile(
+    codecs=(
+        codec(DENSE, "cpu", 0.5, 0.75, 4, sums=True),
+        codec(SPARSE, "cpu", 2, 1, 0.02),
+        codec(SPARSE, "gpu", 0.25, 0.125, 0.02),
+        codec(SHARED, "cpu", 1, 0.5, 0.04, sums=True),
+        codec(SHARED, "gpu", 0.125, 0.0625, 0.04, sums=True),
+    ),
+    server=Line(0, 0.1e-9),
+)
 
 
-def random_problem(seed: int, buckets: int = 0) -> Problem:
-    rng = random.Random(seed)
-    buckets = buckets or rng.randint(1, 8)
-    loads = [
-        Load(tuple(way(random_tasks(rng)) for _ in range(rng.randint(1, 4))), rng.choice((0.0, rng.random())),
-             rng.random() < 0.2)
-        for _ in range(buckets)
-    ]
-    paces = []
-    for node in ("a", "b")[: rng.randint(1, 2)]:
-        ready = tuple(rng.choice((0.0, 1.0, 3 * rng.random())) for _ in range(buckets))
-        paces.append(Pace(node, ready, max(ready) + rng.choice((0.0, rng.random()))))
-    return flatten(loads, paces, tail_s=rng.choice((0.0, 0.25)), priority=rng.random() < 0.5)
+def home(up_bps: float = 20e6, down_bps: float = 100e6, alpha_s: float = 0.01) -> Link:
+    return Link(up_bps, down_bps, alpha_s)
+
+
+def flat(nodes: int, link: Link | None = None, device: str = "v100") -> Cluster:
+    """Nodes of one rank."""
+    return Cluster(tuple(Node(f"n{i}", 1, device, link or Link(1e9, 1e9, 1e-4)) for i in range(nodes)))
+
+
+def tall(nodes: int, ranks: int, *, net_bps: float = 1e9, intra_bps: float = 100e9) -> Cluster:
+    """Nodes of several ranks."""
+    return Cluster(tuple(Node(f"n{i}", ranks, "v100", Link(net_bps, net_bps, 1e-4), intra_bps, 1e-5) for i in range(nodes)))
+
+
+def fifo_s(buckets: Sequence[Sequence[Task]]) -> float:
+    """When all buckets are done, if all are ready at once and each lane takes steps in the order in which they could begin."""
+    ends: dict[tuple[int, int], float] = {}
+    free: dict[str, float] = {}
+    waiting = [(b, t) for b, tasks in enumerate(buckets) for t in range(len(tasks))]
+    while waiting:
+        able = [(max([0.0, *(ends[b, i] for i in buckets[b][t].after)]), b, t) for b, t in waiting
+                if all((b, i) in ends for i in buckets[b][t].after)]
+        ready, b, t = min(able)
+        task = buckets[b][t]
+        start = max([ready, *(free.get(lane, 0.0) for lane, _ in task.lanes)])
+        for lane, seconds in task.lanes:
+            free[lane] = start + seconds
+        ends[b, t] = start + max(seconds for _, seconds in task.lanes) + task.latency_s
+        waiting.remove((b, t))
+    return max(ends.values())

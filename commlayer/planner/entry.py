@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from commlayer.planner import fuse
 from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
+from commlayer.planner.critical import critical
 from commlayer.planner.default import shape_of, spread
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.problem import Load, flatten
@@ -112,4 +114,10 @@ class Entry:
         problem = flatten(loads, pace(job, timing, self.groups, nodes, self.local_steps), tail_s=tail(timing, nodes),
                           priority=policy.priority)
         by_size = [classes[kind] for kind in sorted(classes, key=lambda kind: -kind[1])]
-        return Space(schedule(problem), loss, busy, by_size, policy.max_loss)
+        made_schedule = schedule(problem)
+
+        def held_up(choice: Sequence[int]) -> set[int]:
+            _, starts, ends = made_schedule.trace(list(choice))
+            return critical(problem, choice, starts, ends)
+
+        return Space(made_schedule, loss, busy, held_up, by_size, policy.max_loss)

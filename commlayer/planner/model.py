@@ -60,7 +60,7 @@ class CodecCost(Record, frozen=True):
     codec: str
     """As a plan spells it, without error feedback."""
     device: str
-    """"gpu" or "cpu"."""
+    """"gpu" or "cpu"; or one GPU's name as nodes have it, which goes before "gpu"."""
     encode: Line
     decode: Line
     """Also the price of adding one payload to a sum."""
@@ -68,6 +68,10 @@ class CodecCost(Record, frozen=True):
     """Bytes of a payload over elements: the one line that is no time."""
     loss: float = 0.0
     """What it costs in final quality, in units of the policy's budget (a tuner measures it)."""
+    rounds: int = 1
+    """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
+    sums: bool = False
+    """Whether its payloads can be added as they are, by an all-reduce."""
 
 
 class Profile(Record, frozen=True):
@@ -78,6 +82,8 @@ class Profile(Record, frozen=True):
     """A server's seconds per payload byte besides its codec's."""
     bucket_s: float = 0.0
     """What each bucket costs a worker besides: hooks, frames, threads."""
+    copy: Line = Line(0.0)
+    """Seconds over bytes between a GPU and its host."""
     source: str = "tables"
     """"tables", "measured" or a name that a person gave."""
 
@@ -97,7 +103,7 @@ class Policy(Record, frozen=True):
     """Forward order on the wire; else by readiness."""
 
 
-class Task(Record, frozen=True):
+class Task(Record, frozen=True, gc=False):
     """One piece of work of a bucket. It occupies its lanes together from its start, each as long as it needs it."""
 
     lanes: tuple[tuple[str, float], ...]

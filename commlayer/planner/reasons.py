@@ -26,7 +26,7 @@ def explained(plan: Plan, entry: Entry) -> Plan:
 def _why(bucket: Bucket, entry: Entry, timeline: Timeline) -> Why:
     b = bucket.id
     mine = entry.useful[b]
-    steps = entry.space.schedule.sweep(list(entry.found.choice), b, float("inf"))
+    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], float("inf"))
     now_s = steps[entry.found.choice[b]]
     others = [(s, o) for o, s in enumerate(steps) if o != entry.found.choice[b]]
     runner_s, runner = min(others, default=(now_s, -1))

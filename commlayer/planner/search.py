@@ -6,7 +6,7 @@ A choice is better when its step is shorter; among equal steps, when it loses le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -18,8 +18,12 @@ EXHAUSTIVE = 2000
 """So many choices or fewer are all tried."""
 PAIRS = 12000
 """Two buckets are changed at once where that gives no more trials than this."""
-SWAPS = 8
-"""Buckets that may take a lossier option in exchange for another's, when the loss budget is used up."""
+WORTH = 1e-4
+"""The search goes on as long as a round of changes shortens the step by this fraction."""
+TAKERS, GIVERS = 4, 12
+"""Buckets that may take a lossier option, and others that may give up theirs for it, when the loss budget is used up."""
+RELAXED = 3
+"""Options, those that lose least first, which a bucket is offered that may do without its own."""
 
 
 class Space(NamedTuple):
@@ -30,6 +34,8 @@ class Space(NamedTuple):
     """Of the whole model's budget."""
     busy: Sequence[Sequence[float]]
     """Lane seconds of an option: breaks ties."""
+    critical: Callable[[Sequence[int]], set[int]]
+    """Buckets whose change could shorten the step of a choice."""
     classes: Sequence[Sequence[int]]
     """Buckets that have the same options, the largest first; inside a class by readiness."""
     max_loss: float = math.inf
@@ -123,81 +129,92 @@ class _Search:
         return kept
 
     def beam(self, states: list[Found], width: int) -> list[Found]:
-        """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later part."""
+        """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later half."""
         for members in self.space.classes:
-            grown = {state.choice: state for state in states}
+            grown = list(states)
             for state in states:
-                for option in range(self.counts[members[0]]):
-                    for part in _parts(members):
-                        choice = _with(state.choice, part, option)
-                        if choice not in grown and self.allowed(choice):
-                            grown[choice] = self.price(choice)
-            states = self.best(list(grown.values()), width)
+                for part in _parts(members):
+                    grown += self.swept(state, part, states[-1].step_s if len(states) == width else math.inf)
+            states = self.best(grown, width)
         return states
+
+    def swept(self, found: Found, buckets: Sequence[int], limit: float) -> Iterator[Found]:
+        """With each option in turn for all these buckets, where the budget allows it and the step stays within the limit."""
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL))
+        for option, step_s in enumerate(steps):
+            if step_s <= limit * (1 + EQUAL):
+                choice = _with(found.choice, buckets, option)
+                if choice != found.choice and self.allowed(choice):
+                    yield self.found(step_s, choice)
 
     # ---- local improvement
 
     def improve(self, found: Found) -> Found:
-        """Single changes until none helps; then pairs, and exchanges under the loss budget, as long as they help."""
+        """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
+        moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
         while True:
-            before = found
-            for b in (b for members in self.space.classes for b in members):
-                found = self.single(found, b)
-            if found is before:
-                found = self.exchange(found)
-            if found is before and self.thorough:
-                found = self.pairs(found)
-            if found is before:
-                return found
+            for move in moves:
+                improved = move(found)
+                if improved.step_s < found.step_s * (1 - WORTH):
+                    found = improved
+                    break
+            else:
+                return self.relax(found)
 
-    def single(self, found: Found, b: int) -> Found:
-        limit = found.step_s * (1 + 2 * EQUAL)
-        for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), b, limit)):
-            if step_s > limit or option == found.choice[b]:
-                continue
-            choice = _with(found.choice, (b,), option)
-            if self.allowed(choice):
-                other = self.found(step_s, choice)
+    def singles(self, found: Found) -> Found:
+        critical = self.space.critical(found.choice)
+        for b in (b for members in self.space.classes for b in members if b in critical):
+            for other in self.swept(found, (b,), found.step_s):
                 found = other if better(other, found) else found
         return found
 
     def pairs(self, found: Found) -> Found:
-        trials = sum(self.counts[a] * self.counts[b] for a, b in combinations(self.every, 2))
-        if trials > PAIRS:
+        if sum(self.counts[a] * self.counts[b] for a, b in combinations(self.every, 2)) > PAIRS:
             return found
         for a, b in combinations(self.every, 2):
             for option in range(self.counts[a]):
-                choice = _with(found.choice, (a,), option)
-                for other, step_s in enumerate(self.space.schedule.sweep(list(choice), b, found.step_s)):
-                    if step_s <= found.step_s and self.allowed(both := _with(choice, (b,), other)):
-                        made = self.found(step_s, both)
-                        found = made if better(made, found) else found
+                first = found._replace(choice=_with(found.choice, (a,), option))
+                for other in self.swept(first, (b,), found.step_s):
+                    found = other if better(other, found) else found
         return found
 
-    def exchange(self, found: Found) -> Found:
+    def exchanges(self, found: Found) -> Found:
         """Where the budget is what stops a bucket, another one may give up some of its loss."""
+        if found.loss + max((max(losses) for losses in self.space.loss), default=0.0) <= self.within:
+            return found
         wanted = []
-        for b in self.every:
-            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), b, found.step_s)):
-                if step_s < found.step_s * (1 - EQUAL) and not self.allowed(_with(found.choice, (b,), option)):
+        for b in sorted(self.space.critical(found.choice)):
+            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s)):
+                if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
                     wanted.append((step_s, b, option))
-        for _, b, option in sorted(wanted)[:SWAPS]:
-            taken = _with(found.choice, (b,), option)
-            for giver in self.every:
-                losses = self.space.loss[giver]
-                for less in range(self.counts[giver]):
-                    if giver != b and losses[less] < losses[found.choice[giver]]:
-                        found = self.keep(found, _with(taken, (giver,), less))
+        givers = [b for members in self.space.classes for b in {members[0], members[-1]}]
+        for _, b, option in sorted(wanted)[:TAKERS]:
+            taken = found._replace(choice=_with(found.choice, (b,), option))
+            for giver in givers[:GIVERS]:
+                for other in self.swept(taken, (giver,), found.step_s):
+                    found = other if giver != b and better(other, found) else found
+        return found
+
+    def relax(self, found: Found) -> Found:
+        """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""
+        for b in sorted(self.every, key=lambda b: (-self.space.loss[b][found.choice[b]], -self.space.busy[b][found.choice[b]], b)):
+            now = found.choice[b]
+            loss, busy = self.space.loss[b], self.space.busy[b]
+            cheaper = sorted((loss[o], busy[o], o) for o in range(self.counts[b]) if (loss[o], busy[o]) < (loss[now], busy[now]))
+            for _, _, option in cheaper[:RELAXED]:
+                other = self.price(_with(found.choice, (b,), option))
+                if better(other, found):
+                    found = other
+                    break
         return found
 
 
 def _parts(members: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All of a class, then the halves and quarters that are ready first and last."""
+    """All of a class, then the halves that are ready first and last."""
     yield members
-    for share in (2, 4):
-        if len(members) >= share:
-            yield members[: len(members) // share]
-            yield members[-(len(members) // share) :]
+    if len(members) > 1:
+        yield members[: len(members) // 2]
+        yield members[len(members) // 2 :]
 
 
 def _with(choice: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
