@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from commlayer.planner import fuse
-from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
 from commlayer.planner.default import shape_of, spread
@@ -33,13 +32,11 @@ class Inputs(NamedTuple):
 class Entry:
     """`useful[b]` are the options, by their numbers in `ways`, that bucket b's choice counts through."""
 
-    def __init__(self, inputs: Inputs, hosts: tuple[int, ...], limits: fuse.Limits, local_steps: int = 1) -> None:
-        self.inputs, self.hosts, self.limits, self.local_steps = inputs, hosts, limits, local_steps
-        job, _, cluster, profile, policy = inputs
-        self.groups = fuse.groups(job, limits)
+    def __init__(self, inputs: Inputs, ways: Ways, limits: fuse.Limits, local_steps: int = 1) -> None:
+        self.inputs, self.ways, self.limits, self.local_steps = inputs, ways, limits, local_steps
+        self.options, self.hosts = ways.options, ways.prices.hosts
+        self.groups = fuse.groups(inputs.job, limits)
         self.sizes = [sum(s.numel for s in group) for group in self.groups]
-        self.options = options(cluster, profile, policy)
-        self.ways = self._ways(profile)
         self.useful = self._useful(self.ways)
         self.space = self._space(self.ways, self.useful)
 
@@ -57,7 +54,8 @@ class Entry:
 
     def bound_s(self) -> float:
         """The step if coding took no time."""
-        ways = self._ways(free(self.inputs.profile))
+        prices = self.ways.prices
+        ways = Ways(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread), self.options)
         useful = self._useful(ways)
         return search(self._space(ways, useful), self._starts(useful), width=1).step_s
 
@@ -78,9 +76,6 @@ class Entry:
         )
         return Plan(job.digest(), buckets, len(self.hosts) if served else 0, per_node, self.local_steps,
                     hosts=self.hosts if served else ())
-
-    def _ways(self, profile: Profile) -> Ways:
-        return Ways(Prices(self.inputs.cluster, profile, self.hosts, spread=len(self.hosts) > 1), self.options)
 
     def _useful(self, ways: Ways) -> list[list[int]]:
         """By octaves of size, so that all buckets of one octave have the same options. Dense ones always stay."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from commlayer.planner.model import Cluster, Line, Policy, Profile
+from commlayer.planner.tables import profile_from_tables
 from commlayer.records import Job, Timing
 
 
@@ -15,8 +16,6 @@ def checked_inputs(
     """The same with the tables' profile and the default policy filled in, or the first problem as a ValueError."""
     problems = [*job_problems(job), *cluster_problems(cluster)]
     if not problems and profile is None:
-        from commlayer.planner.tables import profile_from_tables
-
         profile = profile_from_tables(cluster)
     policy = Policy() if policy is None else policy
     problems += [] if profile is None else profile_problems(profile)

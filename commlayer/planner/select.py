@@ -5,11 +5,14 @@ from __future__ import annotations
 from msgspec import structs
 
 from commlayer.planner import fuse
+from commlayer.planner.candidates import options
+from commlayer.planner.costs import Prices
 from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.reasons import explained
 from commlayer.planner.simulate import simulate
+from commlayer.planner.ways import Ways
 from commlayer.records import Job, Plan
 
 FINALISTS = 2
@@ -22,13 +25,13 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = Inputs(job, timing, cluster, profile, policy)
-    tried = [Entry(inputs, hosts, limits) for hosts in host_sets(cluster) for limits in fuse.limits(job, max(1, len(hosts)))]
+    tried = [Entry(inputs, ways, limits) for ways in _ways(inputs) for limits in fuse.limits(job, max(1, len(ways.prices.hosts)))]
     finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
     entry = min(finalists, key=lambda entry: entry.found.step_s)
     local_steps = 2
     while local_steps <= policy.max_local_steps:
         # Of what an exchange costs, each of the steps that share it bears its part.
-        rarer = Entry(inputs, entry.hosts, entry.limits, local_steps)
+        rarer = Entry(inputs, entry.ways, entry.limits, local_steps)
         if rarer.found.step_s / local_steps > entry.found.step_s / entry.local_steps * (1 - WORTH):
             break
         entry, local_steps = rarer, 2 * local_steps
@@ -36,6 +39,16 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     if policy.staleness and local_steps == 2:
         made = _stale(made, inputs)
     return explained(made, entry)
+
+
+def _ways(inputs: Inputs) -> list[Ways]:
+    """For each set of hosts its options; where no server is worth it, one set is enough."""
+    made = []
+    for hosts in host_sets(inputs.cluster):
+        # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
+        prices = Prices(inputs.cluster, inputs.profile, hosts, spread=len(hosts) > 1)
+        made.append(Ways(prices, options(prices, inputs.policy)))
+    return made
 
 
 def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:

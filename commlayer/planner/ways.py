@@ -10,7 +10,7 @@ from msgspec import structs
 
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.lines import ZERO
-from commlayer.planner.model import Policy, Profile
+from commlayer.planner.model import Profile
 from commlayer.planner.problem import Shape, Way
 from commlayer.planner.walk import Step
 
@@ -124,15 +124,4 @@ def free(profile: Profile) -> Profile:
     """The same where coding takes no time: the bound of what compression could give."""
     codecs = tuple(structs.replace(cost, encode=ZERO, decode=ZERO) for cost in profile.codecs)
     return structs.replace(profile, codecs=codecs, copy=ZERO)
-
-
-def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
-    """Of the profile, those that the policy names; by name."""
-    known = {cost.codec for cost in profile.codecs}
-    unknown = sorted({bare(codec) for codec in policy.codecs} - known)
-    if unknown:
-        raise ValueError(f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
-                         f"it has: {', '.join(sorted(known))}")
-    wanted = {bare(codec) for codec in policy.codecs} or known
-    return sorted(wanted & known)
 
