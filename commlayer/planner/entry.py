@@ -19,6 +19,12 @@ from commlayer.planner.ways import DENSE, Option, Ways, free
 from commlayer.records import Bucket, Job, Plan, Timing
 
 
+CODES = 1e6
+"""Burden of coding a bucket: more than any seconds on lanes."""
+SLACK = 1e-3
+"""A plan may be so much slower (as a fraction) than the best one found if it loses or codes less."""
+
+
 class Inputs(NamedTuple):
     """What a plan is made from, checked."""
 
@@ -100,7 +106,9 @@ class Entry:
         total = sum(self.sizes)
         made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
         loss = [[ways.loss(o) * size / total for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
-        busy = [[sum(way.seconds) for way in each] for each in made]
+        codes = [option.codec != DENSE for option in self.options]
+        burden = [[sum(way.seconds) + CODES * codes[o] for o, way in zip(mine, each, strict=True)]
+                  for mine, each in zip(useful, made, strict=True)]
         loads = [Load(each, urgent(timing, group)) for each, group in zip(made, self.groups, strict=True)]
         classes: dict[tuple[bool, int], list[int]] = {}
         for b in range(len(self.groups)):
@@ -115,4 +123,4 @@ class Entry:
             _, starts, ends = made_schedule.trace(list(choice))
             return critical(problem, choice, starts, ends)
 
-        return Space(made_schedule, loss, busy, held_up, by_size, policy.max_loss)
+        return Space(made_schedule, loss, burden, held_up, by_size, policy.max_loss, SLACK)

@@ -32,13 +32,15 @@ class Space(NamedTuple):
     schedule: Schedule
     loss: Sequence[Sequence[float]]
     """Of the whole model's budget."""
-    busy: Sequence[Sequence[float]]
-    """Lane seconds of an option: breaks ties."""
+    burden: Sequence[Sequence[float]]
+    """Breaks ties: seconds on lanes, and coding counts as more than anything that does not code."""
     critical: Callable[[Sequence[int]], set[int]]
     """Buckets whose change could shorten the step of a choice."""
     classes: Sequence[Sequence[int]]
     """Buckets that have the same options, the largest first; inside a class by readiness."""
     max_loss: float = math.inf
+    slack: float = 0.0
+    """Fraction of the step that is given up where something can do without coding or loss for it."""
 
 
 class Found(NamedTuple):
@@ -46,14 +48,14 @@ class Found(NamedTuple):
 
     step_s: float
     loss: float
-    busy: float
+    burden: float
     choice: tuple[int, ...]
 
 
 def better(a: Found, b: Found) -> bool:
     if abs(a.step_s - b.step_s) > EQUAL * max(a.step_s, b.step_s):
         return a.step_s < b.step_s
-    return (a.loss, a.busy, a.choice) < (b.loss, b.busy, b.choice)
+    return (a.loss, a.burden, a.choice) < (b.loss, b.burden, b.choice)
 
 
 def search(space: Space, starts: Sequence[Sequence[int]] = (), *, width: int = 3, thorough: bool = True) -> Found:
@@ -96,7 +98,7 @@ class _Search:
 
     def found(self, step_s: float, choice: tuple[int, ...]) -> Found:
         loss = sum(self.space.loss[b][o] for b, o in enumerate(choice))
-        return Found(step_s, loss, sum(self.space.busy[b][o] for b, o in enumerate(choice)), choice)
+        return Found(step_s, loss, sum(self.space.burden[b][o] for b, o in enumerate(choice)), choice)
 
     def allowed(self, choice: Sequence[int]) -> bool:
         return sum(self.space.loss[b][o] for b, o in enumerate(choice)) <= self.within
@@ -121,7 +123,7 @@ class _Search:
         return self.best([self.price(choice) for choice in distinct if self.allowed(choice)], width)
 
     def best(self, states: list[Found], width: int) -> list[Found]:
-        states = sorted(states, key=lambda s: (s.step_s, s.loss, s.busy, s.choice))
+        states = sorted(states, key=lambda s: (s.step_s, s.loss, s.burden, s.choice))
         kept: list[Found] = []
         for state in states:
             if len(kept) < width and all(state.choice != other.choice for other in kept):
@@ -197,13 +199,13 @@ class _Search:
 
     def relax(self, found: Found) -> Found:
         """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""
-        for b in sorted(self.every, key=lambda b: (-self.space.loss[b][found.choice[b]], -self.space.busy[b][found.choice[b]], b)):
+        limit = found.step_s * (1 + self.space.slack)
+        for b in sorted(self.every, key=lambda b: (-self.space.loss[b][found.choice[b]], -self.space.burden[b][found.choice[b]], b)):
             now = found.choice[b]
-            loss, busy = self.space.loss[b], self.space.busy[b]
-            cheaper = sorted((loss[o], busy[o], o) for o in range(self.counts[b]) if (loss[o], busy[o]) < (loss[now], busy[now]))
-            for _, _, option in cheaper[:RELAXED]:
+            prices = list(zip(self.space.loss[b], self.space.burden[b], range(self.counts[b]), strict=True))
+            for _, _, option in sorted(price for price in prices if price[:2] < prices[now][:2])[:RELAXED]:
                 other = self.price(_with(found.choice, (b,), option))
-                if better(other, found):
+                if other.step_s <= limit or better(other, found):
                     found = other
                     break
         return found

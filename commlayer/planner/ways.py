@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from msgspec import structs
@@ -11,7 +10,7 @@ from msgspec import structs
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.lines import ZERO
 from commlayer.planner.model import Profile
-from commlayer.planner.problem import Shape, Way
+from commlayer.planner.problem import COMPUTE, Shape, Way
 from commlayer.planner.walk import Step
 
 DENSE = "identity()"
@@ -73,38 +72,44 @@ class Ways:
         return max(up, codec_loss(self.prices.profile, o.down)) if o.down else up
 
     def useful(self, least: int, most: int) -> list[int]:
-        """Options that no other one beats, for sizes from `least` to `most` elements, on every lane and in latency and loss.
+        """A few options for sizes from `least` to `most` elements: of each level of loss those that are best in some respect.
 
-        Prices are lines, so that what holds at both ends holds between them.
+        Prices are lines, so that what is best at both ends is best between them.
         """
-        weights = [(option, [*self._weights(option, least), *self._weights(option, most)]) for option in range(len(self.options))]
-        weights.sort(key=lambda pair: (sum(pair[1]), pair[0]))
-        kept: list[tuple[int, list[float]]] = []
-        for option, mine in weights:
-            if not any(all(a <= b for a, b in zip(theirs, mine, strict=True)) for _, theirs in kept):
-                kept.append((option, mine))
-        return sorted(option for option, _ in kept)
+        levels: dict[float, list[int]] = {}
+        for option in range(len(self.options)):
+            levels.setdefault(round(self.loss(option), 6), []).append(option)
+        kept: dict[int, list[float]] = {}
+        for _, level in sorted(levels.items()):
+            prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
+            best = {min(level, key=lambda o: (prices[o][i], sum(prices[o]), o)) for i in range(len(prices[level[0]]))}  # noqa: B023
+            for option in sorted(best):
+                if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
+                    kept[option] = prices[option]
+        return sorted(kept)
 
-    def _weights(self, option: int, numel: int) -> list[float]:
-        """Seconds on each lane, of the longest way through the tasks, and the loss."""
-        made = self.template(option)
-        way = made.way(numel)
-        busy = dict.fromkeys(self._lanes, 0.0)
+    def _respects(self, option: int, numel: int) -> list[float]:
+        """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone."""
+        way = self.template(option).way(numel)
+        busy: dict[str, float] = {}
         ends: list[float] = []
         at = 0
         for lanes, after, latency in zip(way.shape.lanes, way.shape.after, way.latency, strict=True):
             longest = 0.0
             for lane in lanes:
-                busy[lane] += way.seconds[at]
+                busy[lane] = busy.get(lane, 0.0) + way.seconds[at]
                 longest = max(longest, way.seconds[at])
                 at += 1
             ends.append(max((ends[i] for i in after), default=0.0) + longest + latency)
-        return [*busy.values(), max(ends, default=0.0), self.loss(option)]
-
-    @cached_property
-    def _lanes(self) -> list[str]:
-        shapes = [self.template(option).shape for option in range(len(self.options))]
-        return sorted({lane for shape in shapes for lanes in shape.lanes for lane in lanes})
+        alone, busiest = max(ends, default=0.0), max(busy.values(), default=0.0)
+        of: dict[str, float] = {}
+        for lane, seconds in busy.items():
+            kind = lane.partition(":")[0]
+            of[kind] = max(of.get(kind, 0.0), seconds)
+        links = max(of.get("up", 0.0), of.get("down", 0.0), of.get("intra", 0.0))
+        coding = max(of.get("cpu", 0.0), of.get("server", 0.0))
+        gpu = of.get(COMPUTE, 0.0)
+        return [alone, busiest, alone + busiest, links, coding, gpu + alone, gpu + links]
 
 
 def template(steps: Sequence[Step]) -> Template:
