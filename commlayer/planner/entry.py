@@ -18,7 +18,6 @@ from commlayer.planner.simulate import pace, tail, urgent
 from commlayer.planner.ways import DENSE, Option, Ways, free
 from commlayer.records import Bucket, Job, Plan, Timing
 
-
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
 SLACK = 1e-3

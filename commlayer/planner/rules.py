@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
-PATHS = ("service", "allreduce")
+PATHS: Collection[str] | None = ("service", "allreduce")
+"""What the runtime executes. Where it is None instead, any path will do: lint.py has the grammar's rules."""
 FLOAT32_NBYTES = 4
 
 
-def verify(plan: Plan, job: Job) -> list[str]:
-    """All problems, a line each; empty for a plan that sums every element exactly once."""
+def verify(plan: Plan, job: Job, *, paths: Collection[str] | None = PATHS) -> list[str]:
+    """All problems, a line each; empty for a plan that sums every element exactly once, by these paths."""
     if plan.schema == SCHEMA and plan.job != job.digest():
         return [f"this plan was made for another model: job {plan.job}, here {job.digest()} "
                 f"({len(job.tensors)} tensors, {job.numel} elements)"]
-    problems = verify_alone(plan)
+    problems = verify_alone(plan, paths=paths)
     if plan.schema != SCHEMA:
         return problems
     problems += [line for bucket in plan.buckets for line in _slices(job, bucket)]
     return problems + list(_buffers(plan, job)) + list(_coverage(plan, job))
 
 
-def verify_alone(plan: Plan, world: int = 0) -> list[str]:
+def verify_alone(plan: Plan, world: int = 0, *, paths: Collection[str] | None = PATHS) -> list[str]:
     """What can be told without the model, as on a server; with `world` also whether the plan goes with so many workers."""
     if plan.schema != SCHEMA:
         return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
@@ -32,7 +33,7 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
     elif world % plan.ranks_per_node:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
-    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
+    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket, paths)]
 
 
 def _buffers(plan: Plan, job: Job) -> Iterator[str]:
@@ -47,17 +48,18 @@ def _buffers(plan: Plan, job: Job) -> Iterator[str]:
         begun = begun or True in kinds
 
 
-def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
+def _bucket(plan: Plan, place: int, bucket: Bucket, paths: Collection[str] | None) -> Iterator[str]:
     name = f"bucket {bucket.id}"
+    served = bucket.path == "service" or "net.push" in bucket.path
     if bucket.id != place:
         yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
-    if bucket.path not in PATHS:
-        yield f"{name}: path {bucket.path!r}, allowed: {', '.join(PATHS)}"
+    if paths is not None and bucket.path not in paths:
+        yield f"{name}: path {bucket.path!r}, allowed: {', '.join(paths)}"
     if not bucket.codec.strip():
         yield f"{name}: no codec"
-    if bucket.path == "service" and not 0 <= bucket.server < plan.servers:
+    if served and not 0 <= bucket.server < plan.servers:
         yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
-    if bucket.path == "service" and not 0 <= bucket.owner < plan.ranks_per_node:
+    if served and not 0 <= bucket.owner < plan.ranks_per_node:
         yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
     if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
         yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
@@ -66,8 +68,8 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
     for part in backward:
         yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
-    if not backward and bucket.path == "service" and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
-        yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
+    if not backward and served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
+        yield (f"{name}: {bucket.numel} elements, allowed on the way to a server: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
 
 

@@ -19,7 +19,7 @@ class Schedule(Protocol):
         """Also when each task starts and ends, by step and then by task in the order of buckets."""
 
     def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
-        """Seconds with each option in turn for all these buckets, which have equally many; above `limit` it may say infinity."""
+        """Seconds with each option in turn for all these buckets, which have equally many; infinity if above `limit`."""
 
 
 class PortableSchedule:

@@ -200,7 +200,8 @@ class _Search:
     def relax(self, found: Found) -> Found:
         """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""
         limit = found.step_s * (1 + self.space.slack)
-        for b in sorted(self.every, key=lambda b: (-self.space.loss[b][found.choice[b]], -self.space.burden[b][found.choice[b]], b)):
+        dearest = [(-self.space.loss[b][o], -self.space.burden[b][o], b) for b, o in enumerate(found.choice)]
+        for _, _, b in sorted(dearest):
             now = found.choice[b]
             prices = list(zip(self.space.loss[b], self.space.burden[b], range(self.counts[b]), strict=True))
             for _, _, option in sorted(price for price in prices if price[:2] < prices[now][:2])[:RELAXED]:

@@ -1,4 +1,4 @@
-"""The verb `plan`: buckets, and for each a path, codec and place, by search over simulated steps. Knows no runtime, no torch."""
+"""The verb `plan`: buckets, and for each a path, codec and place, by search over simulated steps. Knows no runtime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = Inputs(job, timing, cluster, profile, policy)
-    tried = [Entry(inputs, ways, limits) for ways in _ways(inputs) for limits in fuse.limits(job, max(1, len(ways.prices.hosts)))]
+    tried = [
+        Entry(inputs, ways, limits)
+        for ways in _ways(inputs) for limits in fuse.limits(job, max(1, len(ways.prices.hosts)))
+    ]
     finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
     entry = min(finalists, key=lambda entry: entry.found.step_s)
     local_steps = 2

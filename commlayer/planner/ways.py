@@ -82,7 +82,7 @@ class Ways:
         kept: dict[int, list[float]] = {}
         for _, level in sorted(levels.items()):
             prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
-            best = {min(level, key=lambda o: (prices[o][i], sum(prices[o]), o)) for i in range(len(prices[level[0]]))}  # noqa: B023
+            best = {min(level, key=lambda o: (prices[o][i], sum(prices[o]), o)) for i in range(len(prices[level[0]]))}
             for option in sorted(best):
                 if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
                     kept[option] = prices[option]
