@@ -192,3 +192,15 @@ def int_decode(out: Array, q: Payload, max: Payload, block: int, bits: int, widt
 
 def outer(out: Array, p: Array, q: Array, rank: int) -> None:
     """The product of the factors p (rank x m) and q (rank x n), added in the order of rank."""
+class Schedule:
+    """A planner.problem.Problem in memory of its own: cml_schedule_run and cml_schedule_sweep over it."""
+
+    def __init__(self, problem: Any) -> None: ...
+    def run(self, choice: list[int]) -> float:
+        """Seconds of a step."""
+
+    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
+        """Seconds of a step, then starts and ends by instance."""
+
+    def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
+        """Seconds of a step with each option in turn for all these buckets; infinity where it is sure to be above limit."""

@@ -152,6 +152,8 @@ class Plan(Record, frozen=True):
     """Predicted seconds of a step; 0: nobody predicted."""
     bound_s: float = 0.0
     """What a step would take if compression cost nothing: no plan of these codecs is faster."""
+    hosts: tuple[int, ...] = ()
+    """The node of each server, as places in the cluster that was planned for; empty: the first that can host one."""
     schema: int = SCHEMA
 
 

@@ -225,6 +225,43 @@ int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* max, int64_
 /* ---- low rank: out[i * n + j] = sum over k of p[k * m + i] * q[k * n + j], added in the order of k; rank >= 1 ---- */
 void cml_outer(float* out, const float* p, const float* q, int64_t m, int64_t n, int64_t rank);
 
+/* ---- schedule: when the tasks of one choice of options end ----
+ * A bucket's options stand together: those of bucket b are bucket_options[b] .. bucket_options[b+1], and choice[b] counts
+ * from the first of them. A list of lists is a flat array and its edges: item i owns [edges[i], edges[i+1]).
+ * Arrays are the caller's; indices are not checked here (the glue does). */
+typedef struct cml_schedule {
+  int32_t buckets, nodes, lanes, steps;
+  int32_t priority;               /* 1: waiting tasks go by the order of buckets in `order`; 0: by readiness */
+  const double* ready;            /* nodes x (buckets + 1): when each gradient is final, last when computing ends; from 0 */
+  const int32_t* ready_order;     /* nodes x buckets: buckets by readiness */
+  const int32_t* order;           /* buckets, the most urgent first */
+  const uint8_t* stale;           /* buckets: due by the end of the next step */
+  const int32_t* lane_node;       /* lanes: the node whose computing a task on this lane delays, or -1 */
+  double tail;                    /* seconds behind the last bucket: the optimizer's step */
+  const int32_t* bucket_options;  /* buckets + 1 */
+  const int32_t* option_tasks;    /* options + 1 */
+  const int32_t* task_lanes;      /* tasks + 1, edges of lane and seconds */
+  const int32_t* lane;
+  const double* seconds;
+  const double* latency;          /* tasks */
+  const int32_t* need;            /* tasks: how many ends and gradients it waits for */
+  const int32_t* task_next;       /* tasks + 1, edges of next */
+  const int32_t* next;            /* tasks, counted from the option's first, that wait for its end */
+  const int32_t* task_gates;      /* tasks + 1, edges of gate */
+  const int32_t* gate;            /* nodes on which the gradient must be final before it starts */
+  int32_t most_tasks;             /* of any choice: the sum over buckets of their longest option */
+} cml_schedule;
+
+int64_t cml_schedule_scratch(const cml_schedule* in); /* bytes, to be aligned to 8 */
+/* Seconds of the last step. start and end, both or neither (NULL), get steps x most_tasks times from the first step's start,
+ * NaN where a task did not begin; the tasks of a choice stand in the order of buckets in `order`. Equal to the Python twin
+ * bit for bit. CML_ERR_ARGUMENT as a double when the tasks of an option wait for one another in a circle. */
+double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end);
+/* out[j]: what cml_schedule_run gives if each of n >= 1 distinct `buckets`, which have equally many options, takes its option
+ * j; infinity where that is sure to be above `limit`. choice is left as it was. */
+void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
+                        void* scratch, double* out);
+
 #ifdef __cplusplus
 }
 #endif

@@ -160,4 +160,5 @@ NB_MODULE(_core, m) {
   bind_quantisers(m);
   bind_sparse(m);
   bind_integers(m);
+  bind_schedule(m);
 }
