@@ -193,7 +193,8 @@ def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch
     (["digits", "--ratio", "0.1:0.01"], "ratio: got 0.1 to 0.01, allowed: a range above 0"),
     (["digits", "--batch", "64,x"], "--batch '64,x': allowed are whole numbers"),
     (["digits", "--codec", "best()"], "--codec: codec 'best()': 'best' is unknown"),
-    (["digits", "--search", "grid"], "--search grid: allowed are auto, skopt, gp"),
+    (["digits", "--out", "/nowhere/loss.json"], "/nowhere/loss.json: the folder /nowhere does not exist"),
+    (["digits", "--search", "grid"], "search 'grid': allowed are auto, skopt, gp"),
 ])
 def test_misuse_is_one_line_and_code_2(arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +205,12 @@ def test_misuse_is_one_line_and_code_2(arguments: list[str], text: str, monkeypa
     assert ended.value.code == 2
     assert text in said
     assert said.count("\n") == 1
+
+
+def test_a_script_that_does_not_load_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    with pytest.raises(ValueError, match="broken.py: ModuleNotFoundError: No module named 'nothing_of_that_name'"):
+        load(str(tmp_path / "broken.py"))
 
 
 def test_proxies_are_repeatable_and_learn() -> None:

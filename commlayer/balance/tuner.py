@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from commlayer.balance.tuner_engines import Engine
 from commlayer.balance.tuner_loss import LossModel, LossPoint, codec_name
 from commlayer.balance.tuner_space import DENSE, Settings, Space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
+
+if TYPE_CHECKING:
+    from commlayer.balance.tuner_engines import Engine
 
 Proxy = Callable[[Settings], Mapping[str, Any]]
 """Trains for a short time with these settings: {"seconds": ..., "loss": ...}."""

@@ -32,10 +32,10 @@ class Engine(Protocol):
 def engine(name: str, space: Space, seed: int) -> Engine:
     """By name; "auto": scikit-optimize where it is installed."""
     if name not in ENGINES:
-        raise ValueError(f"engine {name!r}: allowed are {', '.join(ENGINES)}")
+        raise ValueError(f"search {name!r}: allowed are {', '.join(ENGINES)}")
     there = importlib.util.find_spec("skopt") is not None
     if name == "skopt" and not there:
-        raise ValueError('engine skopt: scikit-optimize is missing: pip install scikit-optimize, or take engine "gp"')
+        raise ValueError("search 'skopt': scikit-optimize is missing: pip install scikit-optimize, or take 'gp'")
     return Skopt(space, seed) if there and name != "gp" else Process(space, seed)
 
 

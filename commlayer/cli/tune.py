@@ -1,4 +1,4 @@
-"""`commlayer tune`: searches codec, ratio and batch on short proxy runs, keeps what it found. Loads torch late."""
+"""`commlayer tune`: searches codec, ratio and batch on short proxy runs, keeps what it found. Loads no torch for its help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from commlayer.balance import tuner, tuner_loss
-from commlayer.balance.tuner_engines import ENGINES, engine
 from commlayer.balance.tuner_space import CODECS, Space, default_space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
 
@@ -35,13 +34,17 @@ def tune(
         raise ValueError(f"--trials {trials}: allowed is 1 or more")
     if not 0 < budget <= 100:
         raise ValueError(f"--budget {budget:g}: allowed is a percentage above 0, up to 100")
-    if search not in ENGINES:
-        raise ValueError(f"--search {search}: allowed are {', '.join(ENGINES)}")
+    for path in (store, out):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batch)
-    proxy = load(task)
+    # Numbers load when they are needed: the command's help is to be there at once.
+    from commlayer.balance.tuner_engines import engine
+
+    made, proxy = engine(search, space, seed), load(task)
     asked = Search(task, space, budget / 100, seed)
     kept = Store(store, asked)
-    _show(tuner.tune(proxy, kept, asked, engine(search, space, seed), trials), kept, asked, trials)
+    _show(tuner.tune(proxy, kept, asked, made, trials), kept, asked, trials)
     tuner_loss.write(out, tuner.loss_model(kept.trials))
     _tell(kept, asked, out)
 
@@ -78,7 +81,10 @@ def load(task: str) -> tuner.Proxy:
         if found is None or found.loader is None:
             raise ValueError(f"{task}: no such file")
         module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
+        try:
+            found.loader.exec_module(module)
+        except Exception as error:
+            raise ValueError(f"{task}: {type(error).__name__}: {error}".splitlines()[0]) from None
     else:
         where, colon, name = named.partition(":")
         if not colon:
