@@ -12,6 +12,7 @@ from bench import Unmeasurable, report
 MEASUREMENTS = {
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
+    "tuning": "bench.tuning",
     "wan": "bench.wan",
 }
 
