@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from commlayer.balance.events import Decision, Event, Input, Joined, Measurement, Note, Outcome, Vanished
 from commlayer.balance.models import Accumulated, Line
@@ -49,7 +49,6 @@ class Member:
         self.online = OnlineLine(line)
         self.out_since: int | None = None
         self.patience = 0
-        self.probed = False
 
 
 class Balancer:
@@ -61,7 +60,12 @@ class Balancer:
         self.total, self.policy, self.communication = total, policy or Policy(), communication
         self.members = {one.worker: Member(one.cap, one.line) for one in joined}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
-        workers = sorted(self.members)
+        workers = self._able(self.members)
+        if not workers:
+            raise ValueError(
+                f"balancer: got {len(joined)} workers of which none has room for the minimum batch {self.policy.minimum} "
+                f"within the total {total}; raise a cap or lower the minimum"
+            )
         found = self._solve(workers, frozenset(workers) if any(one.line is None for one in joined) else frozenset())
         self.latest = self._decision(-1, 0, workers, found, "the profile" if all(o.line for o in joined) else "no profile", math.inf)
         self._in_force = self.latest
@@ -79,9 +83,9 @@ class Balancer:
         if step >= self.latest.from_step:
             self._in_force = self.latest
         self._take(step, inputs)
-        if not self.members:
+        if not self._able(self.members):
             self._forced = ""
-            self.events.append(Note(step, "no worker is left: shares stay as they are until one joins"))
+            self.events.append(Note(step, "no worker with room is left: shares stay as they are until one joins"))
             return None
         if self._forced:
             decision, self._forced = self._replanned(step, self._forced), ""
@@ -136,10 +140,13 @@ class Balancer:
 
     def _improved(self, step: int) -> Decision | None:
         """The best shares, if they gain enough."""
-        workers = [worker for worker in sorted(self.members) if self.members[worker].out_since is None or self._reported(worker)]
-        here = {worker for worker in workers if self._in_force.share_of(worker)}
+        workers = self._able(worker for worker, one in self.members.items() if one.out_since is None or self._reported(worker))
+        here = frozenset(worker for worker in workers if self._in_force.share_of(worker))
         before_s = self._expected_s(self._in_force)
-        open_yet = frozenset(w for w in workers if self.members[w].online.ambiguous and w in here)
+        # A guessed offset is no reason to leave a worker out, unless it was measured at the smallest share that it could have.
+        open_yet = frozenset(
+            w for w in here if self.members[w].online.ambiguous and self._in_force.share_of(w) > self.policy.minimum
+        )
         found = self._solve(workers, open_yet)
         out = [w for w, share in zip(workers, found.shares, strict=True) if not share and w in here]
         if out:
@@ -155,9 +162,7 @@ class Balancer:
 
     def _replanned(self, step: int, reason: str) -> Decision:
         """After someone came or went: the shares must change, whatever they gain. A newcomer without a line gets the least."""
-        workers = [worker for worker in sorted(self.members) if self.members[worker].out_since is None]
-        if self.policy.minimum * len(workers) > self.total:
-            workers = sorted(sorted(workers, key=lambda w: self._line(w).time_s(self.policy.minimum))[: self.total // self.policy.minimum])
+        workers = self._able(w for w, one in self.members.items() if one.out_since is None) or self._able(self.members)
         new = frozenset(worker for worker in workers if not self.members[worker].online.known)
         found = self._solve(workers, new, {worker: self.policy.minimum for worker in new} if len(new) < len(workers) else {})
         gone = any(share and worker not in self.members for worker, share in self.shares.items())
@@ -167,10 +172,9 @@ class Balancer:
     def _probe(self, step: int) -> Decision | None:
         """One worker that was left out long enough ago, tried with the smallest share."""
         for worker, member in sorted(self.members.items()):
-            if member.out_since is not None and step - member.out_since >= member.patience:
+            if member.out_since is not None and step - member.out_since >= member.patience and self._able([worker]):
                 member.online.doubt()
-                member.probed = True
-                workers = sorted({w for w, m in self.members.items() if m.out_since is None} | {worker})
+                workers = self._able([worker, *(w for w, m in self.members.items() if m.out_since is None)])
                 found = self._solve(workers, frozenset([worker]), {worker: self.policy.minimum})
                 return self._decision(
                     step, step + self.policy.lead, workers, found, f"worker {worker} is tried again", self._expected_s(self._in_force)
@@ -180,6 +184,12 @@ class Balancer:
     def _reported(self, worker: int) -> bool:
         """A worker without share whose line stands below the present makespan, from what it measured for itself."""
         return self._line(worker).time_s(self.policy.minimum) < self._expected_s(self._in_force)
+
+    def _able(self, workers: Iterable[int]) -> list[int]:
+        """Those with room for the smallest share, by name; if the total is too small for so many, those that start first."""
+        least = self.policy.minimum
+        room = [worker for worker in workers if self.members[worker].cap is None or (self.members[worker].cap or 0) >= least]
+        return sorted(sorted(room, key=lambda worker: (self._line(worker).time_s(least), worker))[: self.total // least])
 
     def _solve(self, workers: Sequence[int], keep: frozenset[int], most: dict[int, int] | None = None) -> Solution:
         caps = [(most or {}).get(worker, self.members[worker].cap) for worker in workers]
@@ -221,10 +231,9 @@ class Balancer:
     def _mark_out(self, decision: Decision) -> None:
         for worker, member in self.members.items():
             if decision.share_of(worker):
-                if not member.probed:
-                    member.patience = 0
                 member.out_since = None
+                if decision.share_of(worker) > self.policy.minimum:
+                    member.patience = 0
             elif member.out_since is None:
                 member.out_since = decision.from_step
                 member.patience = max(2 * member.patience, self.policy.readmit_after)
-                member.probed = False

@@ -20,6 +20,10 @@ FACTOR_SHARE = 0.1
 """Weight of the reading that a jump is a factor; the rest reads it as an offset."""
 FORGET = 0.8
 """Weight that a measurement keeps per later one: a memory of about five."""
+FORGET_DRIFT = 0.5
+"""The same while the errors have a sign, as under a thermal ramp: a memory of two."""
+DRIFT = 1.5
+"""Mean error, in standard deviations of the noise, from which errors have a sign."""
 GATE = 4.0
 """Standard deviations beyond which a measurement is not noise."""
 GATE_LEAST = 0.08
@@ -48,7 +52,10 @@ class OnlineLine:
         self._known = start is not None
         self._p = (0.0, 0.0, 0.0)
         self._fresh = True
+        self._doubted = False
         self._noise_s2 = 0.0
+        self._error_s = 0.0
+        self._bias = 0.0
         self._outliers: list[tuple[int, float]] = []
         self._jumped_at: int | None = None
 
@@ -78,21 +85,27 @@ class OnlineLine:
             self._widen(batch, 0.05 * expected_s, FACTOR_SHARE)
             self._noise_s2, self._fresh = (NOISE * expected_s) ** 2, False
         error_s = time_s - expected_s
+        if self._doubted:
+            self._doubted = False
+            return self._jump(error_s, [(batch, time_s)])
         spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
         if abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
             return self._outlier(batch, time_s, error_s)
         self._outliers.clear()
-        if self._settles(batch):
+        if self._jumped_at is not None and self._moved(self._jumped_at, batch):
             self._jumped_at = None
-        self._update(batch, time_s, forget=FORGET)
-        after_s2 = min(error_s, 2 * spread_s) ** 2 if error_s > 0 else max(error_s, -2 * spread_s) ** 2
-        floor_s2 = (0.002 * expected_s) ** 2
-        self._noise_s2 = max(0.9 * self._noise_s2 + 0.1 * min(after_s2, 4 * (NOISE * expected_s) ** 2), floor_s2)
+        self._bias = 0.7 * self._bias + 0.3 * error_s / math.sqrt(self._noise_s2)
+        self._update(batch, time_s, forget=FORGET_DRIFT if abs(self._bias) > DRIFT else FORGET)
+        # From the difference of two errors, which a drift leaves alone, and cut, so that a jump's remainder is no noise.
+        noise_s2 = min((error_s - self._error_s) ** 2 / 2, 4 * self._noise_s2)
+        self._noise_s2 = max(0.9 * self._noise_s2 + 0.1 * noise_s2, (0.002 * expected_s) ** 2)
+        self._error_s = error_s
         return "follows"
 
     def doubt(self) -> None:
         """What was known is old: the next measurement is believed as it comes."""
-        self._fresh = True
+        self._doubted = True
+        self._outliers.clear()
 
     def _outlier(self, batch: int, time_s: float, error_s: float) -> Seen:
         if self._outliers and (self._outliers[-1][1] > self._a + self._s * self._outliers[-1][0]) != (error_s > 0):
@@ -100,16 +113,17 @@ class OnlineLine:
         self._outliers.append((batch, time_s))
         if len(self._outliers) < CONFIRM:
             return "suspect"
-        self._widen(batch, error_s, FACTOR_SHARE)
-        for old_batch, old_s in self._outliers:
-            self._update(old_batch, old_s, forget=1.0)
-        settled = len({old_batch for old_batch, _ in self._outliers}) > 1 and self._moved(self._outliers[0][0], batch)
-        self._jumped_at = None if settled else batch
-        self._outliers.clear()
-        return "jumped"
+        points, self._outliers = self._outliers, []
+        return self._jump(error_s, points)
 
-    def _settles(self, batch: int) -> bool:
-        return self._jumped_at is not None and self._moved(self._jumped_at, batch)
+    def _jump(self, error_s: float, points: list[tuple[int, float]]) -> Seen:
+        first, last = points[0][0], points[-1][0]
+        self._bias = self._error_s = 0.0
+        self._widen(last, error_s, FACTOR_SHARE)
+        for batch, time_s in points:
+            self._update(batch, time_s, forget=1.0)
+        self._jumped_at = None if self._moved(first, last) else last
+        return "jumped"
 
     @staticmethod
     def _moved(before: int, batch: int) -> bool:
