@@ -127,6 +127,22 @@ def test_a_newcomer_without_a_line_starts_with_the_least() -> None:
     assert found.share_of(5) > 25
 
 
+def test_a_death_between_announcement_and_effect_supersedes_and_both_take_force() -> None:
+    balancer = Balancer([Joined(worker, line=Line(1e-3)) for worker in range(3)], 90, Policy(lead=3))
+    slow = [Measurement(0, 30, 0.09), Measurement(1, 30, 0.03), Measurement(2, 30, 0.03)]
+    assert balancer.decide(0, slow) is None
+    first = balancer.decide(1, slow)
+    assert first is not None
+    second = balancer.decide(2, [*slow[:2], Vanished(2)])
+    assert second is not None
+    assert (first.from_step, second.from_step) == (4, 5)
+    assert balancer.decide(3, slow[:2]) is None
+    told = [Measurement(w, first.share_of(w), (3e-3, 1e-3)[w] * first.share_of(w)) for w in (0, 1)]
+    assert balancer.decide(4, told) is None
+    assert balancer.shares == {0: second.share_of(0), 1: second.share_of(1)}
+    assert sum(balancer.shares.values()) == 90
+
+
 def test_everyone_gone_is_said_and_the_next_one_takes_all() -> None:
     balancer = Balancer([Joined(0, line=Line(1e-3))], 10)
     assert balancer.decide(0, [Vanished(0)]) is None

@@ -1,4 +1,4 @@
-"""The online line: noise is smoothed, a spike forgotten, a jump believed, a drift followed, offset and slope told apart once the share moved."""
+"""The online line: noise is smoothed, a spike forgotten, a jump believed, a drift followed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_offset_and_slope_are_told_apart_once_the_share_moved(line: Line, batch:
     assert online.observe(batch, measured(batch)) == "jumped"
     assert online.line.time_s(batch) == pytest.approx(now.time_s(batch), rel=0.03)
     assert online.ambiguous
-    assert online.line.intercept_s > line.intercept_s + 0.8 * (now.time_s(batch) - line.time_s(batch)), "read as an offset first"
+    added_s = now.time_s(batch) - line.time_s(batch)
+    assert online.line.intercept_s > line.intercept_s + 0.8 * added_s, "read as an offset first"
     for _ in range(2):
         assert online.observe(moved, measured(moved)) == "follows", "what was left open is no outlier"
     assert not online.ambiguous
@@ -104,5 +105,5 @@ def test_after_doubt_one_measurement_is_believed() -> None:
 
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf, 0.0, -0.1])
 def test_bad_times_are_refused_by_name(time_s: float) -> None:
-    with pytest.raises(ValueError, match=r"^worker 7: measured time .*above 0; the measurement is left out$"):
+    with pytest.raises(ValueError, match=r"^worker 7: measured time .*above 0; it is left out$"):
         checked_time(7, time_s)

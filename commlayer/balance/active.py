@@ -24,7 +24,14 @@ Price = Callable[[Sequence[int], float], float]
 
 
 def choose(
-    models: Sequence[TimeModel], minimum: int, kept: Sequence[int], fixed: Fixed, price: Price, reached_s: Callable[[], float], *, free: bool
+    models: Sequence[TimeModel],
+    minimum: int,
+    kept: Sequence[int],
+    fixed: Fixed,
+    price: Price,
+    reached_s: Callable[[], float],
+    *,
+    free: bool,
 ) -> list[int]:
     """The best shares over all sets of workers that contain `kept`. Some set is feasible: that of all workers.
 

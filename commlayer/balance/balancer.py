@@ -67,8 +67,9 @@ class Balancer:
                 f"within the total {total}; raise a cap or lower the minimum"
             )
         found = self._solve(workers, frozenset(workers) if any(one.line is None for one in joined) else frozenset())
-        self.latest = self._decision(-1, 0, workers, found, "the profile" if all(o.line for o in joined) else "no profile", math.inf)
-        self._in_force = self.latest
+        reason = "the profile" if all(one.line for one in joined) else "no profile"
+        self.latest = self._decision(-1, 0, workers, found, reason, math.inf)
+        self._in_force, self._announced = self.latest, deque[Decision]()
         self._mark_out(self.latest)
         self._under: list[float] = []
         self._forced = ""
@@ -80,13 +81,15 @@ class Balancer:
 
     def decide(self, step: int, inputs: Sequence[Input]) -> Decision | None:
         """What was measured and who came or went in `step`; new shares if they are worth it, announced for step + lead."""
-        if step >= self.latest.from_step:
-            self._in_force = self.latest
+        # Someone may come or go while a decision is still announced: then two are on their way, and both will be in force.
+        while self._announced and step >= self._announced[0].from_step:
+            self._in_force = self._announced.popleft()
         self._take(step, inputs)
         if not self._able(self.members):
             self._forced = ""
             self.events.append(Note(step, "no worker with room is left: shares stay as they are until one joins"))
             return None
+        decision: Decision | None
         if self._forced:
             decision, self._forced = self._replanned(step, self._forced), ""
         elif step < self.latest.from_step:
@@ -95,6 +98,7 @@ class Balancer:
             decision = self._improved(step) or self._probe(step)
         if decision is not None:
             self.latest, self._under = decision, []
+            self._announced.append(decision)
             self.events.append(decision)
             self._mark_out(decision)
         return decision
@@ -158,13 +162,14 @@ class Balancer:
             return None
         back = [w for w, share in zip(workers, found.shares, strict=True) if share and w not in here]
         why = [f"worker {w} only holds the others up" for w in out] + [f"worker {w} is worth having again" for w in back]
-        return self._decision(step, step + self.policy.lead, workers, found, "; ".join(why) or "the times moved apart", before_s)
+        reason = "; ".join(why) or "the times moved apart"
+        return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)
 
     def _replanned(self, step: int, reason: str) -> Decision:
         """After someone came or went: the shares must change, whatever they gain. A newcomer without a line gets the least."""
         workers = self._able(w for w, one in self.members.items() if one.out_since is None) or self._able(self.members)
         new = frozenset(worker for worker in workers if not self.members[worker].online.known)
-        found = self._solve(workers, new, {worker: self.policy.minimum for worker in new} if len(new) < len(workers) else {})
+        found = self._solve(workers, new, dict.fromkeys(new, self.policy.minimum) if len(new) < len(workers) else {})
         gone = any(share and worker not in self.members for worker, share in self.shares.items())
         before_s = math.inf if gone else self._expected_s(self._in_force)
         return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)
@@ -176,9 +181,8 @@ class Balancer:
                 member.online.doubt()
                 workers = self._able([worker, *(w for w, m in self.members.items() if m.out_since is None)])
                 found = self._solve(workers, frozenset([worker]), {worker: self.policy.minimum})
-                return self._decision(
-                    step, step + self.policy.lead, workers, found, f"worker {worker} is tried again", self._expected_s(self._in_force)
-                )
+                before_s, reason = self._expected_s(self._in_force), f"worker {worker} is tried again"
+                return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)
         return None
 
     def _reported(self, worker: int) -> bool:

@@ -60,9 +60,13 @@ def fit_piecewise(points: Points) -> Fit[Piecewise]:
 def _arrays(points: Points, distinct: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     for batch, time_s in points:
         if batch < 1 or not 0 < time_s < math.inf:
-            raise ValueError(f"fit of a {what}: got the point ({batch}, {time_s} s), allowed are batches from 1 and finite times above 0")
+            raise ValueError(
+                f"fit of a {what}: got the point ({batch}, {time_s} s), allowed are batches from 1 and finite times above 0"
+            )
     if len({batch for batch, _ in points}) < distinct:
-        raise ValueError(f"fit of a {what}: got {len(points)} points, needed are {distinct} distinct batches; measure at another batch")
+        raise ValueError(
+            f"fit of a {what}: got {len(points)} points, needed are {distinct} distinct batches; measure at another batch"
+        )
     table = np.array(points, float)
     return table[:, 0], table[:, 1]
 

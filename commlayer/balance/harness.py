@@ -1,11 +1,12 @@
 """An emulated cluster in virtual time: lines, noise and slow-downs instead of GPUs. Exact and fast; knows no mode's inside.
 
-The truth of a worker at a step is its line, changed by the disturbances of that step. Noise is drawn per worker and step from the
-seed, so that all modes meet the same noise.
+The truth of a worker at a step is its line, changed by the disturbances of that step. Noise is drawn per worker and step from
+the seed, so that all modes meet the same noise.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,9 +20,9 @@ from commlayer.records import Record
 
 
 class Disturbance(Record, frozen=True):
-    """A worker from `start` up to (not including) `stop`: added_s more for each iteration, and everything `factor` times as long.
+    """A worker from `start` up to (not including) `stop`: added_s more per iteration, everything `factor` times as long.
 
-    With ramp > 0 the disturbance grows over so many steps to its full size, as heat does..
+    With ramp > 0 the disturbance grows over so many steps to its full size, as heat does.
     """
 
     worker: int
@@ -116,7 +117,7 @@ def run(mode: Mode, cluster: Cluster, steps: int, communication: Communication =
         shares = tuple(mode.shares(step))
         there = [cluster.there(worker, step) for worker in range(len(cluster.lines))]
         # A dead worker's share is waited for by nobody: its peers learn of the death in this step.
-        times = [cluster.compute_s(w, share, step) if alive else math.inf for w, (share, alive) in enumerate(zip(shares, there, strict=True))]
+        times = [cluster.compute_s(w, share, step) if there[w] else math.inf for w, share in enumerate(shares)]
         makespan = max(t for t in times if t < math.inf)
         active = tuple(w for w, share in enumerate(shares) if share and there[w])
         iteration_s = makespan + communication.exposed_s(active, makespan)
@@ -148,4 +149,4 @@ def slow_after(run: Sequence[Step], start: int, stop: int) -> int:
 
 def moves(run: Sequence[Step]) -> int:
     """How often the shares changed."""
-    return sum(a.shares != b.shares for a, b in zip(run, run[1:], strict=False))
+    return sum(a.shares != b.shares for a, b in itertools.pairwise(run))

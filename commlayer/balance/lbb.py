@@ -1,8 +1,8 @@
-"""LBB as published (load balanced batching), as a mode to compare with: its objective, thresholds, window and rounding, defects included.
+"""LBB as published (load balanced batching), to compare with: objective, thresholds, window and rounding, defects included.
 
 Kept because they are the paper's: max - min is minimised, not the maximum; the launch cost a0 stays that of the profile, so an
-added offset is read as slope; a fine-tuning step of 1 takes floor(1/2) = 0 from the slowest and gives ceil(1/2) = 1 to the fastest,
-so the sum grows; after a rapid-tuning only fine-tuning is allowed for a window, whatever happens. Where the paper is silent
+added offset is read as slope; a fine-tuning step of 1 takes floor(1/2) = 0 from the slowest and gives ceil(1/2) = 1 to the
+fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for a window, whatever happens. Where it is silent
 (rounding, the solver, the length of the window) this follows the released code.
 """
 
@@ -32,17 +32,17 @@ def straggler_effect(times_s: Sequence[float]) -> float:
     return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s))
 
 
+def spread_s(curves: Sequence[Cubic], batches: Sequence[float]) -> float:
+    """max T - min T over all workers: one without share counts with its launch cost T(0)."""
+    times = [curve.time_s(batch) for curve, batch in zip(curves, batches, strict=True)]
+    return max(times) - min(times)
+
+
 def spread_shares(curves: Sequence[Cubic], total: int, caps: Sequence[int | None]) -> list[float]:
-    """Real shares that minimise max T - min T (the paper's equation 3), by SLSQP from (2, ..., 2) as in the released code."""
-    table = np.array([(c.a3_s, c.a2_s, c.a1_s, c.a0_s) for c in curves])
-
-    def spread(batches: np.ndarray) -> float:
-        times = ((table[:, 0] * batches + table[:, 1]) * batches + table[:, 2]) * batches + table[:, 3]
-        # In milliseconds: the solver's tolerance is absolute.
-        return float(times.max() - times.min()) * 1e3
-
+    """Real shares that minimise the spread (the paper's equation 3), by SLSQP from (2, ..., 2) as in the released code."""
     found = minimize(
-        spread,
+        # In milliseconds: the solver's tolerance is absolute.
+        lambda batches: 1e3 * spread_s(curves, batches),
         np.full(len(curves), 2.0),
         method="SLSQP",
         bounds=[(0, total if cap is None else cap) for cap in caps],

@@ -74,7 +74,7 @@ def _counts(models: Sequence[TimeModel], least: Sequence[int], most: Sequence[in
     bounds = list(zip([model.within for model in models], least, most, strict=True))
 
     def counts(time_s: float) -> tuple[list[int], int]:
-        taken = [max(int(min(within(time_s), m)), l) for within, l, m in bounds]
+        taken = [max(int(min(within(time_s), high)), low) for within, low, high in bounds]
         return taken, sum(taken)
 
     return counts

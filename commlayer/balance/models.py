@@ -58,7 +58,8 @@ class Piecewise(Record, frozen=True):
     def __post_init__(self) -> None:
         if len(self.batches) != len(self.times_s) or len(self.batches) < 2:
             raise ValueError(
-                f"Piecewise: got {len(self.batches)} batches and {len(self.times_s)} times, allowed is the same number, at least 2"
+                f"Piecewise: got {len(self.batches)} batches and {len(self.times_s)} times, "
+                "allowed is the same number, at least 2"
             )
         if not all(0 < time_s < math.inf for time_s in self.times_s):
             raise ValueError("Piecewise: got a time that is not finite and above 0; drop that measurement")
@@ -122,11 +123,13 @@ def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
         return rising(given, most)
     if isinstance(given, Sequence) and len(given) == 2:
         return Line(float(given[0]), float(given[1]))
-    raise ValueError(f"{name}: got {given!r}, allowed are Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch")
+    raise ValueError(
+        f"{name}: got {given!r}, allowed are Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch"
+    )
 
 
 def rising(curve: Callable[[float], float], most: int) -> Piecewise:
-    """The smallest rising function above the curve at 1 ... most: a dip promises nothing that the batches before it do not keep."""
+    """The smallest rising function above the curve at 1 ... most: a dip promises nothing that smaller batches do not keep."""
     most = max(most, 2)
     places = range(1, most + 1) if most <= EXACT_TABLE else np.unique(np.linspace(1, most, EXACT_TABLE).astype(int)).tolist()
     times = np.maximum.accumulate([curve(batch) for batch in places])

@@ -1,4 +1,4 @@
-"""A worker's line T(B) = a + s B, followed while it changes: recursive least squares with forgetting. Knows one worker, no shares.
+"""A worker's line T(B) = a + s B, followed by recursive least squares with forgetting. Knows one worker, no shares.
 
 While the share stands still, an offset cannot be told from a slope. Two readings of a slow-down are then open: something was
 added to every iteration (a neighbour, a slow disk), or everything takes a factor longer (heat, a shared GPU). The covariance
@@ -39,7 +39,7 @@ MOVED = 0.15
 def checked_time(worker: int, time_s: float) -> float:
     """The measured seconds, or one line naming the worker."""
     if not 0 < time_s < math.inf:
-        raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; the measurement is left out")
+        raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; it is left out")
     return time_s
 
 
@@ -161,7 +161,7 @@ class OnlineLine:
         self._bound(batch)
 
     def _bound(self, batch: int) -> None:
-        """Neither launch cost nor time per sample is below zero; the time at the present share stays what it was found to be."""
+        """Neither launch cost nor time per sample is below zero; the time at the present share stays as it was found."""
         now_s = max(self._a + self._s * batch, 1e-9)
         least = 1e-3 * now_s / batch
         if self._a < 0:

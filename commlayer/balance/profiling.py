@@ -1,4 +1,4 @@
-"""The profiling phase: which batches fit into a worker's memory and how long they take. Knows how to ask for a run, not how it runs.
+"""The profiling phase: which batches fit into a worker's memory and how long they take. Knows how to ask for a run.
 
 Batches are powers of two until memory ends (LBB); the end is then refined by bisection, and headroom stays for what training
 needs beyond a profile run (buffers of codecs, fragmentation).
@@ -15,7 +15,7 @@ Run = Callable[[int], float]
 """Forward and backward of a batch: its seconds. Raises MemoryError where memory ends (torch's OOM is turned into it)."""
 
 REPEATS = 9
-"""Timed runs of a batch, of which the middle three count; one run before them is not timed, for a new shape's first run picks kernels."""
+"""Timed runs of a batch, of which the middle three count. One more comes first, untimed: it picks kernels."""
 HEADROOM = 0.1
 REFINE = 1 / 16
 """Memory's end is looked for to this part of it."""

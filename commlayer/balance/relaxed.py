@@ -1,7 +1,7 @@
 """Relatives that loosen the barrier instead of moving work, simulated event by event in virtual time. Knows no gradients.
 
-What they gain in throughput they pay in staleness, so both are told, and the factor by which a staleness-aware run scales its rate.
-All take equal shares of the total batch.
+What they gain in throughput they pay in staleness, so both are told, and the factor by which a staleness-aware run scales its
+rate. All take equal shares of the total batch.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def local_steps(cluster: Cluster, steps: int, every: int, sync_s: float = 0.0) -
 
 
 def n_soft(cluster: Cluster, steps: int, n: int, sync_s: float = 0.0) -> Relaxed:
-    """N-soft synchronisation: the server updates after every floor(workers / n) gradients, whoever sent them; n = workers is asynchronous.
+    """N-soft synchronisation: the server applies floor(workers / n) gradients at a time, whoever sent them.
 
-    All gradients that were collected are applied.
+    n = 1 waits for as many gradients as there are workers, n = workers is asynchronous.
     """
     batch, workers = _equal(cluster)
     group = max(1, len(workers) // n)
@@ -75,12 +75,14 @@ def stale_synchronous(cluster: Cluster, steps: int, slack: int, sync_s: float = 
             ends[w].append(max(ends[w][step], gate_s) + cluster.compute_s(w, batch, step) + sync_s)
     starts = {w: [end - cluster.compute_s(w, batch, step) - sync_s for step, end in enumerate(ends[w][1:])] for w in workers}
     # Stale by the clocks of others that a gradient of clock k did not see though it comes after them.
-    staleness = [max(0, step - min(_finished(ends[v], starts[w][step]) for v in workers)) for w in workers for step in range(steps)]
+    staleness = [
+        max(0, step - min(_finished(ends[v], starts[w][step]) for v in workers)) for w in workers for step in range(steps)
+    ]
     return _told(steps * len(workers) * batch, max(ends[w][-1] for w in workers), steps * len(workers), staleness)
 
 
 def majority(cluster: Cluster, steps: int, quorum: Callable[[int], int] = lambda n: -(-n // 2)) -> Relaxed:
-    """EagerSGD-like: a round ends when a majority has arrived; a late gradient is kept and counts in the round in which it is done."""
+    """EagerSGD-like: a round ends when a majority has arrived; a late gradient counts in the round in which it is done."""
     batch, workers = _equal(cluster)
     need = quorum(len(workers))
     now_s, counted, staleness, rounds = 0.0, 0, list[int](), 0

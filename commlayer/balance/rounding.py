@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] = ()) -> list[int]:
-    """Shares proportional to the weights that sum to `total` exactly, by largest remainder; what a cap refuses goes to the others."""
+    """Shares proportional to the weights that sum to `total`, by largest remainder; what a cap refuses goes to others."""
     most = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(weights))]
     if sum(most) < total:
-        raise ValueError(f"apportion: the caps add up to {sum(most)}, less than the total {total}; lower the total or raise a cap")
+        raise ValueError(f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a cap")
     open_yet, left, taken = set(range(len(weights))), total, [0] * len(weights)
     while True:
         scale = left / (sum(weights[i] for i in open_yet) or 1.0)

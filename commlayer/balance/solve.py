@@ -95,7 +95,7 @@ def solve(
     accumulate: Accumulate = "needed",
     communication: Communication = FREE,
 ) -> Solution:
-    """As shares(), with what comes of them. `keep` names workers that must take part; with exclude=False that is all with room."""
+    """As shares(), with what comes of them. `keep`: workers that must take part; with exclude=False all with room."""
     problem, room = _problem(models, total, caps, minimum, accumulate)
     kept = range(len(problem.workers)) if not exclude else [p for p, worker in enumerate(problem.workers) if worker in keep]
 
@@ -136,7 +136,8 @@ def _problem(
     workers = [i for i, cap in enumerate(room) if cap >= minimum]
     if not workers:
         raise ValueError(
-            f"shares: no worker has room: the greatest cap is {max(room)}, the minimum batch {minimum}; free memory or lower the minimum"
+            f"shares: no worker has room: the greatest cap is {max(room)}, the minimum batch {minimum}; "
+            "free memory or lower the minimum"
         )
     if total < len(workers) * minimum:
         raise ValueError(
@@ -146,7 +147,8 @@ def _problem(
     within = sum(room[i] for i in workers)
     if within < total and accumulate == "never":
         raise ValueError(
-            f"shares: the caps add up to {within}, less than the total {total}; lower the total or allow accumulation (micro-batches)"
+            f"shares: the caps add up to {within}, less than the total {total}; "
+            "lower the total or allow accumulation (micro-batches)"
         )
     split = accumulate == "always" or within < total
     made: list[TimeModel] = []
