@@ -70,6 +70,7 @@ class Balancer:
         reason = "the profile" if all(one.line for one in joined) else "no profile"
         self.latest = self._decision(-1, 0, workers, found, reason, math.inf)
         self._in_force, self._announced = self.latest, deque[Decision]()
+        self._now = self.latest.by_worker
         self._mark_out(self.latest)
         self._under: list[float] = []
         self._forced = ""
@@ -77,13 +78,14 @@ class Balancer:
     @property
     def shares(self) -> dict[int, int]:
         """The latest shares, which may be announced for a step that is still to come."""
-        return dict(zip(self.latest.workers, self.latest.shares, strict=True))
+        return self.latest.by_worker
 
     def decide(self, step: int, inputs: Sequence[Input]) -> Decision | None:
         """What was measured and who came or went in `step`; new shares if they are worth it, announced for step + lead."""
         # Someone may come or go while a decision is still announced: then two are on their way, and both will be in force.
         while self._announced and step >= self._announced[0].from_step:
             self._in_force = self._announced.popleft()
+            self._now = self._in_force.by_worker
         self._take(step, inputs)
         if not self._able(self.members):
             self._forced = ""
@@ -133,7 +135,7 @@ class Balancer:
         if seen != "follows":
             what = "is slower or faster than its line, once: no trend yet" if seen == "suspect" else "has a new line"
             self.events.append(Note(step, f"worker {worker} {what} ({compute_s:.4g} s for {batch})"))
-        return compute_s if self._in_force.share_of(worker) == batch else 0.0
+        return compute_s if self._now.get(worker) == batch else 0.0
 
     def _compare(self, step: int, slowest_s: float) -> None:
         self._under.append(slowest_s)
@@ -145,11 +147,11 @@ class Balancer:
     def _improved(self, step: int) -> Decision | None:
         """The best shares, if they gain enough."""
         workers = self._able(worker for worker, one in self.members.items() if one.out_since is None or self._reported(worker))
-        here = frozenset(worker for worker in workers if self._in_force.share_of(worker))
+        here = frozenset(worker for worker in workers if self._now.get(worker))
         before_s = self._expected_s(self._in_force)
         # A guessed offset is no reason to leave a worker out, unless it was measured at the smallest share that it could have.
         open_yet = frozenset(
-            w for w in here if self.members[w].online.ambiguous and self._in_force.share_of(w) > self.policy.minimum
+            w for w in here if self.members[w].online.ambiguous and self._now[w] > self.policy.minimum
         )
         found = self._solve(workers, open_yet)
         out = [w for w, share in zip(workers, found.shares, strict=True) if not share and w in here]
@@ -233,10 +235,11 @@ class Balancer:
         return Decision(step, from_step, tuple(workers), found.shares, found.micro_batches, reason, before_s, found.iteration_s)
 
     def _mark_out(self, decision: Decision) -> None:
+        shares = decision.by_worker
         for worker, member in self.members.items():
-            if decision.share_of(worker):
+            if shares.get(worker):
                 member.out_since = None
-                if decision.share_of(worker) > self.policy.minimum:
+                if shares[worker] > self.policy.minimum:
                     member.patience = 0
             elif member.out_since is None:
                 member.out_since = decision.from_step

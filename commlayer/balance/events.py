@@ -48,6 +48,10 @@ class Decision(Record, frozen=True):
     def gain_s(self) -> float:
         return self.before_s - self.after_s
 
+    @property
+    def by_worker(self) -> dict[int, int]:
+        return dict(zip(self.workers, self.shares, strict=True))
+
     def share_of(self, worker: int) -> int:
         return self.shares[self.workers.index(worker)] if worker in self.workers else 0
 

@@ -30,7 +30,8 @@ class Ours:
     def shares(self, step: int) -> Sequence[int]:
         while len(self.announced) > 1 and self.announced[1].from_step <= step:
             del self.announced[0]
-        return [self.announced[0].share_of(worker) for worker in range(self.workers)]
+        shares = self.announced[0].by_worker
+        return [shares.get(worker, 0) for worker in range(self.workers)]
 
     def observe(self, step: int, times_s: Sequence[float]) -> None:
         shares, inputs = self.shares(step), list[Input]()
