@@ -29,7 +29,7 @@ class Uplink:
         self._config = config
         self._lock = threading.Lock()
         self._early: CommError | None = None
-        self._generation = 1
+        self._generation, self._probes = 1, 0
         self._fail: Fail | None = None
         self._membership: Membership | None = None
         self.transport: Transport
@@ -107,9 +107,10 @@ class Uplink:
         """Restores it; `step` comes next. See Summation.restore."""
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
-    def probe(self, server: int, number: int, up_nbytes: int, down_nbytes: int, deadline_s: float) -> float:
-        """Seconds to send that many bytes to a server and have that many back. `number` tells this worker's probes apart."""
-        header = self._header(Kind.PROBE, 0)._replace(step=number, used=down_nbytes)
+    def probe(self, server: int, up_nbytes: int, down_nbytes: int, deadline_s: float) -> float:
+        """Seconds to send that many bytes to a server and have that many back."""
+        self._probes += 1
+        header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
         begin = time.perf_counter()
         self._ask(server, header, bytes(up_nbytes), Kind.PROBE_OK, deadline_s)
         return time.perf_counter() - begin
