@@ -17,8 +17,10 @@ import torch
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.compressors import parse
 from commlayer.connect import Connection, switch
 from commlayer.observe import Drift
+from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.records import Job, Plan, digest
@@ -56,6 +58,14 @@ class Row(NamedTuple):
     alpha_s: float
 
 
+def auto_of(connection: Connection) -> Auto | None:
+    """For a job whose plan was left to commlayer and which has a network to plan for: one of several nodes."""
+    worker, groups = connection.worker, connection.groups
+    if not connection.auto or worker is None or groups is None or groups.world == groups.ranks_per_node:
+        return None
+    return Auto(connection, worker.job)
+
+
 class Auto:
     """`after_step` is called by every rank after each step."""
 
@@ -69,8 +79,6 @@ class Auto:
         self._stale = False
         self._ended = 0.0
         self._recent: list[float] = []
-        self.decisions: list[str] = []
-        """What was decided, at which step, and why."""
 
     def after_step(self) -> None:
         worker = self._connection.worker
@@ -132,10 +140,10 @@ class Auto:
     def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
         try:
             cluster = self._cluster(rows)
-            profile = _profile(cluster)
+            profile = _profile(cluster, current)
             policy = Policy(devices=("cpu",))
             made = planner.plan(job, cluster, profile, policy)
-            now_s = planner.simulate(current, job, cluster, profile, policy).step_s
+            now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
             measured_s = median(row.step_s for row in rows)
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
@@ -148,7 +156,30 @@ class Auto:
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._answer = made
+        self._answer = self._on_servers(made)
+
+    def _homes(self) -> list[int]:
+        """The node of each server."""
+        assert self._connection.uplink is not None
+        return [s.node for s in self._connection.uplink.view.servers]
+
+    def _at_home(self, plan: Plan) -> Plan:
+        """Its servers as the planner counts them: one for each node that has any."""
+        homes = self._homes()
+        hosts = sorted(set(homes[: plan.servers]))
+        buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
+        return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
+
+    def _on_servers(self, plan: Plan) -> Plan:
+        """The reverse: the planner's hosts as the numbers of servers that run."""
+        if not plan.servers:
+            return plan
+        homes = self._homes()
+        able = sorted(set(homes))
+        hosts = plan.hosts or tuple(able[: plan.servers])
+        number = [homes.index(host) for host in hosts]
+        buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
+        return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
     def _cluster(self, rows: list[Row]) -> Cluster:
         """Nodes as measured. A server's own node has no link to it that could be measured: it gets the best of the others'."""
@@ -202,15 +233,17 @@ class Auto:
         return NOTHING
 
     def _say(self, what: str) -> None:
-        self.decisions.append(f"step {self._steps}: {what}")
+        self._connection.decisions.append(f"step {self._steps}: {what}")
         if self._connection.rank == 0:
             log.info("step %d: %s", self._steps, what)
 
 
-def _profile(cluster: Cluster) -> Profile:
-    """The tables' costs, with those of the CPU's codecs as they are here."""
-    tables = profile_from_tables(cluster, DEFAULT_CODECS)
-    measured = {cost.codec: cost for cost in calibrate.measure(DEFAULT_CODECS)}
+def _profile(cluster: Cluster, current: Plan) -> Profile:
+    """The tables' costs, with those of the CPU's codecs as they are here; codecs as plans spell them, in full."""
+    used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
+    names = sorted({str(parse(codec)) for codec in (*DEFAULT_CODECS, *used)})
+    tables = profile_from_tables(cluster, names)
+    measured = {cost.codec: cost for cost in calibrate.measure(names)}
     costs = tuple(
         structs.replace(cost, encode=mine.encode, decode=mine.decode, nbytes=mine.nbytes)
         if cost.device == "cpu" and (mine := measured[cost.codec]) else cost

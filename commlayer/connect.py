@@ -49,6 +49,8 @@ class Connection:
         self.uplink: uplink.Uplink | None = None
         self.embedded: list[Embedded] = []
         self.rank, self.world = 0, 1
+        self.decisions: list[str] = []
+        """What was decided in this run, at which step, and why."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False
