@@ -39,9 +39,6 @@ WORTH = 0.05
 """A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
 FIRST_ASK, LAST_ASK = 2, 64
 """Steps between two askings whether there is a plan: twice as many each time."""
-LOCAL = 1e11
-"""bits per second above which a probe went through no network: the server is on this machine."""
-
 INTRA_BPS, INTRA_ALPHA_S = 4e10, 2e-5
 """Between ranks of one node, through its memory: nobody has measured it."""
 
@@ -61,7 +58,8 @@ class Row(NamedTuple):
 def auto_of(connection: Connection) -> Auto | None:
     """For a job whose plan was left to commlayer and which has a network to plan for: one of several nodes."""
     worker, groups = connection.worker, connection.groups
-    if not connection.auto or worker is None or groups is None or groups.world == groups.ranks_per_node:
+    single = groups is None or groups.world == groups.ranks_per_node
+    if not connection.auto or worker is None or groups is None or single or not worker.plan.servers:
         return None
     return Auto(connection, worker.job)
 
@@ -182,19 +180,17 @@ class Auto:
         return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
     def _cluster(self, rows: list[Row]) -> Cluster:
-        """Nodes as measured. A server's own node has no link to it that could be measured: it gets the best of the others'."""
-        groups, uplink = self._connection.groups, self._connection.uplink
+        """Nodes as measured. That of the server which all have probed saw no network: it gets the best of the others'."""
+        groups = self._connection.groups
         assert groups is not None
-        assert uplink is not None
         firsts = rows[:: groups.ranks_per_node]
-        seen = [r for r in firsts if 0 < min(r.up_bps, r.down_bps) <= LOCAL]
-        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen)) if seen else None
-        homes = {s.node for s in uplink.view.servers}
+        homes = self._homes()
+        seen = [r for number, r in enumerate(firsts) if number != homes[0]]
+        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
         fastest_s = min(r.compute_s for r in rows)
         nodes = []
         for number, row in enumerate(firsts):
-            own = row in seen and number not in homes
-            link = Link(row.up_bps, row.down_bps, row.alpha_s) if own or best is None else best
+            link = best if number == homes[0] else Link(row.up_bps, row.down_bps, row.alpha_s)
             mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
             nodes.append(Node(
                 f"node{number}", groups.ranks_per_node, "cpu", link, INTRA_BPS, INTRA_ALPHA_S,
