@@ -18,8 +18,10 @@ EXHAUSTIVE = 2000
 """So many choices or fewer are all tried."""
 PAIRS = 12000
 """Two buckets are changed at once where that gives no more trials than this."""
-WORTH = 1e-4
-"""The search goes on as long as a round of changes shortens the step by this fraction."""
+FEW = 12
+"""Of so many buckets or fewer, all states of the beam are improved to the last bit; of more, the best one."""
+WORTH = 1e-3
+"""With many buckets, the search goes on as long as a round of changes shortens the step by this fraction."""
 TAKERS, GIVERS = 4, 12
 """Buckets that may take a lossier option, and others that may give up theirs for it, when the loss budget is used up."""
 RELAXED = 3
@@ -86,7 +88,7 @@ class _Search:
             return found
         states = self.beam(self.first(starts, width), width)
         found = states[0]
-        for state in states:
+        for state in states if len(self.counts) <= FEW else states[:1]:
             improved = self.improve(state)
             found = improved if better(improved, found) else found
         return found
@@ -153,11 +155,12 @@ class _Search:
 
     def improve(self, found: Found) -> Found:
         """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
+        worth = WORTH if len(self.counts) > FEW else EQUAL
         moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
         while True:
             for move in moves:
                 improved = move(found)
-                if improved.step_s < found.step_s * (1 - WORTH):
+                if improved.step_s < found.step_s * (1 - worth):
                     found = improved
                     break
             else:

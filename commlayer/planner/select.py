@@ -27,7 +27,7 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     inputs = Inputs(job, timing, cluster, profile, policy)
     tried = [
         Entry(inputs, ways, limits)
-        for ways in _ways(inputs) for limits in fuse.limits(job, max(1, len(ways.prices.hosts)))
+        for ways in _ways(inputs) for limits in fuse.limits(job)
     ]
     finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
     entry = min(finalists, key=lambda entry: entry.found.step_s)
