@@ -43,6 +43,8 @@ class Entry:
         self.options, self.hosts = ways.options, ways.prices.hosts
         self.groups = fuse.groups(inputs.job, limits)
         self.sizes = [sum(s.numel for s in group) for group in self.groups]
+        self.found: Found
+        """The choice that emit() writes down."""
         self.useful = self._useful(self.ways)
         self.space = self._space(self.ways, self.useful)
 
@@ -52,8 +54,13 @@ class Entry:
         return best_start(self.space, self._starts(self.useful))
 
     @cached_property
-    def found(self) -> Found:
+    def searched(self) -> Found:
         return search(self.space, self._starts(self.useful))
+
+    def dense(self) -> Found:
+        """The best that codes nothing and takes one option for every bucket."""
+        plain = [start for start, option in zip(self._starts(self.useful), self.options, strict=True) if option.codec == DENSE]
+        return best_start(self.space, plain)
 
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
@@ -93,10 +100,10 @@ class Entry:
         """What was priced as spread over all servers is cut into as many parts, so that each has its own."""
         group, option = self.groups[b], self.chosen(b)
         parts = min(len(self.hosts), self.sizes[b] * ELEMENT_NBYTES // SPREAD_NBYTES) if option.served else 1
-        if parts < 2 or len(group) > 1:
+        if parts < 2:
             return [(b, group)]
-        edges = [group[0].start + group[0].numel * i // parts for i in range(parts + 1)]
-        return [(b, (Slice(group[0].tensor, start, stop),)) for start, stop in pairwise(edges)]
+        edges = [self.sizes[b] * i // parts for i in range(parts + 1)]
+        return [(b, fuse.between(group, start, stop)) for start, stop in pairwise(edges)]
 
     def _useful(self, ways: Ways) -> list[list[int]]:
         """By octaves of size, so that all buckets of one octave have the same options. Dense ones always stay."""

@@ -47,6 +47,21 @@ def _whole(job: Job) -> Iterator[tuple[Slice, ...]]:
     return ((Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors) if info.numel)
 
 
+def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
+    """
+    >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
+    (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
+    """
+    found = []
+    at = 0
+    for part in group:
+        first, last = max(start - at, 0), min(stop - at, part.numel)
+        if first < last:
+            found.append(Slice(part.tensor, part.start + first, part.start + last))
+        at += part.numel
+    return tuple(found)
+
+
 def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
     return job.tensors[group[0].tensor].buffer
 
