@@ -18,6 +18,8 @@ from commlayer.records import Job, Plan
 
 FINALISTS = 2
 """Sets of limits and hosts that are searched in full, after all have been tried with one option for every bucket."""
+PAYS = 0.02
+"""Compression must shorten a step by this fraction, else the plan does without it: it is not free of risk."""
 WORTH = 0.02
 """Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
 
@@ -30,7 +32,9 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
     densest = min(tried, key=lambda entry: entry.dense().step_s)
     choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
-    entry, found = _best([*choices, (densest, densest.dense())])
+    entry, found = _best(choices)
+    if _exact_s(densest, densest.dense()) < _exact_s(entry, found) * (1 + PAYS):
+        entry, found = densest, densest.dense()
     local_steps = 2
     while local_steps <= policy.max_local_steps:
         rarer = Entry(inputs, entry.ways, entry.limits, local_steps)
