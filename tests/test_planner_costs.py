@@ -6,7 +6,9 @@ import pytest
 from planner_kit import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, tall
 
 from commlayer.planner.costs import Prices, bare, tasks
+from commlayer.planner.grammar import encodes, options
 from commlayer.planner.model import Cluster, Line, Node, Profile, Task
+from commlayer.planner.paths import spell
 
 N = 1_000_000
 DENSE_NBYTES, SPARSE_NBYTES, SHARED_NBYTES = 4 * N + 16, N // 50 + 16, N // 25 + 16
@@ -202,3 +204,29 @@ def test_servers_that_do_not_exist() -> None:
         tasks("service", N, SPARSE, flat(2), PROFILE, server=1)
     with pytest.raises(ValueError, match="host 2: the cluster has nodes 0 to 1"):
         tasks("service", N, SPARSE, flat(2), PROFILE, hosts=(2,))
+
+
+def test_ranks_of_one_node_use_no_link() -> None:
+    (task,) = tasks("allreduce", N, DENSE, tall(1, 4), PROFILE, hosts=())
+    assert task.lanes == (("intra:n0", pytest.approx(6 * 1e-5 + 1.5 * 4 * N * 8 / 100e9)),)
+    assert tasks("allreduce", N, DENSE, flat(1), PROFILE, hosts=()) == ()
+
+
+@pytest.mark.parametrize("cluster", [flat(5), tall(3, 4), Cluster((*tall(1, 4).nodes, *tall(2, 2).nodes))])
+def test_every_path_ends_with_the_whole_bucket_as_floats(cluster: Cluster) -> None:
+    """What each rank holds is followed through all ops: in the end everyone has everything, and no pair is half done."""
+    prices = Prices(cluster, PROFILE)
+    paths = options(cluster, mixed=True, sums=True)
+    for path in paths[:: 1 + len(paths) // 400]:
+        walk = prices.walk(path, SHARED if encodes(path) else DENSE)
+        for held in walk.held.values():
+            assert (held.part, held.pieces, held.split) == (pytest.approx(1), 0, {}), spell(path)
+        assert all(line.floor_s >= 0 and line.slope_s >= 0 for step in walk.steps for _, line in step.lanes)
+        assert all(i < place for place, step in enumerate(walk.steps) for i in step.after)
+
+
+@pytest.mark.parametrize("path", ["allreduce", "service", "encode@gpu all.allgather decode@gpu"])
+def test_more_bandwidth_is_never_dearer_and_bytes_do_not_depend_on_it(path: str) -> None:
+    slow, fast = (tasks(path, N, SPARSE if "encode" in path else DENSE, flat(4, home(up, 1e8)), PROFILE) for up in (1e7, 3e7))
+    assert [t.nbytes for t in slow] == [t.nbytes for t in fast]
+    assert all(a >= b for s, f in zip(slow, fast, strict=True) for (_, a), (_, b) in zip(s.lanes, f.lanes, strict=True))

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from commlayer.planner.espresso import KEEP, cpu_pass, gpu_pass, settle
-from commlayer.planner.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, profile, run
+from commlayer.planner.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
 from commlayer.planner.fifo import Played, play
 from commlayer.planner.grammar import check
 from commlayer.planner.jobs import builtin
@@ -105,10 +105,10 @@ def test_many_groups_are_offloaded_one_at_a_time() -> None:
     assert toy.price(few) <= toy.price(first)
 
 
-@pytest.mark.parametrize("testbed", TESTBEDS)
+@pytest.mark.parametrize("name", TESTBEDS)
 @pytest.mark.parametrize("codec", COMPRESSORS)
-def test_every_option_is_a_path_of_the_tree(testbed: str, codec: str) -> None:
-    cluster = TESTBEDS[testbed]
+def test_every_option_is_a_path_of_the_tree(name: str, codec: str) -> None:
+    cluster = cluster_of(name)
     model = Model(builtin("lstm"), cluster, profile(codec), codec)
     for i, size in enumerate(model.sizes):
         ways = model.ways[size]

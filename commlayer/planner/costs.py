@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from commlayer.planner.groups import Group, fold
-from commlayer.planner.model import Cluster, CodecCost, Line, Node, Profile, Task
+from commlayer.planner.model import Cluster, CodecCost, Node, Profile, Task
 from commlayer.planner.paths import CODING, Path, parse
 from commlayer.planner.walk import Coded, Step, Walk
 
@@ -31,9 +31,11 @@ class _Flat(NamedTuple):
 
     lanes: tuple[tuple[str, float, float], ...]
     after: tuple[int, ...]
-    latency: tuple[float, float]
+    latency_floor_s: float
+    latency_slope_s: float
     op: str
-    nbytes: tuple[float, float]
+    nbytes_floor: float
+    nbytes_slope: float
 
 
 class Prices:
@@ -65,14 +67,24 @@ class Prices:
         if flat is None:
             flat = self._walked[key] = tuple(_flat(step) for step in self.steps(path, codec, server, owner, down, by_node))
         return tuple([
-            Task(tuple([(lane, a + b * numel) for lane, a, b in lanes]), after, la + lb * numel, op, round(na + nb * numel))
-            for lanes, after, (la, lb), op, (na, nb) in flat
+            Task(
+                ((lanes[0][0], lanes[0][1] + lanes[0][2] * numel),) if len(lanes) == 1
+                else tuple([(lane, a + b * numel) for lane, a, b in lanes]),
+                after, la + lb * numel, op, int(na + nb * numel + 0.5),
+            )
+            for lanes, after, la, lb, op, na, nb in flat
         ])
 
     def steps(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> tuple[Step, ...]:
         """The same as lines over elements."""
+        return tuple(self.walk(path, codec, server, owner, down, by_node).steps)
+
+    def walk(
+        self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
+    ) -> Walk:
+        """How the steps come about."""
         widest = max(group.node.ranks for group in self.groups)
         ops = parse(path, widest) if isinstance(path, str) else path
         served = any(op.name == "push" for op in ops)
@@ -89,7 +101,7 @@ class Prices:
         if served:
             hosts = self._served_by(server)
             emit = self.cost(down or codec, "cpu", self.groups[hosts[0]].node)
-        return tuple(Walk(ops, self.groups, coded, emit, self.profile, hosts, owner).steps)
+        return Walk(ops, self.groups, coded, emit, self.profile, hosts, owner)
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
         """Of a codec on that node's GPU or CPU."""
@@ -134,11 +146,10 @@ def tasks(
 
 
 def _flat(step: Step) -> _Flat:
-    def pair(line: Line) -> tuple[float, float]:
-        return line.floor_s, line.slope_s
-
-    return _Flat(tuple((lane, *pair(line)) for lane, line in step.lanes), step.after, pair(step.latency), step.op,
-                 pair(step.nbytes))
+    return _Flat(
+        tuple((lane, line.floor_s, line.slope_s) for lane, line in step.lanes), step.after,
+        step.latency.floor_s, step.latency.slope_s, step.op, step.nbytes.floor_s, step.nbytes.slope_s,
+    )
 
 
 _LIMITS: tuple[tuple[str, Callable[[Node], float], bool], ...] = (

@@ -25,13 +25,17 @@ HOP_S = 150e-6 / (2 * (MACHINES - 1))
 DENSE = "identity()"
 
 
-def _testbed(net_bps: float, intra: str) -> Cluster:
-    link = Link(net_bps, net_bps, HOP_S / 2)
+TESTBEDS = {"nvlink-100g": (100e9, "nvlink"), "pcie-25g": (25e9, "pcie3")}
+"""bps of the network, and what is inside a machine."""
+
+
+def cluster_of(name: str, link_share: float = 1.0) -> Cluster:
+    """`link_share`: of the network's nominal rate, that gets through."""
+    net_bps, intra = TESTBEDS[name]
+    link = Link(net_bps * link_share, net_bps * link_share, HOP_S / 2)
     nodes = (Node(f"m{i}", GPUS_EACH, "v100", link, INTRA[intra][0], HOP_S / 2, server=False) for i in range(MACHINES))
     return Cluster(tuple(nodes))
 
-
-TESTBEDS = {"nvlink-100g": _testbed(100e9, "nvlink"), "pcie-25g": _testbed(25e9, "pcie3")}
 
 MEBI = 1 << 20
 
@@ -182,9 +186,9 @@ class Model:
         return min(map(self._uniform_s, self.uniform))
 
 
-def run(case: Case) -> Steps:
+def run(case: Case, link_share: float = 1.0) -> Steps:
     """A case's steps, by the two passes."""
-    job, cluster = builtin(case.model), TESTBEDS[case.testbed]
+    job, cluster = builtin(case.model), cluster_of(case.testbed, link_share)
     model = Model(job, cluster, profile(case.codec), case.codec)
     kept = [KEEP] * len(model.sizes)
     on_gpu = gpu_pass(model.sizes, model.options(), model.price, model.before_bubbles)
@@ -197,11 +201,11 @@ def run(case: Case) -> Steps:
     )
 
 
-def lines() -> list[str]:
+def lines(link_share: float = 1.0) -> list[str]:
     """The table as text: computed, and in brackets what was published."""
     rows = ["model      codec                 test-bed     over dense      over compress-all  above free  compressed (on CPU)"]
     for case in CASES:
-        steps = run(case)
+        steps = run(case, link_share)
         published = "-" if case.over_dense_pct is None else f"{case.over_dense_pct:+.0f} %"
         rows.append(
             f"{case.model:10} {case.codec:21} {case.testbed:12} {steps.over_dense_pct:+5.0f} % ({published:>6}) "

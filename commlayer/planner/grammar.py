@@ -1,6 +1,6 @@
 """All paths a plan may hold: Espresso's tree, and the ways it lacks. Knows shapes of clusters; no codecs by name, no prices.
 
-Floats and payloads; C encodes, D decodes; "1" and "2" are the halves of a pair. A group's tail is what follows its middle:
+C encodes, D decodes; Comm is a collective by itself, 1 and 2 are the halves of a pair; with a dash they carry payloads:
 
     flat          Comm | 1 T1 | C Comm' D | C 1' T2                    over all ranks
     two-level     1 (T3 | C T4) | C 1' (T4 | D (T3 | C T4))            1 inside the nodes, T3 and T4 between them and back

@@ -79,6 +79,10 @@ class Walk:
         self.path, self.profile, self.owner = path, profile, owner
         self.groups, self.coded, self.emit = groups, coded, emit
         self.hosts = hosts
+        self.arrivals = 0
+        """Payloads at the servers, of each part of the bucket."""
+        self.summed: tuple[int, ...] = ()
+        """The servers' last steps of adding."""
         self.returned = False
         self.workers = [g for g, group in enumerate(groups) if group.workers]
         self.nodes = sum(groups[g].workers for g in self.workers)
