@@ -12,6 +12,7 @@ from bench import Unmeasurable, report
 MEASUREMENTS = {
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
+    "planner": "bench.planner",
     "wan": "bench.wan",
 }
 

@@ -20,11 +20,13 @@ def commlayer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
-        with pytest.raises(SystemExit) as end:
+        code = 0
+        try:
             run()
-            raise SystemExit(0)
+        except SystemExit as end:
+            code = int(end.code or 0)
         told = capsys.readouterr()
-        return int(end.value.code or 0), told.out, told.err
+        return code, told.out, told.err
 
     return call
 

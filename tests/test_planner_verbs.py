@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_lanes_of_a_timeline_are_never_held_twice() -> None:
     assert held
     for spans in held.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans))
 
 
 def test_local_steps_share_an_exchange() -> None:
@@ -115,7 +116,8 @@ def test_nodes_may_be_added_counted_and_changed() -> None:
 
 @pytest.mark.parametrize(
     ("sweep", "message"),
-    [({}, "one thing at a time"), ({"counts": [2], "gpus": ["v100"]}, "one thing at a time"), ({"counts": [0]}, "allowed: 1 or more"),
+    [({}, "one thing at a time"), ({"counts": [2], "gpus": ["v100"]}, "one thing at a time"),
+     ({"counts": [0]}, "allowed: 1 or more"),
      ({"bandwidths": [0.0]}, "bandwidth: got 0 bit/s"), ({"gpus": ["rtx1"]}, "is in no table")],
 )
 def test_impossible_sweeps_are_refused(sweep: dict[str, list[float]], message: str) -> None:
@@ -158,4 +160,4 @@ def test_plans_of_the_papers_cases_stay_as_they_are(case: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert file.is_file(), f"{file.name} is missing: COMMLAYER_GOLDEN=1 writes it"
-    assert text.splitlines() == file.read_text().splitlines(), "the plan changed; if that is meant, COMMLAYER_GOLDEN=1 writes it anew"
+    assert text.splitlines() == file.read_text().splitlines(), "the plan changed; COMMLAYER_GOLDEN=1 writes it anew"

@@ -136,8 +136,8 @@ class Entry:
         for b in range(len(self.groups)):
             classes.setdefault(self._kind(b), []).append(b)
         nodes = ways.prices.groups
-        problem = flatten(loads, pace(job, timing, self.groups, nodes, self.local_steps), tail_s=tail(timing, nodes, self.local_steps),
-                          priority=policy.priority)
+        problem = flatten(loads, pace(job, timing, self.groups, nodes, self.local_steps),
+                          tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
         by_size = [classes[kind] for kind in sorted(classes, key=lambda kind: -kind[1])]
         made_schedule = schedule(problem)
 
