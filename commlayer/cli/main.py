@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from commlayer.cli import plan
 from commlayer.cli.demo import demo
 from commlayer.cli.serve import serve
 from commlayer.cli.tune import tune
@@ -25,6 +26,7 @@ def commlayer() -> None:
 app.command()(demo)
 app.command()(serve)
 app.command()(tune)
+app.add_typer(plan.app, name="plan")
 
 
 def run() -> None:
