@@ -173,7 +173,7 @@ HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
 def test_a_bucket_that_fits_no_frame_is_named() -> None:
     job = job_of(HUGE)
     whole = plan_of(job, cut_nbytes=1 << 40)
-    assert verify(whole, job) == [f"bucket 0: {HUGE} elements, allowed on the way to a server: {HUGE - 1}; cut it into several"]
+    assert verify(whole, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
     assert verify(plan_of(job, cut_nbytes=MAX_BUCKET_NBYTES), job) == []
     assert verify(plan_of(job, path="allreduce"), job) == []
 

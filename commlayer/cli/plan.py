@@ -201,7 +201,7 @@ def _refuse(made: object, job: object) -> None:
 
     assert isinstance(made, Plan)
     assert isinstance(job, Job)
-    problems = verify(made, job, paths=None)
+    problems = verify(made, job)
     if problems:
         raise ValueError(f"plan: {problems[0]}")
 
