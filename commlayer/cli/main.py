@@ -8,6 +8,7 @@ import typer
 
 from commlayer.cli import plan
 from commlayer.cli.demo import demo
+from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
 from commlayer.cli.tune import tune
 from commlayer.errors import CommError
@@ -26,6 +27,7 @@ def commlayer() -> None:
 app.command()(demo)
 app.command()(serve)
 app.command()(tune)
+app.command()(profile)
 app.add_typer(plan.app, name="plan")
 
 
