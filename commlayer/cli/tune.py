@@ -72,8 +72,6 @@ def read_space(codecs: tuple[str, ...], ratio: str, batch: str) -> Space:
 def load(task: str) -> tuner.Proxy:
     """The function that a task names."""
     named = BUILT_IN.get(task, task)
-    if task in BUILT_IN and importlib.util.find_spec("sklearn") is None:
-        raise ValueError(f'{task}: scikit-learn, whose data it trains on, is missing: pip install "commlayer[bench]"')
     if named.endswith(".py"):
         path, name = Path(named), "proxy"
         found = importlib.util.spec_from_file_location("commlayer_tuned", path) if path.is_file() else None
