@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         report.write(args.json, args.name, result)
         if hasattr(module, "draw"):
-            print(f"drawn: {module.draw(args.json)}")
+            print(module.draw(args.json))
     return 0
 
 
