@@ -128,7 +128,7 @@ def _gap(seed: int) -> tuple[float, float]:
     made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     paces = tuple(Pace(group.name, ready, work_s) for group in prices.groups)
     steps = schedule(flatten([Load(each) for each in made], paces, tail_s=0.001))
-    loss = [[ways.loss(o) * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+    loss = [[ways.losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     burden = [[sum(way.seconds) for way in each] for each in made]
     everything = set(range(len(sizes)))
     space = Space(steps, loss, burden, lambda choice: everything, [[b] for b in everything], policy.max_loss)
