@@ -31,6 +31,8 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     sums = {cost.codec for cost in profile.codecs if cost.sums}
     coded = sorted((name for name in names if name != DENSE), key=lambda name: (sent[name], name))
     made = [Option(path) for path in _dense(prices)]
+    if not made:
+        raise ValueError(f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
     for summing in (False, True):
         kinds: tuple[grammar.Kind, ...] = ("sum",) if summing else _kinds(cluster)
         fitting = [name for name in coded if not summing or name in sums]

@@ -81,6 +81,8 @@ class _Search:
         self.within = space.max_loss * (1 + EQUAL) + 1e-12
 
     def run(self, starts: Sequence[Sequence[int]], width: int) -> Found:
+        if not self.allowed(self.least()):
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
             found = self.price(self.least())
             for choice in product(*map(range, self.counts)):
