@@ -30,8 +30,8 @@ CODECS = (
     "shared_int(8)", "shared_int(4)", "chain(topk(0.01, 'fp32'), int8())", "partition(topk(0.01), 4)", "ef21(topk(0.01))",
     "momentum(topk(0.01))", "dgc(0.01)",
 )  # fmt: skip
-SIZES = tuple(int(side) ** 2 for side in (32, 128, 512, 2048, 10_000))
-"""Elements, of square matrices: 4 KB, 64 KB, 1 MB, 16 MB, 400 MB."""
+SIZES = tuple(side**2 for side in (32, 128, 512, 1024, 4096, 10_000))
+"""Elements, of square matrices: 4 KB, 64 KB, 1 MB, 4 MB, 64 MB, 400 MB."""
 QUICK = SIZES[:3]
 REFERENCE_MOST = 1 << 20
 """Elements up to which the reference backend runs: 4 MB."""

@@ -11,6 +11,18 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "native"
 CORPUS = ROOT / "tests" / "corpus" / "kernels.txt"
 """One input of the libFuzzer target a line, in hex: together they reach what fuzzing has reached."""
+NEARLY = (
+    "0003000206",  # Elias-Fano: the same position twice, without low bits
+    "00400002210006",  # with low bits
+    "00400002220006",  # falling within one upper part
+    "000300010102",  # a position that is n
+    "0103000108",  # bitmap: a bit past n
+    "02400002010000000103",  # blocks: a mask cut short
+    "024000000100000001" + "0000",  # a block without a position
+    "021400010100000002" + "2000",  # a position past n in the last block
+)
+"""Beginnings by hand: what a check that is a little too wide would let through. Coverage alone does not lead there."""
+
 CLANG = shutil.which("clang++")
 GCC = shutil.which("g++")
 FUZZER = ["-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
@@ -52,7 +64,7 @@ def fuzzer(out: Path, timeout_s: float = 170.0) -> Path:
 def unpack(folder: Path) -> Path:
     """The corpus as the files that libFuzzer reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, line in enumerate(CORPUS.read_text().split()):
+    for number, line in enumerate([*NEARLY, *CORPUS.read_text().split()]):
         (folder / f"{number:04}").write_bytes(bytes.fromhex(line))
     return folder
 
