@@ -11,6 +11,7 @@ from bench import Unmeasurable, report
 
 MEASUREMENTS = {
     "balance": "bench.balance",
+    "codecs": "bench.codecs",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
     "planner": "bench.planner",

@@ -3,15 +3,21 @@
 
 #include <atomic>
 
+#if CML_X86
+#include <cpuid.h>
+#endif
+
 namespace cml {
 namespace {
 
 bool cpu_has_avx2() {
 #if CML_X86
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
-         __builtin_cpu_supports("lzcnt") && __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("sse4.2") &&
-         __builtin_cpu_supports("pclmul");
+  unsigned a = 0, b = 0, c = 0, d = 0;  // not every compiler has a name for these two
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29);
+  const bool lzcnt = __get_cpuid(0x80000001, &a, &b, &c, &d) && (c & 1u << 5);
+  return __builtin_cpu_supports("avx2") && f16c && lzcnt && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt") &&
+         __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
 #else
   return false;
 #endif
