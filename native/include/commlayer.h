@@ -7,8 +7,8 @@
  *   - arrays of one call do not overlap unless a contract says so;
  *   - a count or size is returned >= 0, an error as a negative cml_error; after an error no output was written
  *     unless a contract says so;
- *   - where vectors pay there is an AVX2 body, chosen at run time, and a portable twin with the same results bit for bit
- *     (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference.py;
+ *   - where vectors pay there is a body for AVX2, chosen at run time, or NEON, and a portable twin with the same results bit for
+ *     bit (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference.py;
  *   - a product is rounded before it is added to anything (no fused multiply-add); which NaN a NaN becomes is open.
  */
 #ifndef COMMLAYER_H
@@ -32,7 +32,7 @@ const char* cml_error_name(int64_t code);
 
 /* 1 forces the portable bodies, 0 restores the choice by CPU. Returns the former setting. */
 int cml_force_portable(int on);
-/* "avx2" or "portable". */
+/* "avx2", "neon" or "portable". */
 const char* cml_isa(void);
 
 /* ---- checksums ---- */

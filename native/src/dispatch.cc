@@ -3,24 +3,42 @@
 
 #include <atomic>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace cml {
 namespace {
 
-bool cpu_has_avx2() {
+bool cpu_has_vectors() {
 #if CML_X86
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
          __builtin_cpu_supports("lzcnt") && __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("sse4.2") &&
          __builtin_cpu_supports("pclmul");
 #else
-  return false;
+  return CML_VECTORS != 0;
 #endif
 }
 
-const bool kCapable = cpu_has_avx2();
+// All but the oldest of 64-bit ARM have both instructions; on x86 they came before AVX2.
+bool cpu_has_crc() {
+#if defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kPmull = 1ul << 4, kCrc32 = 1ul << 7;  // bits of the kernel's AT_HWCAP
+  return (getauxval(AT_HWCAP) & (kPmull | kCrc32)) == (kPmull | kCrc32);
+#elif defined(__aarch64__) && defined(__APPLE__)
+  return true;
+#else
+  return cpu_has_vectors();
+#endif
+}
+
+const bool kCapable = cpu_has_vectors(), kChecksums = cpu_has_crc();
 std::atomic<bool> forced{false};
 
 }  // namespace
+
+bool wide_crc() { return kChecksums && wide(); }
 
 bool wide() { return kCapable && !forced.load(std::memory_order_relaxed); }
 
@@ -28,7 +46,7 @@ bool wide() { return kCapable && !forced.load(std::memory_order_relaxed); }
 
 extern "C" int cml_force_portable(int on) { return cml::forced.exchange(on != 0) ? 1 : 0; }
 
-extern "C" const char* cml_isa(void) { return cml::wide() ? "avx2" : "portable"; }
+extern "C" const char* cml_isa(void) { return !cml::wide() ? "portable" : CML_X86 ? "avx2" : "neon"; }
 
 extern "C" const char* cml_error_name(int64_t code) {
   switch (code) {

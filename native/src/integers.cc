@@ -74,7 +74,7 @@ void get_portable(int32_t* q, const uint8_t* in, int64_t i, int64_t count, int w
   }
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 // Four blocks, one in each 64-bit lane; only the lower halves count.
 struct Four {
@@ -248,7 +248,7 @@ CML_AVX2 int64_t encode_avx2(uint8_t* out, const float* x, const uint16_t* max, 
 uint32_t most_of(const float* x, int64_t n, [[maybe_unused]] bool avx2) {
   uint32_t most = 0;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (avx2) most = most_avx2(x, n, &i);
 #endif
   for (; i < n; ++i) {
@@ -290,7 +290,7 @@ extern "C" int64_t cml_int_encode(uint8_t* q, const float* x, const uint16_t* ma
   if (n < 0 || n > cml::kMaxN || block < 1 || (bits != 4 && bits != 8)) return CML_ERR_ARGUMENT;
   const float most = cml::levels(bits);
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide())
     i = bits == 4 ? cml::encode_avx2<4>(q, x, max, n, block, most, dither != 0, key, step)
                   : cml::encode_avx2<8>(q, x, max, n, block, most, dither != 0, key, step);
@@ -323,7 +323,7 @@ extern "C" int64_t cml_int_legal(const uint8_t* q, int64_t n, int bits) {
 extern "C" int64_t cml_int_add(int32_t* acc, const uint8_t* q, int64_t n, int bits, int assign) {
   if (n < 0 || (bits != 4 && bits != 8)) return CML_ERR_ARGUMENT;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = bits == 4 ? cml::add_avx2<4>(acc, q, n, assign != 0) : cml::add_avx2<8>(acc, q, n, assign != 0);
 #endif
   for (; i < n; i += cml::kChunk) {
@@ -338,7 +338,7 @@ extern "C" int64_t cml_int_add(int32_t* acc, const uint8_t* q, int64_t n, int bi
 extern "C" int64_t cml_int_pack(uint8_t* out, const int32_t* acc, int64_t n, int width) {
   if (n < 0 || !cml::known_width(width)) return CML_ERR_ARGUMENT;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = CML_BY_WIDTH(pack_avx2, width, (out, acc, n));
 #endif
   for (; i < n; i += cml::kChunk) {
@@ -355,7 +355,7 @@ extern "C" int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* 
   if (n < 0 || block < 1 || (bits != 4 && bits != 8) || !cml::known_width(width)) return CML_ERR_ARGUMENT;
   const float most = cml::levels(bits);
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = CML_BY_WIDTH(decode_avx2, width, (out, q, max, n, block, most));
 #endif
   for (; i < n; i += cml::kChunk) {

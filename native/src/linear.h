@@ -24,7 +24,7 @@ inline int dithered(float v, float scale, float top, uint32_t word) {
   return static_cast<int>(whole) + (uniform(word) < t - whole ? 1 : 0);
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 struct Steps8 {
   CML_AVX2 Steps8(float scale, float top)

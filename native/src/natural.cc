@@ -26,7 +26,7 @@ inline float meaning(int k, bool negative, uint32_t base) {
   return float_of(k ? sign | (base + static_cast<uint32_t>(k)) << 23 : 0u);
 }
 
-#if CML_X86
+#if CML_VECTORS
 struct Levels8 {
   CML_AVX2 Levels8(uint32_t base, int bits)
       : base_(_mm256_set1_epi32(static_cast<int>(base))),
@@ -72,7 +72,7 @@ struct Natural {
   int64_t n, block;
   int bits;
   Random random;
-#if CML_X86
+#if CML_VECTORS
   Packer packer;
 #endif
 
@@ -88,7 +88,7 @@ struct Natural {
   void code(int64_t b, int64_t at, const float* x, float* residual, int64_t count) {
     uint8_t* out = q + at / 8 * bits;
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (wide()) i = code_avx2(out, stream_nbytes(n, bits) - at / 8 * bits, base[b], at, x, residual, count);
 #endif
     for (; i < count; i += 8) {
@@ -105,7 +105,7 @@ struct Natural {
     }
   }
 
-#if CML_X86
+#if CML_VECTORS
   CML_AVX2 int64_t code_avx2(uint8_t* out, int64_t left, uint32_t first, int64_t at, const float* x, float* residual, int64_t count) {
     const Levels8 levels(first, bits);
     const __m256i low = _mm256_set1_epi32((1 << bits) - 1);
@@ -134,7 +134,7 @@ struct Natural {
   void give_back(float* residual, int64_t count) { cml_natural_decode(residual, q, base, count, block, bits, 0); }
 };
 
-#if CML_X86
+#if CML_VECTORS
 CML_AVX2 int64_t decode_avx2(float* acc, const uint8_t* in, int64_t left, const Unpacker& unpacker, int bits, uint32_t base,
                              int64_t count, bool assign) {
   const Levels8 levels(base, bits);
@@ -166,7 +166,7 @@ extern "C" int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x,
                                       int bits, uint64_t key, uint64_t step) {
   if (n < 0 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
   cml::Natural codec{q, base, n, block, bits, {key, step}
-#if CML_X86
+#if CML_VECTORS
                      , cml::Packer(bits)
 #endif
   };
@@ -176,14 +176,14 @@ extern "C" int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x,
 extern "C" int64_t cml_natural_decode(float* acc, const uint8_t* q, const uint8_t* base, int64_t n, int64_t block, int bits,
                                       int assign) {
   if (n < 0 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
-#if CML_X86
+#if CML_VECTORS
   const bool avx2 = cml::wide();
   const cml::Unpacker unpacker(bits);
 #endif
   for (int64_t b = 0, at = 0; at < n; ++b, at += block) {
     const int64_t count = n - at < block ? n - at : block, from = at / 8 * bits;
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     const int64_t left = cml::stream_nbytes(n, bits) - from;
     if (avx2) i = cml::decode_avx2(acc + at, q + from, left, unpacker, bits, base[b], count, assign != 0);
 #endif

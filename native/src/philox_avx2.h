@@ -6,7 +6,7 @@
 
 namespace cml {
 
-#if CML_X86
+#if CML_VECTORS
 
 class Stream16 {
  public:
@@ -53,14 +53,14 @@ CML_AVX2 inline __m256 uniform8(__m256i words) {
 struct Random {
   Random(uint64_t key, uint64_t step)
       : one(key, step)
-#if CML_X86
+#if CML_VECTORS
         ,
         sixteen(key, step)
 #endif
   {
   }
   Stream one;
-#if CML_X86
+#if CML_VECTORS
   Stream16 sixteen;
 #endif
 };

@@ -37,7 +37,7 @@ struct Ternary {
     uint8_t* out = q + nbytes_before(at);
     if (s == 0.0f) return code_nothing(out, nbytes_before(count) + group_nbytes(count % kGroup), x, residual, count);
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (wide()) i = code_avx2(out, s, at, x, residual, count);
 #endif
     for (; i < count; i += kGroup) {
@@ -53,7 +53,7 @@ struct Ternary {
     }
   }
 
-#if CML_X86
+#if CML_VECTORS
   CML_AVX2 int64_t code_avx2(uint8_t* out, float s, int64_t at, const float* x, float* residual, int64_t count) {
     const Steps8 steps(s, 1.0f);
     const __m256i two = _mm256_set1_epi8(2);
@@ -76,7 +76,7 @@ struct Ternary {
   void give_back(float* residual, int64_t count) { cml_ternary_decode(residual, q, scale, count, block, 0); }
 };
 
-#if CML_X86
+#if CML_VECTORS
 CML_AVX2 int64_t decode_avx2(float* acc, const uint8_t* in, float scale, int64_t count, bool assign) {
   const __m256i third = _mm256_set1_epi16(21846);  // 2^16 / 3, rounded up: right for bytes
   const __m256 values = _mm256_setr_ps(0.0f, scale, -scale, 0.0f, 0.0f, scale, -scale, 0.0f);
@@ -133,7 +133,7 @@ extern "C" int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16
     const uint8_t* in = q + cml::nbytes_before(at);
     const float s = cml::float_of_bfloat(cml::load(scale, b));
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (cml::wide()) i = cml::decode_avx2(acc + at, in, s, count, assign != 0);
 #endif
     cml::decode_portable(acc + at, in, s, i, count, assign != 0);
