@@ -33,20 +33,31 @@ bool cpu_has_crc() {
 #endif
 }
 
-const bool kCapable = cpu_has_vectors(), kChecksums = cpu_has_crc();
-std::atomic<bool> forced{false};
+bool cpu_has_avx512() {
+#if CML_X86
+  __builtin_cpu_init();
+  return cpu_has_vectors() && __builtin_cpu_supports("avx512f");
+#else
+  return false;
+#endif
+}
+
+const bool kCapable = cpu_has_vectors(), kWider = cpu_has_avx512(), kChecksums = cpu_has_crc();
+std::atomic<int> forced{0};
 
 }  // namespace
 
 bool wide_crc() { return kChecksums && wide(); }
 
-bool wide() { return kCapable && !forced.load(std::memory_order_relaxed); }
+bool wide() { return kCapable && forced.load(std::memory_order_relaxed) != 1; }
+
+bool wider() { return kWider && forced.load(std::memory_order_relaxed) == 0; }
 
 }  // namespace cml
 
-extern "C" int cml_force_portable(int on) { return cml::forced.exchange(on != 0) ? 1 : 0; }
+extern "C" int cml_force_portable(int on) { return cml::forced.exchange(on); }
 
-extern "C" const char* cml_isa(void) { return !cml::wide() ? "portable" : CML_X86 ? "avx2" : "neon"; }
+extern "C" const char* cml_isa(void) { return !cml::wide() ? "portable" : !CML_X86 ? "neon" : cml::wider() ? "avx512" : "avx2"; }
 
 extern "C" const char* cml_error_name(int64_t code) {
   switch (code) {

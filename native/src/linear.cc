@@ -41,10 +41,11 @@ struct Linear {
 #endif
     for (; i < count; i += 8) {
       const int some = count - i < 8 ? static_cast<int>(count - i) : 8;
+      const uint32_t* words = dither ? random.words(at + i, 8) : nullptr;
       int codes[8];
       for (int j = 0; j < some; ++j) {
         const float v = value(x, residual, i + j);
-        codes[j] = dither ? dithered(v, s, top(), random.one.word(static_cast<uint64_t>(at + i + j))) : nearest(v, s, top());
+        codes[j] = dither ? dithered(v, s, top(), words[j]) : nearest(v, s, top());
         if (residual) store(residual, i + j, v - s * static_cast<float>(codes[j]));
       }
       put8(out + i / 8 * bits, codes, some, bits);
@@ -58,7 +59,7 @@ struct Linear {
     int64_t i = 0;
     for (; i + 32 <= count && i / 8 * bits + packer.room() <= left; i += 32) {
       __m256i whole[4];
-      steps.code32<kDither>(whole, x, residual, i, random.sixteen, at);
+      steps.code32<kDither>(whole, x, residual, i, kDither ? random.words(at + i, 32) : nullptr);
       packer.put(out + i / 8 * bits, narrow32(whole));
     }
     return i;
@@ -97,9 +98,9 @@ void decode_portable(float* acc, const uint8_t* in, int bits, float scale, int64
 }  // namespace cml
 
 extern "C" int64_t cml_linear_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block,
-                                     int bits, int euclidean, int dither, uint64_t key, uint64_t step) {
-  if (n < 0 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
-  cml::Linear codec{q, scale, n, block, bits, euclidean != 0, dither != 0, {key, step}
+                                     int bits, int euclidean, int dither, uint64_t key, uint64_t step, int64_t first) {
+  if (n < 0 || first < 0 || first % 8 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
+  cml::Linear codec{q, scale, n, block, bits, euclidean != 0, dither != 0, {key, step, first}
 #if CML_VECTORS
                     , cml::Packer(bits)
 #endif

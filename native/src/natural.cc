@@ -1,7 +1,7 @@
 // Sign and power of two, by random numbers, with an exponent per block below which nothing but zero is told. Knows no headers.
 #include "bits.h"
 #include "blockwise.h"
-#include "philox_avx2.h"
+#include "random.h"
 
 namespace cml {
 namespace {
@@ -93,11 +93,12 @@ struct Natural {
 #endif
     for (; i < count; i += 8) {
       const int some = count - i < 8 ? static_cast<int>(count - i) : 8;
+      const uint32_t* words = random.words(at + i, 8);
       int codes[8];
       for (int j = 0; j < some; ++j) {
         const float v = value(x, residual, i + j);
         const bool negative = bits_of(v) >> 31;
-        const int k = level(v, base[b], levels_of(bits), random.one.word(static_cast<uint64_t>(at + i + j)));
+        const int k = level(v, base[b], levels_of(bits), words[j]);
         codes[j] = k && negative ? k | 1 << (bits - 1) : k;
         if (residual) store(residual, i + j, v - meaning(k, negative, base[b]));
       }
@@ -111,19 +112,16 @@ struct Natural {
     const __m256i low = _mm256_set1_epi32((1 << bits) - 1);
     int64_t i = 0;
     for (; i + 32 <= count && i / 8 * bits + packer.room() <= left; i += 32) {
+      const uint32_t* words = random.words(at + i, 32);
       __m256i codes[4];
-      for (int half = 0; half < 2; ++half) {
-        __m256i words[2];
-        random.sixteen.words(at + i + 16 * half, words);
-        for (int j = 0; j < 2; ++j) {
-          const int64_t here = i + 16 * half + 8 * j;
-          const __m256 v = value8(x, residual, here);
-          const __m256i k = levels.level(v, words[j]);
-          // Sign-extended, so that narrowing does not saturate codes of eight bits.
-          const __m256i code = _mm256_and_si256(levels.code(v, k), low);
-          codes[2 * half + j] = bits == 8 ? _mm256_srai_epi32(_mm256_slli_epi32(code, 24), 24) : code;
-          if (residual) _mm256_storeu_ps(residual + here, _mm256_sub_ps(v, levels.meaning(k, _mm256_castps_si256(v))));
-        }
+      for (int j = 0; j < 4; ++j) {
+        const int64_t here = i + 8 * j;
+        const __m256 v = value8(x, residual, here);
+        const __m256i k = levels.level(v, words8(words + 8 * j));
+        // Sign-extended, so that narrowing does not saturate codes of eight bits.
+        const __m256i code = _mm256_and_si256(levels.code(v, k), low);
+        codes[j] = bits == 8 ? _mm256_srai_epi32(_mm256_slli_epi32(code, 24), 24) : code;
+        if (residual) _mm256_storeu_ps(residual + here, _mm256_sub_ps(v, levels.meaning(k, _mm256_castps_si256(v))));
       }
       packer.put(out + i / 8 * bits, narrow32(codes));
     }
@@ -163,9 +161,9 @@ void decode_portable(float* acc, const uint8_t* in, int bits, uint32_t base, int
 }  // namespace cml
 
 extern "C" int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x, float* residual, int64_t n, int64_t block,
-                                      int bits, uint64_t key, uint64_t step) {
-  if (n < 0 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
-  cml::Natural codec{q, base, n, block, bits, {key, step}
+                                      int bits, uint64_t key, uint64_t step, int64_t first) {
+  if (n < 0 || first < 0 || first % 8 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
+  cml::Natural codec{q, base, n, block, bits, {key, step, first}
 #if CML_VECTORS
                      , cml::Packer(bits)
 #endif

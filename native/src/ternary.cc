@@ -42,10 +42,11 @@ struct Ternary {
 #endif
     for (; i < count; i += kGroup) {
       const int64_t some = count - i < kGroup ? count - i : kGroup, m = group_nbytes(some);
+      const uint32_t* words = random.words(at + i, kGroup);
       uint8_t bytes[kGroup / kDigits] = {};
       for (int64_t j = some - 1; j >= 0; --j) {
         const float v = value(x, residual, i + j);
-        const int whole = dithered(v, s, 1.0f, random.one.word(static_cast<uint64_t>(at + i + j)));
+        const int whole = dithered(v, s, 1.0f, words[j]);
         if (residual) store(residual, i + j, v - s * static_cast<float>(whole));
         bytes[j % m] = static_cast<uint8_t>(bytes[j % m] * 3 + (whole < 0 ? 2 : whole));
       }
@@ -59,10 +60,11 @@ struct Ternary {
     const __m256i two = _mm256_set1_epi8(2);
     int64_t i = 0;
     for (; i + kGroup <= count; i += kGroup) {
+      const uint32_t* words = random.words(at + i, kGroup);
       __m256i bytes = _mm256_setzero_si256();
       for (int digit = kDigits - 1; digit >= 0; --digit) {
         __m256i whole[4];
-        steps.code32<true>(whole, x, residual, i + 32 * digit, random.sixteen, at);
+        steps.code32<true>(whole, x, residual, i + 32 * digit, words + 32 * digit);
         const __m256i codes = narrow32(whole);
         const __m256i trits = _mm256_max_epi8(codes, _mm256_and_si256(codes, two));
         bytes = _mm256_add_epi8(_mm256_add_epi8(bytes, _mm256_add_epi8(bytes, bytes)), trits);
@@ -120,9 +122,9 @@ void decode_portable(float* acc, const uint8_t* in, float scale, int64_t from, i
 }  // namespace cml
 
 extern "C" int64_t cml_ternary_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block,
-                                      float clip, uint64_t key, uint64_t step) {
-  if (n < 0 || block < cml::kGroup || block % cml::kGroup || !(clip >= 0.0f)) return CML_ERR_ARGUMENT;
-  cml::Ternary codec{q, scale, block, clip, {key, step}};
+                                      float clip, uint64_t key, uint64_t step, int64_t first) {
+  if (n < 0 || first < 0 || first % 8 || block < cml::kGroup || block % cml::kGroup || !(clip >= 0.0f)) return CML_ERR_ARGUMENT;
+  cml::Ternary codec{q, scale, block, clip, {key, step, first}};
   return cml::encode_blocks(codec, x, residual, n, block);
 }
 

@@ -114,13 +114,13 @@ void quantisers(int64_t n, int shift, Kind kind) {
         blockwise<uint8_t, uint16_t>(
             way ? "qsgd" : "linear", n, shift, kind, block, (n * bits + 7) / 8,
             [&](uint8_t* q, uint16_t* s, const float* x, float* r) {
-              return cml_linear_encode(q, s, x, r, n, block, bits, way == 2, way > 0, 1ull << 40 | 7, 1ull << 35 | 9);
+              return cml_linear_encode(q, s, x, r, n, block, bits, way == 2, way > 0, 1ull << 40 | 7, 1ull << 35 | 9, 0);
             },
             [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { cml_linear_decode(a, q, s, n, block, bits, assign); });
       if (bits == 2) continue;
       blockwise<uint8_t, uint8_t>(
           "natural", n, shift, kind, block, (n * bits + 7) / 8,
-          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9); },
+          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9, 0); },
           [&](float* a, const uint8_t* q, const uint8_t* s, int assign) { cml_natural_decode(a, q, s, n, block, bits, assign); });
     }
     blockwise<uint8_t, uint16_t>(
@@ -131,7 +131,7 @@ void quantisers(int64_t n, int shift, Kind kind) {
   for (float clip : {0.0f, 2.5f})
     blockwise<uint8_t, uint16_t>(
         "ternary", n, shift, kind, 480, (n + 4) / 5,
-        [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, 480, clip, 7, 9); },
+        [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, 480, clip, 7, 9, 0); },
         [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { cml_ternary_decode(a, q, s, n, 480, assign); });
   blockwise<uint8_t, float>(
       "nibbles", n, shift, kind, 256, (n + 1) / 2,
@@ -157,7 +157,7 @@ void integers(int64_t n, int shift, Kind kind) {
       Array<uint8_t> q((n * bits + 7) / 8, shift);
       Array<int32_t> acc(n, shift);
       for (int dither : {0, 1}) {
-        cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1);
+        cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1, 0);
         mix("int_encode", q, (n * bits + 7) / 8);
         mix("int_legal", static_cast<uint64_t>(cml_int_legal(q.data(), n, bits)));
         cml_int_add(acc.data(), q.data(), n, bits, 1 - dither);
@@ -268,8 +268,8 @@ void sparse(int64_t n, int shift) {
 }  // namespace
 
 int main() {
-  for (int portable : {0, 1}) {
-    cml_force_portable(portable);
+  for (int forced : {0, 2, 1}) {
+    cml_force_portable(forced);
     digests.clear();
     seed = 88172645463325252ull;
     for (int64_t n : {0, 1, 8, 31, 33, 64, 65, 161, 257, 2119}) {
