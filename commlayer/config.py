@@ -138,7 +138,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def codec_threads(config: Config, launch: Launch) -> int:
-    """How many threads of this process may share the coding of a bucket, so that a node's ranks together do not outnumber its cores."""
+    """How many threads may share the coding of a bucket: a node's ranks together do not outnumber its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return config.codec_threads or max(1, min(MOST_CODEC_THREADS, cores // max(launch.local_world, 1)))
 
