@@ -47,9 +47,7 @@ bool all_finite(nb::handle x, nb::handle residual) {
   int64_t n = 0;
   const float* a = memory.array<float>(Kind::f32, &n);
   const Optional kept("residual", residual, n);
-  return run(4 * n, [&] {
-    return Parts(n, 1).least([&](Part p) { return cml_all_finite(a + p.lo, kept.at(p.lo), p.n); });
-  }) != 0;
+  return run(4 * n, [&] { return cml_all_finite(a, kept.data(), n); }) != 0;
 }
 
 bool int8_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, int64_t q_at,
