@@ -251,6 +251,8 @@ def _same_model(job: Job, groups: Groups) -> None:
 
 def _check_plan(plan: Plan, job: Job) -> None:
     problems = planner.verify(plan, job)
+    for bucket in plan.buckets if not problems else ():
+        codec_of(bucket)  # ValueError for one that does not exist
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"plan: {problems[0]}{more}")
