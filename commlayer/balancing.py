@@ -12,6 +12,7 @@ import logging
 import math
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from msgspec import structs
 
 from commlayer.balance import Balancer, Communication, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
-from commlayer.balance.solve import FREE
+from commlayer.balance.solver import FREE
 from commlayer.errors import CommError
 from commlayer.session import Session
 from commlayer.transport.rows import Rows
@@ -44,7 +45,7 @@ class Row(NamedTuple):
     lookahead: float
     """How many batches its loader draws ahead, and so at most how many steps."""
     cost_s: float
-    """Seconds that balancing last took on its training thread."""
+    """Seconds of its training thread that an exchange takes, with the step at which it is read."""
     step_s: float
     shares: float
     """A check sum of what it believes the shares to be."""
@@ -84,8 +85,8 @@ class Controller:
         self._batches: dict[int, int] = {}
         """The session's step -> samples that were computed in it, until its time is known."""
         self._times: list[tuple[int, float]] = []
-        self._cost_s = self._row_at = 0.0
-        self._step_s = 0.0
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._row_at = self._step_s = 0.0
         self.events: list[Event] = []
         """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
 
@@ -118,10 +119,10 @@ class Controller:
 
     def _step_over(self) -> None:
         """The sampler accounts for the step when it is asked for the next one: here its step is the one that is over."""
-        begin = time.perf_counter()
         step = self.sampler.step
         if self._balancer is None:  # not before: with DDP the first backward pass makes the connection
             self._balancer = self._begin()
+        begin = time.perf_counter()
         for lap in self.session.laps():
             if lap.step in self._batches:
                 self._times.append((self._batches.pop(lap.step), lap.seconds))
@@ -132,7 +133,7 @@ class Controller:
             self._send(step, begin)
             read = True
         if read:
-            self._cost_s = time.perf_counter() - begin
+            self._costs_s.append(time.perf_counter() - begin)
 
     def _send(self, step: int, now: float) -> None:
         assert self._rows is not None
@@ -144,7 +145,8 @@ class Controller:
         if self._row_at:
             self._step_s = (now - self._row_at) / (step - self._row_step)
         self._row_at, self._row_step, self._next = now, step, step + self._every
-        row = Row(computed, compute_s, self._ahead, self._cost_s, self._step_s, _checksum(self._balancer.latest))
+        cost_s = median(self._costs_s) if self._costs_s else 0.0
+        row = Row(computed, compute_s, self._ahead, cost_s, self._step_s, _checksum(self._balancer.latest))
         with self._explained():
             self._rows.start(*row)
 

@@ -107,3 +107,18 @@ def test_after_doubt_one_measurement_is_believed() -> None:
 def test_bad_times_are_refused_by_name(time_s: float) -> None:
     with pytest.raises(ValueError, match=r"^worker 7: measured time .*above 0; it is left out$"):
         checked_time(7, time_s)
+
+
+@pytest.mark.parametrize("seen", [1.0, 1.4])
+def test_what_settles_a_guess_is_no_outlier_however_far_from_it(seen: float) -> None:
+    """A factor, read as an offset at first, is seen for what it is with the first time at another share."""
+    line, batch = Line(0.4e-3, 3e-3), 36
+    online, _ = settled(line, batch)
+    slow = Line(line.slope_s * 2.5, line.intercept_s * 2.5)
+    for _ in range(2):
+        online.observe(batch, seen * slow.time_s(batch))
+    assert online.ambiguous
+    assert online.observe(1, slow.time_s(1)) == "follows"
+    assert not online.ambiguous
+    assert online.line.time_s(1) == pytest.approx(slow.time_s(1), rel=0.3)
+    assert online.line.time_s(batch) == pytest.approx(seen * slow.time_s(batch), rel=0.1)
