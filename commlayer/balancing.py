@@ -14,7 +14,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -42,6 +41,9 @@ class Row(NamedTuple):
     computed: float
     """Samples of the step that was measured; 0 where none was."""
     compute_s: float
+    before_s: float
+    """Of another step with as many samples, the latest since the row before; 0 without one. Two outliers make a jump, so
+    that one row is enough to see it where several steps share one."""
     lookahead: float
     """How many batches its loader draws ahead, and so at most how many steps."""
     cost_s: float
@@ -140,13 +142,13 @@ class Controller:
         assert self._balancer is not None
         if self._measure is not None:
             self._times = [(self.sampler.computed, self._measure(step, self.sampler.computed))]
-        computed, compute_s = typical(self._times)
+        computed, compute_s, before_s = latest(self._times)
         self._times = []
         if self._row_at:
             self._step_s = (now - self._row_at) / (step - self._row_step)
         self._row_at, self._row_step, self._next = now, step, step + self._every
-        cost_s = median(self._costs_s) if self._costs_s else 0.0
-        row = Row(computed, compute_s, self._ahead, cost_s, self._step_s, _checksum(self._balancer.latest))
+        cost_s = min(self._costs_s, default=0.0)  # what else the machine does only adds
+        row = Row(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, _checksum(self._balancer.latest))
         with self._explained():
             self._rows.start(*row)
 
@@ -164,7 +166,8 @@ class Controller:
         lead = to_come + int(max(row.lookahead for row in rows)) - self._row_step
         balancer.policy = structs.replace(self._policy, lead=lead)
         decision = balancer.decide(self._row_step, [
-            Measurement(rank, int(row.computed), row.compute_s) for rank, row in enumerate(rows) if row.computed
+            Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
+            for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
         ])
         if decision is not None:
             self.sampler.announce(decision.from_step, decision.by_worker)
@@ -223,12 +226,13 @@ class Controller:
         return Balancer(joined, sampler.batch, self._policy, self._communication, shares=shares, from_step=max(0, newest_step))
 
 
-def typical(times: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """(samples, seconds) of several steps: the middle of those that computed as many samples as the last."""
+def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:
+    """(samples, seconds) of the last step, and the seconds of one before it with as many samples: 0 where there is none."""
     if not times:
-        return 0, math.nan
+        return 0, 0.0, 0.0
     samples = times[-1][0]
-    return samples, median(seconds for one, seconds in times if one == samples)
+    same = [seconds for one, seconds in times if one == samples]
+    return samples, same[-1], same[-2] if len(same) > 1 else 0.0
 
 
 def spacing(cost_s: float, step_s: float) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.balance import Decision, Line, Note, Outcome, Policy, Sampler, shares
-from commlayer.balancing import Controller, spacing, typical
+from commlayer.balancing import Controller, latest, spacing
 
 WORLD = 3
 EPOCHS = 3
@@ -243,7 +243,14 @@ def test_alone_it_only_hands_out() -> None:
 
 def test_how_often_it_may_measure() -> None:
     assert [spacing(cost_s, 0.1) for cost_s in (0.0, 0.0005, 0.001, 0.0011, 0.01, 99.0)] == [1, 1, 1, 2, 10, 64]
-    assert typical([(4, 9.0), (5, 1.0), (5, 3.0), (5, 2.0)]) == (5, 2.0)
-    assert typical([])[0] == 0
+
+
+def test_a_row_holds_the_last_two_times_of_one_share() -> None:
+    assert latest([(4, 9.0), (5, 1.0), (5, 3.0), (4, 8.0), (5, 2.0)]) == (5, 2.0, 3.0)
+    assert latest([(5, 1.0), (4, 8.0)]) == (4, 8.0, 0.0)
+    assert latest([])[0] == 0
+
+
+def test_every_names_what_is_allowed() -> None:
     with pytest.raises(ValueError, match="every: got 0"):
         Controller(None, Sampler(9, 3, rank=0, world=1), every=0)  # type: ignore[arg-type]
