@@ -21,7 +21,7 @@ from msgspec import structs
 
 from commlayer.balance import Balancer, Communication, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
-from commlayer.balance.solver import FREE
+from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
 from commlayer.session import Session
 from commlayer.transport.rows import Rows
