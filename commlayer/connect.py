@@ -51,6 +51,8 @@ class Connection:
         self.rank, self.world = 0, 1
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
+        self.beside: list[Callable[[], None]] = []
+        """What else is to be closed with it."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False
@@ -75,6 +77,8 @@ class Connection:
             self.uplink.close(reason)
         for child in self.embedded:
             child.close(linger_s=self.notice_s if reason else LINGER_S)
+        for end in self.beside:
+            end()
         if self.groups is not None:
             self.groups.close()
 
