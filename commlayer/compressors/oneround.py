@@ -92,7 +92,7 @@ class OneRound(msgspec.Struct, frozen=True):
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(torch.zeros(math.prod(spec.shape)))
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> tuple[Any, ...] | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
         """What `put` adds: the checked parts, or None of a flagged payload. Changes nothing."""
         numel = acc["sum"].numel()
         head = payload.read(payload_, self.id, numel)
@@ -110,7 +110,7 @@ class OneRound(msgspec.Struct, frozen=True):
             self.apply(vetted, acc["sum"], assign=first)
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.put(r, self.vet(r, payload_, acc), acc, first=first)
+        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
     def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
         if acc["flagged"][0]:

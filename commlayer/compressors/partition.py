@@ -12,7 +12,7 @@ import torch
 
 from commlayer.compressors import payload
 from commlayer.compressors.codec import Buffer, Codec, Round, State
-from commlayer.compressors.feedback import Sent
+from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
 from commlayer.compressors.several import SeveralRounds
 from commlayer.compressors.wrapper import Wrapper, check_codec
@@ -101,6 +101,11 @@ class Partition(Wrapper, frozen=True):
         out.fill_(NAN)
         return False
 
+    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
+        """See feedback.AddsTo."""
+        for body, into in zip(self._split(payload_, out.numel()) or [], self._cut(out), strict=False):
+            add_back(self.inner, body, into)
+
     def undo(self, state: State) -> None:
         """The inner codec keeps nothing back."""
 
@@ -113,10 +118,10 @@ class Partition(Wrapper, frozen=True):
         accs = [self.inner.zeros(s, r) for s in self.specs(spec.numel)]
         return {"parts": accs, "flagged": [False], "numel": spec.numel}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> list[Any] | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> list[Any] | None:
         numel, accs = self._accs(acc)
         bodies = self._split(payload_, numel)
-        return None if bodies is None else [self.inner.vet(r, b, a) for b, a in zip(bodies, accs, strict=True)]
+        return None if bodies is None else [self.inner.vet(r, b, a, first=first) for b, a in zip(bodies, accs, strict=True)]
 
     def put(self, r: int, vetted: list[Any] | None, acc: Any, *, first: bool) -> None:
         accs = self._accs(acc)[1]
@@ -127,7 +132,7 @@ class Partition(Wrapper, frozen=True):
         acc["flagged"][0] |= any(part["flagged"][0] for part in accs)
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.put(r, self.vet(r, payload_, acc), acc, first=first)
+        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
     def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
         numel, accs = self._accs(acc)

@@ -126,7 +126,7 @@ class PowerSGD(SeveralRounds, frozen=True):
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**accumulator(torch.zeros(self.count(self.sides(spec), r))), "numel": spec.numel}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> memoryview | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> memoryview | None:
         return read_floats(payload_, self.id, acc["numel"], r, acc["sum"].numel())
 
     def put(self, r: int, vetted: memoryview | None, acc: Any, *, first: bool) -> None:

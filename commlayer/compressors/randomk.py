@@ -103,17 +103,21 @@ class RandomK(OneRound, frozen=True):
         total = torch.zeros(self.entries(spec.numel))
         return {"sum": total, "numel": spec.numel, "seed": [0], "flagged": [False], "none": [True]}
 
-    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        total, none = acc["sum"], first or acc["none"][0]
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
         head = payload.read(payload_, self.id, acc["numel"])
-        if not head.flagged:
-            val = self._values(head, acc["numel"])
-            if not none:
-                payload.expect("seed", head.seed, acc["seed"][0])
+        if head.flagged:
+            return None
+        if not (first or acc["none"][0]):
+            payload.expect("seed", head.seed, acc["seed"][0])
+        return head.seed, self._values(head, acc["numel"])
+
+    def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
+        total, none = acc["sum"], first or acc["none"][0]
+        if vetted is not None:
+            acc["seed"][0], val = vetted
             total.copy_(val) if none else total.add_(val)
-            acc["seed"][0] = head.seed
-        acc["none"][0] = none and head.flagged
-        acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
+        acc["none"][0] = none and vetted is None
+        acc["flagged"][0] = vetted is None or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
         """Float32, whatever the members sent: rounding a sum again would lose what no residual keeps."""

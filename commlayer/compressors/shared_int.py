@@ -109,7 +109,7 @@ class SharedInt(SeveralRounds, frozen=True):
             return {"max": np.zeros(self._blocks(n), np.uint16), "flagged": [False], "numel": n}
         return {"sum": torch.zeros(n, dtype=torch.int32), "flagged": [False], "numel": n, "members": [0]}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> memoryview | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> memoryview | None:
         n = acc["numel"]
         if r == 0:
             return self._read_maxima(payload_, n)
