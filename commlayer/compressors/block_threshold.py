@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload, positions, runs, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, runs, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import State
 from commlayer.compressors.oneround import OneRound, check_numel
@@ -44,14 +44,15 @@ class BlockThreshold(OneRound, frozen=True):
         runs_, k = self._runs(n), self.wanted(n)
         entries = min(n, self.run * runs.room(runs_, k))
         memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
-        return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}}
+        return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}, "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
-        n, memory = x.numel(), state["_scratch"]
+        n, memory = state["_numel"], state["_scratch"]
+        inputs.check(self.name, "x", x, n)
         ids, finite = runs.pick(self.wanted(n), self.run, x, residual, state)
         if not finite:
             return payload.write_flagged(out, self.id, n)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec.structs
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Round, State
 from commlayer.compressors.oneround import accumulator, check_numel, spell
 from commlayer.compressors.wrapper import Wrapper, check_outermost
@@ -83,6 +83,7 @@ class ErrorFeedback(Wrapper, frozen=True):
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
         state["_sent"] = None  # what the last step sent was delivered: a step that fails from here on must not give it back
+        _check(self.name, "x", x, state)
         nbytes = self._start(x, state, out)
         if len(self.rounds) == 1:
             state["_sent"] = out[:nbytes]
@@ -95,6 +96,10 @@ class ErrorFeedback(Wrapper, frozen=True):
             state["residual"] -= state["_scratch"]
             state["_sent"] = out[:nbytes]
         return nbytes
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        _check(self.name, "out", out, state)
+        return bool(self.inner.decode(result, state["inner"], out))
 
     def undo(self, state: State) -> None:
         if state["_sent"] is None:
@@ -169,6 +174,10 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     if not isinstance(lr_correction, bool):
         raise ValueError(f"error_feedback: lr_correction is {lr_correction!r}, allowed is True or False")
     return ErrorFeedback(inner, lr_correction)
+
+
+def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
+    inputs.check(name, what, tensor, state["residual"].numel(), state["residual"].device)
 
 
 def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:

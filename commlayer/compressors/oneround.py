@@ -1,6 +1,5 @@
 """What codecs of one round with a dense float32 accumulator have in common. Knows no format: each gives `check` and `apply`."""
 
-
 from __future__ import annotations
 
 import math

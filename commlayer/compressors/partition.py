@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import payload
+from commlayer.compressors import inputs, payload
 from commlayer.compressors.codec import Buffer, Codec, Round, State
 from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
@@ -60,13 +60,17 @@ class Partition(Wrapper, frozen=True):
         return HEADER + sum(_LENGTH.size + int(self.inner.bound(s)) for s in self.specs(spec.numel))
 
     def init(self, spec: Spec) -> State:
-        parts = {str(i): self.inner.init(s) for i, s in enumerate(self.specs(check_numel(spec)))}
-        return {"parts": parts, "_numel": spec.numel, "_flagged": False}
+        return self._init(self.inner.init, spec)
 
     def init_server(self, spec: Spec) -> State:
-        return {"parts": {str(i): self.inner.init_server(s) for i, s in enumerate(self.specs(check_numel(spec)))}}
+        return self._init(self.inner.init_server, spec)
+
+    def _init(self, make: Callable[[Spec], State], spec: Spec) -> State:
+        parts = {str(i): make(s) for i, s in enumerate(self.specs(check_numel(spec)))}
+        return {"parts": parts, "_numel": spec.numel, "_flagged": False}
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+        inputs.check(self.name, "x", x, state["_numel"])
         slices, states = self._cut(x), list(state["parts"].values())
         nbytes = self._join(x.numel(), out, lambda i, room: self.inner.start(slices[i], states[i], room))
         state["_flagged"] = nbytes == HEADER
@@ -91,6 +95,7 @@ class Partition(Wrapper, frozen=True):
             self.inner.sent(part, into)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        inputs.check(self.name, "out", out, state["_numel"])
         bodies = self._split(result, out.numel())
         whole = torch.empty_like(out)  # nothing may be written before the last slice has been judged
         if bodies is not None:

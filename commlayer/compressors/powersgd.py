@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from commlayer.compressors import kernels, lowrank, payload
+from commlayer.compressors import inputs, kernels, lowrank, payload
 from commlayer.compressors.codec import Buffer, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
@@ -68,6 +68,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
         m, n, rank = state["_sides"]
+        inputs.check(self.name, "x", x, m * n)
         state["_x"], state["_carried"] = x.view(m, n), False
         state["step"] += 1
         if rank == 0:
@@ -107,6 +108,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         m, n, rank = state["_sides"]
+        inputs.check(self.name, "out", out, m * n)
         body = read_floats(result, self.id, m * n, 1, self.count(state["_sides"], 1))
         if body is None:
             out.fill_(NAN)

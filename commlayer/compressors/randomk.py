@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Round, State
 from commlayer.compressors.oneround import OneRound, check_numel
@@ -48,7 +48,7 @@ class RandomK(OneRound, frozen=True):
         memory = {"idx": torch.empty(k, dtype=torch.int32), "val": torch.empty(k), "kept": torch.empty(k)}
         if self.unbiased:
             memory["sizes"] = (torch.arange(k + 1) * n // max(k, 1)).diff().float()
-        return {"shared": 0, "step": 0, "_scratch": memory}
+        return {"shared": 0, "step": 0, "_scratch": memory, "_numel": n}
 
     def init_server(self, spec: Spec) -> State:
         return {}
@@ -58,7 +58,8 @@ class RandomK(OneRound, frozen=True):
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
-        n = x.numel()
+        n = state["_numel"]
+        inputs.check(self.name, "x", x, n)
         idx, val, kept = (state["_scratch"][name] for name in ("idx", "val", "kept"))
         seed = kernels.draw_word(state["shared"], state["step"])
         state["step"] += 1

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, check_numel
@@ -53,14 +53,15 @@ class SharedInt(SeveralRounds, frozen=True):
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
         maxima = memoryview(bytearray(self._maxima_nbytes(n)))
-        return {"own": 0, "step": 0, "_maxima": maxima, "_x": None, "_carried": None}
+        return {"own": 0, "step": 0, "_maxima": maxima, "_numel": n, "_x": None, "_carried": None}
 
     def init_server(self, spec: Spec) -> State:
         check_numel(spec)
         return {}
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
-        n = x.numel()
+        n = state["_numel"]
+        inputs.check(self.name, "x", x, n)
         state["_x"], state["_carried"] = x, None
         state["step"] += 1
         end = HEADER + self._maxima_nbytes(n)
@@ -91,7 +92,8 @@ class SharedInt(SeveralRounds, frozen=True):
             kernels.int_decode(out, state["_carried"], state["_maxima"], self.block, self.bits, self.bits)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        n = out.numel()
+        n = state["_numel"]
+        inputs.check(self.name, "out", out, n)
         head = payload.read(result, self.id, n)
         if head.flagged:
             out.fill_(NAN)
@@ -195,7 +197,7 @@ def _check_quanta(head: payload.Head, numel: int, width: int) -> None:
 
 def shared_int(bits: int = 8, block: int = 1024, rounding: str = "stochastic") -> SharedInt:
     """`bits` 8 or 4 per element towards the server; from it 12 for 2 to 16 workers at 8 bits, 8 for up to 18 at 4 bits."""
-    if bits not in (4, 8) or isinstance(bits, bool):
+    if not isinstance(bits, int) or bits not in (4, 8):
         raise ValueError(f"shared_int: bits is {bits!r}, allowed are 4 and 8")
     if not isinstance(block, int) or isinstance(block, bool) or not 8 <= block <= 1 << 20 or block % 8:
         raise ValueError(f"shared_int: block is {block!r}, allowed is a multiple of 8 from 8 to {1 << 20}")

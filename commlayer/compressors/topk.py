@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload, positions, selection, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, selection, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, State
 from commlayer.compressors.oneround import OneRound, check_numel
@@ -44,7 +44,7 @@ class TopK(OneRound, frozen=True):
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact)}
+        return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
         return self.start_fed(x, None, state, out)
@@ -60,6 +60,7 @@ class TopK(OneRound, frozen=True):
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
         """See picking.Picks."""
+        inputs.check(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
