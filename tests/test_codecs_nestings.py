@@ -12,6 +12,8 @@ import torch
 from commlayer.compressors import Codec, codec_of, parse, restore, seed, snapshot, two_way, wrap
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.keys import SERVER
+from commlayer.compressors.payload import HEADER_NBYTES
+from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Slice, Spec
 
 SPEC = Spec((700,))
@@ -154,3 +156,42 @@ def test_a_server_must_read_every_nodes_codec(by_node: tuple[str, ...], says: st
     for node in (None, 0, 1):
         with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}"):
             codec_of(bucket, node)
+
+
+def overlong_last_slice(result: bytes, slices: int) -> bytes:
+    at = HEADER_NBYTES + 4 * (slices - 1)
+    length = int.from_bytes(result[at : at + 4], "little") + 1
+    return result[:at] + length.to_bytes(4, "little") + result[at + 4 :] + b"\0"
+
+
+def memory(state: Mapping[str, Any]) -> list[bytes]:
+    """All bytes below a state."""
+    flat = [memory(part) if isinstance(part, dict) else [part] for part in state.values()]
+    return [bytes(part.numpy()) if isinstance(part, torch.Tensor) else bytes(part) if isinstance(part, memoryview) else part
+            for parts in flat for part in parts if isinstance(part, torch.Tensor | memoryview | bytes)]
+
+
+@pytest.mark.parametrize(("text", "slices"), [
+    ("partition(powersgd(rank=2), shapes=((20, 30), (10, 10)))", 2), ("partition(shared_int(), parts=3)", 3),
+])
+def test_a_result_with_one_bad_slice_changes_no_slice(text: str, slices: int) -> None:
+    codec = wrap(parse(text))
+    cluster, room = seeded(codec), kit.room(codec, SPEC)
+    state, acc = cluster.states[0], codec.zeros(SPEC, 0)
+    cluster.step([kit.noise(700), kit.noise(700, 1)])
+    codec.add(0, room[: codec.start(kit.noise(700, 2), state, room)], acc, first=True)
+    result = bytes(room[: codec.emit(0, acc, cluster.server, room)])
+    before, out = memory(state), torch.full((700,), 7.0)
+    with pytest.raises(CorruptFrame, match="bytes of body"):
+        codec.next(0, overlong_last_slice(result, slices), state, room)
+    assert memory(state) == before
+    acc = codec.zeros(SPEC, 1)
+    codec.add(1, room[: codec.next(0, result, state, room)], acc, first=True)
+    result = bytes(room[: codec.emit(1, acc, cluster.server, room)])
+    before = memory(state)
+    with pytest.raises(CorruptFrame, match="bytes of body"):
+        codec.decode(overlong_last_slice(result, slices), state, out)
+    assert memory(state) == before
+    assert bool((out == 7.0).all())
+    assert codec.decode(result, state, out)
+    assert memory(state) != before or "shared_int" in text

@@ -14,7 +14,6 @@ from commlayer.compressors import inputs, kernels, payload, positions, runs, thr
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import State
 from commlayer.compressors.oneround import OneRound, check_numel
-from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
@@ -70,12 +69,9 @@ class BlockThreshold(OneRound, frozen=True):
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
         payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
-        count, middle = head.entries, value_kinds.nbytes(self.values, head.entries)
-        if head.body.nbytes < middle:
-            raise CorruptFrame(f"block_threshold payload with {head.body.nbytes} bytes of body, {count} values take {middle}")
-        body = head.body[:middle]
-        value_kinds.check(self.values, body, count)
-        ids = positions.decode(head.aux & 15, head.body[middle:], -(-count // self.run), self._runs(numel))
+        count = head.entries
+        body, places = value_kinds.cut(self.name, self.values, head.body, count)
+        ids = positions.decode(head.aux & 15, places, -(-count // self.run), self._runs(numel))
         short = numel % self.run if len(ids) and int(ids[-1]) == numel // self.run else 0
         if count:
             payload.expect("entries in the last run", (count - 1) % self.run + 1, short or self.run)

@@ -78,7 +78,7 @@ class Partition(Wrapper, frozen=True):
 
     def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
         numel, states = state["_numel"], list(state["parts"].values())
-        bodies = self._split(result, numel)
+        bodies = self._read_result(r, result, state)
         if bodies is None:
             state["_flagged"] = True
             return payload.write_flagged(out, self.id, numel)
@@ -96,7 +96,7 @@ class Partition(Wrapper, frozen=True):
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         inputs.check(self.name, "out", out, state["_numel"])
-        bodies = self._split(result, out.numel())
+        bodies = self._read_result(len(self.rounds) - 1, result, state)
         whole = torch.empty_like(out)  # nothing may be written before the last slice has been judged
         if bodies is not None:
             slices = zip(bodies, state["parts"].values(), self._cut(whole), strict=True)
@@ -145,6 +145,14 @@ class Partition(Wrapper, frozen=True):
             return payload.write_flagged(out, self.id, numel)
         states = list(state["parts"].values())
         return self._join(numel, out, lambda i, room: self.inner.emit(r, accs[i], states[i], room))
+
+    def _read_result(self, r: int, result: Buffer, state: State) -> list[memoryview] | None:
+        """The slices' results. All are judged before the first is taken, where taking one changes its state."""
+        bodies = self._split(result, state["_numel"])
+        if bodies is not None and isinstance(self.inner, SeveralRounds):
+            for body, part in zip(bodies, state["parts"].values(), strict=True):
+                self.inner.read_result(r, body, part)
+        return bodies
 
     def _accs(self, acc: Any) -> tuple[int, list[Any]]:
         """(elements, an accumulator for each slice). A dense sum is cut: error feedback's residual is one, too."""

@@ -84,7 +84,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
         m, n, rank = state["_sides"]
-        body = read_floats(result, self.id, m * n, 0, self.count(state["_sides"], 0))
+        body = self.read_result(0, result, state)
         if body is None:
             return payload.write_flagged(out, self.id, m * n)
         if rank == 0:
@@ -109,7 +109,7 @@ class PowerSGD(SeveralRounds, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         m, n, rank = state["_sides"]
         inputs.check(self.name, "out", out, m * n)
-        body = read_floats(result, self.id, m * n, 1, self.count(state["_sides"], 1))
+        body = self.read_result(1, result, state)
         if body is None:
             out.fill_(NAN)
             return False
@@ -124,6 +124,10 @@ class PowerSGD(SeveralRounds, frozen=True):
         kernels.outer(out, state["_p"].view(-1), q.view(-1), rank)
         state["q"].copy_(q)
         return largest * rank < torch.finfo(torch.float32).max or finite_or_nan(True, out)
+
+    def read_result(self, r: int, result: Buffer, state: State) -> memoryview | None:
+        m, n, _ = state["_sides"]
+        return read_floats(result, self.id, m * n, r, self.count(state["_sides"], r))
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**accumulator(torch.zeros(self.count(self.sides(spec), r))), "numel": spec.numel}

@@ -44,6 +44,10 @@ class SeveralRounds(msgspec.Struct, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
+    def read_result(self, r: int, result: Buffer, state: State) -> Any:
+        """What a result of round r says, checked in full, or None of a flagged one. Changes nothing."""
+        raise NotImplementedError
+
     def undo(self, state: State) -> None:
         """Keeps nothing back, so there is nothing to give back."""
 

@@ -73,7 +73,7 @@ class SharedInt(SeveralRounds, frozen=True):
     def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
         x = state["_x"]
         n = x.numel()
-        body = self._read_maxima(result, n)
+        body = self.read_result(0, result, state)
         if body is None:
             return payload.write_flagged(out, self.id, n)
         state["_maxima"][:] = body
@@ -92,18 +92,24 @@ class SharedInt(SeveralRounds, frozen=True):
             kernels.int_decode(out, state["_carried"], state["_maxima"], self.block, self.bits, self.bits)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        n = state["_numel"]
-        inputs.check(self.name, "out", out, n)
-        head = payload.read(result, self.id, n)
-        if head.flagged:
+        inputs.check(self.name, "out", out, state["_numel"])
+        head = self.read_result(1, result, state)
+        if head is None:
             out.fill_(NAN)
             return False
-        width = head.aux
-        if width not in WIDTHS or width < self.bits:
-            raise CorruptFrame(f"shared_int result of {width} bits, expected one of {WIDTHS} and at least {self.bits}")
-        _check_quanta(head, n, width)
-        kernels.int_decode(out, head.body, state["_maxima"], self.block, self.bits, width)
-        return self._cannot_overflow(state, width) or finite_or_nan(True, out)
+        kernels.int_decode(out, head.body, state["_maxima"], self.block, self.bits, head.aux)
+        return self._cannot_overflow(state, head.aux) or finite_or_nan(True, out)
+
+    def read_result(self, r: int, result: Buffer, state: State) -> Any:
+        if r == 0:
+            return self._read_maxima(result, state["_numel"])
+        head = payload.read(result, self.id, state["_numel"])
+        if head.flagged:
+            return None
+        if head.aux not in WIDTHS or head.aux < self.bits:
+            raise CorruptFrame(f"shared_int result of {head.aux} bits, expected one of {WIDTHS} and at least {self.bits}")
+        _check_quanta(head, state["_numel"], head.aux)
+        return head
 
     def zeros(self, spec: Spec, r: int) -> Any:
         n = spec.numel

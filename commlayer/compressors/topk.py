@@ -14,7 +14,6 @@ from commlayer.compressors import inputs, kernels, payload, positions, selection
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, State
 from commlayer.compressors.oneround import OneRound, check_numel
-from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
@@ -72,13 +71,9 @@ class TopK(OneRound, frozen=True):
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
         payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
-        count, middle = head.entries, value_kinds.nbytes(self.values, head.entries)
-        if head.body.nbytes < middle:
-            raise CorruptFrame(f"topk payload with {head.body.nbytes} bytes of body, {count} values take {middle}")
-        body = head.body[:middle]
-        value_kinds.check(self.values, body, count)
-        idx = positions.decode(head.aux & 15, head.body[middle:], count, numel)
-        return idx, body if self.values == "int8" else value_kinds.decode(self.values, body, count)
+        body, places = value_kinds.cut(self.name, self.values, head.body, head.entries)
+        idx = positions.decode(head.aux & 15, places, head.entries, numel)
+        return idx, body if self.values == "int8" else value_kinds.decode(self.values, body, head.entries)
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         idx, val = parts
