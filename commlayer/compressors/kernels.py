@@ -284,6 +284,8 @@ def nibbles_encode(q: memoryview, scales: memoryview, x: torch.Tensor, rest: tor
 
 def nibbles_decode(out: torch.Tensor, q: memoryview, scales: memoryview, block: int) -> None:
     _chosen[0].nibbles_decode(out, q, scales, block)
+
+
 def int_maxima(most: memoryview, x: torch.Tensor, block: int) -> bool:
     """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
     return bool(_chosen[0].int_maxima(most, x, block))
