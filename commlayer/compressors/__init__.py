@@ -1,6 +1,6 @@
 """Codecs: how a bucket becomes bytes and comes back. Knows tensors and payloads; nothing of ranks, networks or plans."""
 
-from commlayer.compressors.checkpoint import restore, snapshot
+from commlayer.compressors.checkpoint import place, restore, snapshot
 from commlayer.compressors.codec import Codec, Round
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, wrap
@@ -18,6 +18,7 @@ __all__ = [
     "identity",
     "int8",
     "parse",
+    "place",
     "restore",
     "seed",
     "snapshot",

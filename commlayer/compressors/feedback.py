@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.oneround import accumulator, check_numel, spell
 from commlayer.records import Spec
 
@@ -21,7 +21,7 @@ from commlayer.records import Spec
 class Fed(Protocol):
     """A codec that codes x + residual and updates the residual in one pass."""
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int: ...
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int: ...
 
 
 @runtime_checkable
@@ -83,14 +83,14 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
             return {**self.init(spec), "inner": self.inner.init_server(spec), "_added": None}
         return {"inner": self.inner.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         state["_sent"] = None  # what the last step sent was delivered: a step that fails from here on must not give it back
         nbytes = self._start(x, state, out)
         if len(self.rounds) == 1:
             state["_sent"] = out[:nbytes]
         return nbytes
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         nbytes = int(self.inner.next(r, result, state["inner"], out))
         if r + 2 == len(self.rounds):
             self.inner.sent(state["inner"], state["_scratch"])
@@ -124,7 +124,7 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.inner.add(r, payload_, acc, first=first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if not self._lossy_emit():
             return int(self.inner.emit(r, acc, state["inner"], out))
         state["_sent"] = state["_added"] = None
@@ -142,7 +142,7 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
         """A SUM is sent back as it is; only a GATHER is coded again, and then the server keeps what that loses."""
         return self.rounds == (Round.GATHER,)
 
-    def _start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def _start(self, x: torch.Tensor, state: State, out: Out) -> int:
         residual, inner = state["residual"], state["inner"]
         if isinstance(self.inner, Fed):
             return self.inner.start_fed(x, residual, inner, out)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Out, State
 from commlayer.compressors.dense import check_dense
 from commlayer.compressors.oneround import OneRound
 from commlayer.errors import CorruptFrame
@@ -28,10 +28,10 @@ class Int8(OneRound, frozen=True):
     def bound(self, spec: Spec) -> int:
         return HEADER + self._scales_nbytes(spec.numel) + spec.numel
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual, writing back what the rounding keeps. Flagged: the residual took the finite part of x."""
         n = x.numel()
         middle = HEADER + self._scales_nbytes(n)

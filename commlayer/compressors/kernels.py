@@ -1,7 +1,8 @@
-"""The kernels that codecs are made of, and the one table that chooses who runs them: native where it is built, else reference.
+"""The kernels that codecs are made of, and the one table that chooses who runs them: native where it is built, else reference;
+for tensors on a CUDA device the kernels in cuda/.
 
-Tensors are float32, contiguous, one-dimensional, on the CPU; payload bytes are memoryviews of any alignment. Both backends
-give the same bytes. native/include/commlayer.h states what each does.
+Tensors are float32, contiguous, one-dimensional; payload bytes are memoryviews of any alignment, or uint8 tensors where the
+other tensors are on a device. All backends give the same bytes. native/include/commlayer.h states what each does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 
 from commlayer import native
-from commlayer.compressors import reference
+from commlayer.compressors import device, reference
+from commlayer.compressors.codec import Buffer
 
 MOST_SCALE = np.finfo(np.float32).max / np.float32(128)
 """Any int8 times this is finite."""
@@ -43,102 +45,122 @@ def use(backend: str) -> Iterator[None]:
         _chosen[0] = before
 
 
+def on_device(x: torch.Tensor) -> bool:
+    """Whether kernels of a device run on x."""
+    return device.serves(x.device)
+
+
+def _of(x: torch.Tensor) -> ModuleType:
+    """Who runs the kernels on x."""
+    return device if device.serves(x.device) else _chosen[0]
+
+
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
     """Whether all of x, or of x + residual, is finite."""
-    return bool(_chosen[0].all_finite(x, residual))
+    return bool(_of(x).all_finite(x, residual))
 
 
-def add_f32(acc: torch.Tensor, x: memoryview) -> None:
-    _chosen[0].add_f32(acc, x)
+def add_f32(acc: torch.Tensor, x: Buffer) -> None:
+    _of(acc).add_f32(acc, x)
 
 
-def add_f16(acc: torch.Tensor, x: memoryview) -> None:
-    _chosen[0].add_f16(acc, x)
+def add_f16(acc: torch.Tensor, x: Buffer) -> None:
+    _of(acc).add_f16(acc, x)
 
 
-def add_bf16(acc: torch.Tensor, x: memoryview) -> None:
-    _chosen[0].add_bf16(acc, x)
+def add_bf16(acc: torch.Tensor, x: Buffer) -> None:
+    _of(acc).add_bf16(acc, x)
 
 
-def f32_to_f16(dst: memoryview, src: torch.Tensor) -> bool:
+def f32_to_f16(dst: Buffer, src: torch.Tensor) -> bool:
     """Whether all results are finite."""
-    return bool(_chosen[0].f32_to_f16(dst, src))
+    return bool(_of(src).f32_to_f16(dst, src))
 
 
-def f32_to_bf16(dst: memoryview, src: torch.Tensor) -> bool:
+def f32_to_bf16(dst: Buffer, src: torch.Tensor) -> bool:
     """Whether all results are finite."""
-    return bool(_chosen[0].f32_to_bf16(dst, src))
+    return bool(_of(src).f32_to_bf16(dst, src))
 
 
-def f16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
-    _chosen[0].f16_to_f32(dst, src)
+def f16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
+    _of(dst).f16_to_f32(dst, src)
 
 
-def bf16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
-    _chosen[0].bf16_to_f32(dst, src)
+def bf16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
+    _of(dst).bf16_to_f32(dst, src)
 
 
-def int8_encode(quanta: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+def int8_encode(quanta: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     """Codes x + residual and writes back what the rounding keeps. False, residual unchanged, if it is not finite."""
-    return bool(_chosen[0].int8_encode(quanta, scales, x, residual, block))
+    return bool(_of(x).int8_encode(quanta, scales, x, residual, block))
 
 
-def int8_decode(acc: torch.Tensor, quanta: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
-    _chosen[0].int8_decode(acc, quanta, scales, block, assign)
+def int8_decode(acc: torch.Tensor, quanta: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
+    _of(acc).int8_decode(acc, quanta, scales, block, assign)
 
 
 def select(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: float, start: int, idx: torch.Tensor, val: torch.Tensor
 ) -> tuple[int, int, bool]:
     """(entries selected, entries that reached the threshold but did not fit, whether all of g + residual is finite)."""
-    count, overflow, finite = _chosen[0].select(g, residual, threshold, start, idx, val)
+    count, overflow, finite = _of(g).select(g, residual, threshold, start, idx, val)
     return int(count), int(overflow), bool(finite)
 
 
 def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out: torch.Tensor) -> None:
-    _chosen[0].sample_abs(g, residual, offset, out)
+    _of(g).sample_abs(g, residual, offset, out)
 
 
 def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
     """idx must have been made by `select` or checked by a decode."""
-    _chosen[0].scatter_add(acc, idx, val)
+    _of(acc).scatter_add(acc, idx, val)
 
 
-def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: memoryview, scales: memoryview, block: int) -> None:
+def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: Buffer, scales: Buffer, block: int) -> None:
     """As scatter_add, with values scale * q."""
-    _chosen[0].scatter_add_int8(acc, idx, quanta, scales, block)
+    _of(acc).scatter_add_int8(acc, idx, quanta, scales, block)
 
 
-def ef_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
-    return int(_chosen[0].ef_encode(out, idx, n))
+def ef_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx).ef_encode(out, idx, n))
 
 
-def ef_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+def ef_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """CorruptFrame for bytes that are not exactly idx.numel() positions below n."""
-    _chosen[0].ef_decode(idx, n, src)
+    _of(idx).ef_decode(idx, n, src)
 
 
-def bitmap_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
-    return int(_chosen[0].bitmap_encode(out, idx, n))
+def bitmap_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx).bitmap_encode(out, idx, n))
 
 
-def bitmap_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+def bitmap_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """As ef_decode."""
-    _chosen[0].bitmap_decode(idx, n, src)
+    _of(idx).bitmap_decode(idx, n, src)
 
 
-def copy_f32(dst: torch.Tensor, src: memoryview) -> None:
+def copy_f32(dst: torch.Tensor, src: Buffer) -> None:
     """dst = the floats in src, whatever its alignment."""
-    np.copyto(dst.numpy(), np.frombuffer(src, np.float32))
+    if isinstance(src, torch.Tensor):
+        dst.copy_(src.view(torch.float32))
+    else:
+        np.copyto(dst.numpy(), np.frombuffer(src, np.float32))
 
 
-def store_f32(dst: memoryview, src: torch.Tensor) -> None:
-    """The floats of src as bytes."""
-    np.copyto(np.frombuffer(dst, np.float32), src.numpy())
+def store_f32(dst: Buffer, src: torch.Tensor) -> None:
+    """The floats of src as bytes. Nothing is done where they lie there already."""
+    if isinstance(dst, torch.Tensor):
+        dst.view(torch.float32).copy_(src)
+    else:
+        floats = np.frombuffer(dst, np.float32)
+        if floats.ctypes.data != src.data_ptr():
+            np.copyto(floats, src.numpy())
 
 
-def scales_valid(src: memoryview) -> bool:
+def scales_valid(src: Buffer) -> bool:
     """Whether every float32 scale in src is from 0 to MOST_SCALE."""
+    if isinstance(src, torch.Tensor):
+        return device.within(src, float(MOST_SCALE))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= MOST_SCALE)
 

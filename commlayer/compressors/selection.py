@@ -64,7 +64,15 @@ def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, st
         state["step"] += finite
         return Picked(idx[:count], val[:count], finite)
     tracked = threshold.begin(k, x, residual, state)
-    count, overflow, finite = kernels.select(x, residual, tracked.threshold, start, idx, val)
+    return mend(k, x, residual, state, tracked, *kernels.select(x, residual, tracked.threshold, start, idx, val))
+
+
+def mend(
+    k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, tracked: threshold.Cut,
+    count: int, overflow: int, finite: bool,
+) -> Picked:
+    """What `pick` does after the scan of a larger tensor: scans again where too little was found, trims too much."""
+    n, idx, val, start = x.numel(), state["_scratch"]["idx"], state["_scratch"]["val"], threshold.rotation(x.numel(), state)
     if finite and count < ENOUGH * k and tracked.threshold > threshold.TINY:
         v = x
         if residual is not None:
@@ -77,7 +85,7 @@ def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, st
     if not finite:
         return Picked(idx[:count], val[:count], False)
     threshold.end(k, n, count + overflow, tracked, state)
-    if count > room(n, k, exact):
+    if count > room(n, k, False):
         count = _trim(count, k, residual, state, start)
     return Picked(idx[:count], val[:count], True)
 
@@ -85,19 +93,23 @@ def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, st
 def _trim(count: int, k: int, residual: torch.Tensor | None, state: State, start: int) -> int:
     """Keeps about the k largest of the first `count` candidates and gives the others back. Of equals, those from `start` on."""
     idx, val, chosen, kept = (state["_scratch"][name] for name in ("idx", "val", "chosen", "kept"))
-    places, values = idx[:count].numpy().view(np.uint32), val[:count].numpy()
+    places, values = idx[:count].cpu().numpy().view(np.uint32), val[:count].cpu().numpy()
     few = np.abs(values[:: max(1, count // FEW)])
     rank = round(few.size * (count - k) / count)
     least = np.partition(few, rank)[rank]
     left, more, _ = kernels.select(val[:count], None, float(least), 0, chosen, kept)
     if more or left < ENOUGH * k:
         left = k
-        chosen[:k] = torch.from_numpy(_largest(values, k, int(np.searchsorted(places, start))))
+        keep = _largest(values, k, int(np.searchsorted(places, start)))
+    else:
+        keep = chosen[:left].cpu().numpy()
     back = np.ones(count, np.bool_)
-    back[chosen[:left].numpy()] = False
+    back[keep] = False
     if residual is not None:
-        kernels.scatter_add(residual, torch.from_numpy(places[back].view(np.int32)), torch.from_numpy(values[back]))
-    places[:left], values[:left] = places[chosen[:left].numpy()], values[chosen[:left].numpy()]
+        given = torch.from_numpy(places[back].view(np.int32)).to(idx.device), torch.from_numpy(values[back]).to(idx.device)
+        kernels.scatter_add(residual, *given)
+    idx[:left].copy_(torch.from_numpy(places[keep].view(np.int32)))
+    val[:left].copy_(torch.from_numpy(values[keep]))
     return left
 
 

@@ -95,22 +95,37 @@ def sample_sizes(n: int, k: int) -> tuple[int, int]:
     return min(usual, n), min(LARGER * usual | 1, n)
 
 
-def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State) -> Cut:
-    """Where to cut |g + residual| for a little more than k entries."""
-    n, sample = g.numel(), state["_scratch"]["sample"]
+class Sampling(NamedTuple):
+    """How this step samples: elements of the usual and the larger sample, the rank in the larger one that the cut should have,
+    how many of the usual one should pass, and whether counts alone predict well."""
+
+    usual: int
+    larger: int
+    rank: int
+    expected: float
+    calm: bool
+
+
+def sampling(n: int, k: int, state: State) -> Sampling:
     k = aim(n, k)
     usual, larger = sample_sizes(n, k)
     calm = state["doubt"] < CALM
     if calm:
         usual = min(usual, usual // CALM_SHARE | 1)
+    return Sampling(usual, larger, min(max(round(larger * k / n), 1), larger), usual * k / n, calm)
+
+
+def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State) -> Cut:
+    """Where to cut |g + residual| for a little more than k entries."""
+    n, sample = g.numel(), state["_scratch"]["sample"]
+    usual, larger, rank, expected, calm = sampling(n, k, state)
     cut, offset = state["threshold"], rotation(n, state)
     seen = _magnitudes(g, residual, offset, sample[:usual])
-    expected = usual * k / n
     passed = _passing(seen, cut)
     shift: float | None = None
     if cut <= TINY or abs(passed - expected) > SIGMAS * math.sqrt(expected) + 2:
         seen = _magnitudes(g, residual, offset, sample[:larger])
-        cut = _quantile(seen, round(larger * k / n))
+        cut = _quantile(seen, rank)
     else:
         trust = state["doubt"] / (state["doubt"] + 1 / expected)
         shift = trust * math.log(max(passed, 0.5) / expected)
@@ -159,12 +174,14 @@ def rotation(n: int, state: State) -> int:
 def exact(k: int, g: torch.Tensor, residual: torch.Tensor | None) -> float:
     """The k-th largest magnitude of g + residual, or TINY where fewer than k are above it."""
     magnitudes = g.abs() if residual is None else (g + residual).abs_()
+    if kernels.on_device(magnitudes):
+        return _usable(float(torch.topk(magnitudes, k).values[-1]))
     return _quantile(magnitudes.numpy(), k)
 
 
 def _magnitudes(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out: torch.Tensor) -> npt.NDArray[np.float32]:
     kernels.sample_abs(g, residual, offset, out)
-    return out.numpy()
+    return out.cpu().numpy()
 
 
 def _passing(seen: npt.NDArray[np.float32], cut: float) -> int:
@@ -174,7 +191,10 @@ def _passing(seen: npt.NDArray[np.float32], cut: float) -> int:
 def _quantile(seen: npt.NDArray[np.float32], rank: int) -> float:
     """The rank-th largest, as a threshold."""
     rank = min(max(rank, 1), seen.size)
-    value = float(np.partition(seen, seen.size - rank)[seen.size - rank])
+    return _usable(float(np.partition(seen, seen.size - rank)[seen.size - rank]))
+
+
+def _usable(value: float) -> float:
     return _within(value) if math.isfinite(value) else HUGE
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from commlayer.compressors import kernels, payload, positions, selection, threshold
-from commlayer.compressors.codec import State
+from commlayer.compressors import kernels, payload, positions, queued, selection, threshold
+from commlayer.compressors.codec import Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -53,13 +53,19 @@ class TopK(OneRound, frozen=True):
         n = check_numel(spec)
         return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
-        n = x.numel()
-        idx, val, finite = selection.pick(self.wanted(n), self.exact, x, residual, state)
+        n, k = x.numel(), self.wanted(x.numel())
+        if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
+            nbytes, picked = queued.start(self.id, VALUES[self.values], k, x, residual, state, out)
+            if picked is None:
+                return nbytes
+        else:
+            picked = selection.pick(k, self.exact, x, residual, state)
+        idx, val, finite = picked
         if not finite and residual is not None:
             kernels.scatter_add(residual, idx, val)
         nbytes = self._encode(n, idx, val, residual, state["_scratch"]["kept"][: idx.numel()], out) if finite else 0
@@ -77,7 +83,7 @@ class TopK(OneRound, frozen=True):
             if not kernels.scales_valid(values[: middle - count]):
                 raise CorruptFrame("topk payload with a scale that is negative, not finite or too large")
             return idx, values
-        val = torch.empty(count)
+        val = torch.empty(count, device=idx.device)
         if count:
             (kernels.copy_f32 if self.values == "fp32" else kernels.f16_to_f32)(val, values)
         if not kernels.all_finite(val):
@@ -99,7 +105,7 @@ class TopK(OneRound, frozen=True):
         return scales + ENTRY_NBYTES[self.values] * count
 
     def _encode(
-        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, out: memoryview
+        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, out: Out
     ) -> int:
         """Writes the payload, and to the residual what rounding keeps of the values. 0 if a value became infinite.
 
@@ -115,7 +121,7 @@ class TopK(OneRound, frozen=True):
             kernels.scatter_add(residual, idx, kept)
         return middle + nbytes
 
-    def _encode_values(self, body: memoryview, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
+    def _encode_values(self, body: Out, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
         """kept = val - what the body says."""
         if self.values == "fp32":
             kernels.store_f32(body, val)
