@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,9 @@ SHIM = ROOT / "tests" / "cuda_shim"
 CUDA = ROOT / "cuda"
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+_one_at_a_time = threading.Lock()
+"""The shim is one device without streams."""
+
 KERNEL = re.compile(r"^CML_KERNEL (\w+)\(", re.MULTILINE)
 
 
@@ -72,7 +76,8 @@ class Shim:
         slots = [_slot(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
         self.seed += 1
-        error = call(grid, threads, self.resident, ctypes.c_uint64(self.seed), len(slots), pointers)
+        with _one_at_a_time:
+            error = call(grid, threads, self.resident, ctypes.c_uint64(self.seed), len(slots), pointers)
         if error:
             raise RuntimeError(f"{family}/{kernel}: {error.decode()}")
 

@@ -1,5 +1,5 @@
-"""Codec state as named tensors and back, so that training goes on bit for bit, and from host to device. Knows the shape of
-states, not their meaning."""
+"""Codec state as named tensors and back, so that training goes on bit for bit. Knows the shape of states, not
+their meaning."""
 
 from __future__ import annotations
 
@@ -35,15 +35,6 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
             value.copy_(tensors[path])
         else:
             owner[name] = type(value)(tensors[path].item())
-
-
-def place(state: State, device: torch.device) -> None:
-    """Moves a state made by `init`, scratch included, to where its codec will run."""
-    for name, value in state.items():
-        if isinstance(value, dict):
-            place(value, device)
-        elif isinstance(value, torch.Tensor):
-            state[name] = value.to(device)
 
 
 def number(value: float) -> torch.Tensor:

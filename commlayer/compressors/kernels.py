@@ -50,9 +50,10 @@ def on_device(x: torch.Tensor) -> bool:
     return device.serves(x.device)
 
 
-def _of(x: torch.Tensor) -> ModuleType:
-    """Who runs the kernels on x."""
-    return device if device.serves(x.device) else _chosen[0]
+def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
+    """Who runs the kernels on x; on x and a payload, if there is one."""
+    there = device.serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
+    return device if there else _chosen[0]
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
@@ -61,42 +62,42 @@ def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
 
 
 def add_f32(acc: torch.Tensor, x: Buffer) -> None:
-    _of(acc).add_f32(acc, x)
+    _of(acc, x).add_f32(acc, x)
 
 
 def add_f16(acc: torch.Tensor, x: Buffer) -> None:
-    _of(acc).add_f16(acc, x)
+    _of(acc, x).add_f16(acc, x)
 
 
 def add_bf16(acc: torch.Tensor, x: Buffer) -> None:
-    _of(acc).add_bf16(acc, x)
+    _of(acc, x).add_bf16(acc, x)
 
 
 def f32_to_f16(dst: Buffer, src: torch.Tensor) -> bool:
     """Whether all results are finite."""
-    return bool(_of(src).f32_to_f16(dst, src))
+    return bool(_of(src, dst).f32_to_f16(dst, src))
 
 
 def f32_to_bf16(dst: Buffer, src: torch.Tensor) -> bool:
     """Whether all results are finite."""
-    return bool(_of(src).f32_to_bf16(dst, src))
+    return bool(_of(src, dst).f32_to_bf16(dst, src))
 
 
 def f16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
-    _of(dst).f16_to_f32(dst, src)
+    _of(dst, src).f16_to_f32(dst, src)
 
 
 def bf16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
-    _of(dst).bf16_to_f32(dst, src)
+    _of(dst, src).bf16_to_f32(dst, src)
 
 
 def int8_encode(quanta: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     """Codes x + residual and writes back what the rounding keeps. False, residual unchanged, if it is not finite."""
-    return bool(_of(x).int8_encode(quanta, scales, x, residual, block))
+    return bool(_of(x, quanta).int8_encode(quanta, scales, x, residual, block))
 
 
 def int8_decode(acc: torch.Tensor, quanta: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
-    _of(acc).int8_decode(acc, quanta, scales, block, assign)
+    _of(acc, quanta).int8_decode(acc, quanta, scales, block, assign)
 
 
 def select(
@@ -118,25 +119,25 @@ def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None
 
 def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: Buffer, scales: Buffer, block: int) -> None:
     """As scatter_add, with values scale * q."""
-    _of(acc).scatter_add_int8(acc, idx, quanta, scales, block)
+    _of(acc, quanta).scatter_add_int8(acc, idx, quanta, scales, block)
 
 
 def ef_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
-    return int(_of(idx).ef_encode(out, idx, n))
+    return int(_of(idx, out).ef_encode(out, idx, n))
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """CorruptFrame for bytes that are not exactly idx.numel() positions below n."""
-    _of(idx).ef_decode(idx, n, src)
+    _of(idx, src).ef_decode(idx, n, src)
 
 
 def bitmap_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
-    return int(_of(idx).bitmap_encode(out, idx, n))
+    return int(_of(idx, out).bitmap_encode(out, idx, n))
 
 
 def bitmap_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """As ef_decode."""
-    _of(idx).bitmap_decode(idx, n, src)
+    _of(idx, src).bitmap_decode(idx, n, src)
 
 
 def copy_f32(dst: torch.Tensor, src: Buffer) -> None:

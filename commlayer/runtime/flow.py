@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.compressors import seed
+from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec
+from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 
 PAYLOAD_HEADER = 16
@@ -19,21 +20,26 @@ class Flow:
     """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
 
     The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
-    the device and `host` is its pinned twin that codecs read and write; on CPU they are one.
+    the device and `host` is its pinned twin that codecs read and write; on CPU they are one. Where the codec runs on the device
+    there is no twin, and only payloads cross, those that go and those that come each through pinned memory.
     """
 
     def __init__(
         self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, coded: bool, rank: int = 0,
+        on_device: bool = False,
     ) -> None:
-        """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
+        """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state.
+        `on_device`: its codec runs where the gradients are; see compressors.runs_on.
+        """
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
         floats = self.numel + self.nslices + 1
-        on_host = device.type == "cpu"
-        block = _aligned(PAYLOAD_HEADER, floats if on_host or coded else 0, pinned=not on_host and coded)
+        on_host, self.on_device = device.type == "cpu", on_device and coded
+        staged = coded and not self.on_device
+        block = _aligned(PAYLOAD_HEADER, floats if on_host or staged else 0, pinned=not on_host and staged)
         host = block[PAYLOAD_HEADER:].view(torch.float32)
         self.host = host[: self.numel]
         self.all = host if on_host else torch.empty(floats, device=device)
@@ -45,7 +51,13 @@ class Flow:
             seed(self.state, job.digest(), bucket.id, rank)
             self.bound = codec.bound(self.spec)
             whole = block[: PAYLOAD_HEADER + 4 * self.numel]
-            self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
+            if self.on_device:
+                place(self.state, device)
+                self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=not on_host) for _ in range(2)]
+                self._there = [_in_words(self.bound, device) for _ in range(2)]
+                self.payload = self._pinned[0].numpy().data
+            else:
+                self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.reset()
@@ -111,14 +123,28 @@ class Flow:
     def encode(self) -> int:
         """Round 0: x to payload."""
         self.started = True
-        return self.codec.start(self.host, self.state, self.payload)
+        if not self.on_device:
+            return self.codec.start(self.host, self.state, self.payload)
+        nbytes = self.codec.start(self.x, self.state, self._there[0])
+        self._pinned[0][:nbytes].copy_(self._there[0][:nbytes], non_blocking=True)
+        if self.x.is_cuda:
+            torch.cuda.current_stream(self.x.device).synchronize()
+        return nbytes
 
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
 
-    def decode(self, result: Buffer) -> None:
+    def decode(self, result: memoryview) -> None:
         """The last round's result to x."""
-        self.finite = self.codec.decode(result, self.state, self.host)
+        if not self.on_device:
+            self.finite = self.codec.decode(result, self.state, self.host)
+            return
+        nbytes = result.nbytes
+        if nbytes > self.bound:
+            raise CorruptFrame(f"result of {nbytes} bytes, at most {self.bound} are possible")
+        self._pinned[1][:nbytes].numpy().data[:] = result
+        self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
+        self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.x)
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = x times factor, in one pass; None leaves out a slice."""
@@ -141,3 +167,8 @@ def _aligned(lead: int, floats: int, *, pinned: bool) -> torch.Tensor:
     raw = torch.empty(ALIGN + lead + 4 * floats + ALIGN, dtype=torch.uint8, pin_memory=pinned)
     skip = -(raw.data_ptr() + lead) % ALIGN
     return raw[skip : skip + lead + 4 * floats]
+
+
+def _in_words(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes on a device whose memory reaches to the next multiple of 4, as kernels that set bits need."""
+    return torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)[:nbytes]

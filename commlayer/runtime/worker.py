@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
+from commlayer.compressors import runs_on
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
 from commlayer.records import Bucket, Job, Plan, Spec
@@ -39,9 +40,12 @@ class Worker:
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, generation: int = 1, transport: Transport | None = None, groups: Groups | None = None,
-        recycle: Callable[[memoryview], None] = lambda _: None, explain: Callable[[BaseException], BaseException] = lambda e: e,
+        on_device: Container[int] = (), recycle: Callable[[memoryview], None] = lambda _: None,
+        explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
-        """`recycle` takes back the bodies of results that have been decoded; `explain` may know a better error for one."""
+        """`on_device`: buckets whose codec runs where the gradients are, if it can. `recycle` takes back the bodies of
+        results that have been decoded; `explain` may know a better error for one.
+        """
         self.job, self.plan, self.rank, self.generation = job, plan, rank, generation
         self._transport, self._groups, self._recycle = transport, groups, recycle
         self._explain = explain
@@ -50,7 +54,7 @@ class Worker:
         self.counters = Counters()
         self.flows = [
             Flow(b, job, codecs[b.id], device, len(plan.buckets) - 1 - i, coded=b.path == "service" and b.owner == self._local,
-                 rank=rank)
+                 rank=rank, on_device=b.id in on_device and runs_on(codecs[b.id], device))
             for i, b in enumerate(plan.buckets)
         ]
         # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.
@@ -230,7 +234,7 @@ class Worker:
             if gather:
                 flow.gather(self.weight / self._scale_of(flow), self.weight)
             self._staging.to_host(flow)
-        nbytes = flow.encode()
+            nbytes = flow.encode()
         self.counters.encode_s += time.perf_counter() - begin
         self._send(flow, 0, nbytes)
 
@@ -269,7 +273,8 @@ class Worker:
             if r + 1 < len(flow.codec.rounds):
                 nbytes = flow.encode_next(r, message.body)
             else:
-                flow.decode(message.body)
+                with self._staging.way_back():
+                    flow.decode(message.body)
                 flow.weight, flow.used = message.header.weight, message.header.used
         except CorruptFrame as error:
             who = peer_name(message.peer)
