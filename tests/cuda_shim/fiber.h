@@ -59,8 +59,8 @@ class Context {
     }
 #if defined(__x86_64__)
     auto top = reinterpret_cast<uintptr_t>(stack_.get() + kStackNbytes) & ~uintptr_t{15};
-    auto** slots = reinterpret_cast<void**>(top) - 9;  // six registers, the entry, then its missing return address
-    std::memset(slots, 0, 9 * sizeof(void*));
+    auto** slots = reinterpret_cast<void**>(top) - 8;  // six registers, the entry, then its missing return address
+    std::memset(slots, 0, 8 * sizeof(void*));
     slots[6] = reinterpret_cast<void*>(entry);
     sp_ = slots;
 #else
