@@ -144,6 +144,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline int __float2int_rn(float f) { return static_cast<int>(std::lrintf(f)); }
 inline float __uint_as_float(unsigned u) {
   float f;

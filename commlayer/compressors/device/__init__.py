@@ -14,6 +14,14 @@ from commlayer.compressors.device.dense import (
     within,
 )
 from commlayer.compressors.device.launch import launcher, serves
+from commlayer.compressors.device.quantise import (
+    draw_strata,
+    linear_decode,
+    linear_encode,
+    onebit_decode,
+    onebit_encode,
+    take,
+)
 from commlayer.compressors.device.sparse import (
     bitmap_decode,
     bitmap_encode,
@@ -33,6 +41,7 @@ __all__ = [
     "bf16_to_f32",
     "bitmap_decode",
     "bitmap_encode",
+    "draw_strata",
     "ef_decode",
     "ef_encode",
     "f16_to_f32",
@@ -41,10 +50,15 @@ __all__ = [
     "int8_decode",
     "int8_encode",
     "launcher",
+    "linear_decode",
+    "linear_encode",
+    "onebit_decode",
+    "onebit_encode",
     "sample_abs",
     "scatter_add",
     "scatter_add_int8",
     "select",
     "serves",
+    "take",
     "within",
 ]
