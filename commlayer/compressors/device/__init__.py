@@ -18,9 +18,13 @@ from commlayer.compressors.device.quantise import (
     draw_strata,
     linear_decode,
     linear_encode,
+    natural_decode,
+    natural_encode,
     onebit_decode,
     onebit_encode,
     take,
+    ternary_decode,
+    ternary_encode,
 )
 from commlayer.compressors.device.sparse import (
     bitmap_decode,
@@ -52,6 +56,8 @@ __all__ = [
     "launcher",
     "linear_decode",
     "linear_encode",
+    "natural_decode",
+    "natural_encode",
     "onebit_decode",
     "onebit_encode",
     "sample_abs",
@@ -60,5 +66,7 @@ __all__ = [
     "select",
     "serves",
     "take",
+    "ternary_decode",
+    "ternary_encode",
     "within",
 ]
