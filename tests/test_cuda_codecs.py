@@ -10,7 +10,7 @@ from codecs_kit import noise, room
 from cuda_kit import DEVICE, octets, running
 from native_kit import numbers
 
-from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, kernels, place, snapshot, threshold, topk
+from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, kernels, place, restore, snapshot, threshold, topk
 from commlayer.compressors.codec import Codec, State
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -131,6 +131,15 @@ def test_a_calm_step_waits_once_and_launches_a_fixed_number_of_kernels() -> None
     launches = [both.start(noise(100_000, step) * 0.1)[1] for step in range(4)]
     search = ["sample_abs", "cut_begin", "select_over", "rotate"]
     assert launches[-1] == [*search, "settle", "pack_values", "clear_positions", "pack_positions"]
+
+
+def test_a_checkpoint_of_a_device_goes_on_on_the_host_and_the_other_way() -> None:
+    codec, n = error_feedback(topk(ratio=0.01)), 20_011
+    both = Both(codec, n)
+    both.start(noise(n, 1))
+    restore(both.host, snapshot(both.there))
+    restore(both.there, snapshot(both.host))
+    both.start(noise(n, 2))
 
 
 BODY = {"int8": int8(), "topk": topk(ratio=0.05), "fp16 values": topk(ratio=0.05, values="fp16")}

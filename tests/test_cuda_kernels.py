@@ -78,7 +78,7 @@ def test_sums_and_casts(n: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 7, 256, 1024, 5000])
 def test_int8(block: int, kind: str) -> None:
-    for n in SIZES:
+    for n in SIZES if block > 1 else SIZES[:8]:
         x, old = numbers(n, n, kind=kind), numbers(n, n + 1)
         blocks = -(-n // block)
         for with_residual in (True, False):

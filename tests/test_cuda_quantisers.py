@@ -76,15 +76,12 @@ def linear(v: np.ndarray, block: int, bits: int, dither: bool, euclidean: bool) 
     rows, top = rows_of(v, block), np.float32(2 ** (bits - 1) - 1)
     size = np.abs(rows).max(1)
     if euclidean:
-        exponent = np.clip(bits_of(size) >> 23, 1, 253).astype(np.uint32)
-        small = rows * ((254 - exponent) << 23).view(np.float32)[:, None]
-        size = np.sqrt(lane_sum(small * small)) * (exponent << 23).view(np.float32)
+        size = norm(rows)
     scale = scale16((size / top).astype(np.float32), MOST16 - ((bits - 1) << 7))
     s = wide(scale)
     t = np.where(s == 0, np.float32(0), np.clip(rows / s, -top, top))
     if dither:
-        u = (philox(rows.size, KEY, STEP) >> np.uint64(8)).astype(np.float32).reshape(rows.shape) * np.float32(2.0**-24)
-        whole = np.floor(t) + (u < t - np.floor(t))
+        whole = np.floor(t) + (uniforms(rows) < t - np.floor(t))
     else:
         whole = np.rint(t)
     whole = np.where(s == 0, 0, whole)
@@ -102,6 +99,50 @@ def onebit(v: np.ndarray, block: int) -> tuple[bytes, bytes, np.ndarray]:
     negative = bits_of(rows) >> 31
     said = np.where(negative > 0, -wide(scale), wide(scale)).reshape(-1)[: v.size]
     return stream(negative.reshape(-1)[: v.size], 1), scale.astype(np.uint16).tobytes(), said
+
+
+def uniforms(rows: np.ndarray) -> np.ndarray:
+    return (philox(rows.size, KEY, STEP) >> np.uint64(8)).astype(np.float32).reshape(rows.shape) * np.float32(2.0**-24)
+
+
+def norm(rows: np.ndarray) -> np.ndarray:
+    exponent = np.clip(bits_of(np.abs(rows).max(1)) >> 23, 1, 253).astype(np.uint32)
+    small = rows * ((254 - exponent) << 23).view(np.float32)[:, None]
+    return np.sqrt(lane_sum(small * small)) * (exponent << 23).view(np.float32)
+
+
+def ternary(v: np.ndarray, block: int, clip: float) -> tuple[bytes, bytes, np.ndarray]:
+    rows = rows_of(v, block)
+    size = np.abs(rows).max(1)
+    if clip:
+        counts = np.minimum(block, v.size - np.arange(len(rows)) * block).astype(np.float32)
+        size = np.minimum(size, np.float32(clip) * (norm(rows) / np.sqrt(counts)))
+    scale = scale16(size, MOST16)
+    s = wide(scale)
+    t = np.where(s == 0, np.float32(0), np.clip(rows / s, np.float32(-1), np.float32(1)))
+    whole = np.where(s == 0, 0, np.floor(t) + (uniforms(rows) < t - np.floor(t)))
+    said, trits = (s * whole.astype(np.float32)).reshape(-1)[: v.size], whole.reshape(-1)[: v.size].astype(int) % 3
+    octets_ = bytearray()
+    for begin in range(0, v.size, 160):
+        group = trits[begin : begin + 160]
+        m = -(-len(group) // 5)
+        octets_ += bytes(sum(int(trit) * 3**d for d, trit in enumerate(group[j::m])) for j in range(m))
+    return bytes(octets_), scale.astype(np.uint16).tobytes(), said
+
+
+def natural(v: np.ndarray, block: int, bits: int) -> tuple[bytes, bytes, np.ndarray]:
+    rows, levels = rows_of(v, block), 2 ** (bits - 1) - 1
+    reach = np.minimum((bits_of(np.abs(rows).max(1)) + (1 << 23) - 1) >> 23, 254)
+    first = np.maximum(reach - levels, 0)[:, None]
+    a, word = bits_of(np.abs(rows)), philox(rows.size, KEY, STEP).astype(np.int64).reshape(rows.shape)
+    share = np.abs(rows) * ((253 - first) << 23).astype(np.uint32).view(np.float32)
+    carried = np.minimum(((a + (word >> 9)) >> 23) - first, levels)
+    level = np.where(a < (first + 1) << 23, uniforms(rows) < share, carried)
+    negative = (bits_of(rows) >> 31) * (level > 0)
+    size = ((first + level) << 23).astype(np.uint32).view(np.float32)
+    said = np.where(level > 0, np.where(negative > 0, -size, size), np.float32(0)).reshape(-1)[: v.size]
+    codes = (level + (negative << (bits - 1))).reshape(-1)[: v.size]
+    return stream(codes, bits), first.astype(np.uint8).tobytes(), said
 
 
 def there(array: np.ndarray) -> torch.Tensor:
@@ -128,6 +169,30 @@ def test_signs(kind: str) -> None:
         for n in SIZES:
             for block in (8, 64, 1024):
                 run(numbers(n, n, kind=kind), numbers(n, n + 1), block, onebit, "onebit", (), ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [0.0, 2.5])
+def test_three_values(clip: float, kind: str) -> None:
+    with running():
+        for n in (*SIZES, 159, 160, 161):
+            for block in (160, 1600):
+                def formula(v: np.ndarray, block: int) -> tuple[bytes, bytes, np.ndarray]:
+                    return ternary(v, block, clip)
+
+                run(numbers(n, n, kind=kind), numbers(n, n + 1), block, formula, "ternary", (clip, KEY, STEP), ())
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 8])
+def test_powers_of_two(bits: int) -> None:
+    def formula(v: np.ndarray, block: int) -> tuple[bytes, bytes, np.ndarray]:
+        return natural(v, block, bits)
+
+    with running():
+        for n in SIZES:
+            for kind in KINDS:
+                for block in (8, 64, 1024):
+                    run(numbers(n, n, kind=kind), numbers(n, n + 1), block, formula, "natural", (bits, KEY, STEP), (bits,))
 
 
 Formula = Callable[[np.ndarray, int], tuple[bytes, bytes, np.ndarray]]
