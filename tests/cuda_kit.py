@@ -28,6 +28,9 @@ FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", 
 _one_at_a_time = threading.Lock()
 """The shim is one device without streams."""
 
+FLAGS += os.environ.get("COMMLAYER_SHIM_FLAGS", "").split()
+"""-fsanitize=address, with the runtimes of sanitizer and C++ preloaded, runs every test under the sanitizer."""
+
 KERNEL = re.compile(r"^CML_KERNEL (\w+)\(", re.MULTILINE)
 
 
@@ -43,7 +46,7 @@ def build(sources: Sequence[Path], *flags: str) -> Path:
         work.mkdir()
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(lambda source: _compile(source, work, flags), sources))
-        _run([COMPILER, "-shared", "-Wl,-Bsymbolic", *flags, *map(str, objects), "-o", str(work / "all.so")])
+        _run([COMPILER, "-shared", "-Wl,-Bsymbolic", *FLAGS, *flags, *map(str, objects), "-o", str(work / "all.so")])
         (work / "all.so").replace(library)
         shutil.rmtree(work)
     return library
