@@ -11,7 +11,7 @@ setup: $(STAMP)
 $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core nanobind cmake ninja
-	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench]"
+	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench,plot]"
 	@touch $@
 
 demo: setup

@@ -10,8 +10,10 @@ from pathlib import Path
 from bench import Unmeasurable, report
 
 MEASUREMENTS = {
+    "balance": "bench.balance",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
+    "tuning": "bench.tuning",
     "wan": "bench.wan",
 }
 
@@ -28,14 +30,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.json and not args.json.absolute().parent.is_dir():
         print(f"bench: --json {args.json}: the folder {args.json.absolute().parent} does not exist", file=sys.stderr)
         return 2
+    module = importlib.import_module(MEASUREMENTS[args.name])
     try:
-        result = importlib.import_module(MEASUREMENTS[args.name]).run(args.quick)
+        result = module.run(args.quick)
     except Unmeasurable as reason:
         print(f"bench: {args.name} cannot be measured here: {reason}", file=sys.stderr)
         return 2
     report.show(args.name, result)
     if args.json:
         report.write(args.json, args.name, result)
+        if hasattr(module, "draw"):
+            print(f"drawn: {module.draw(args.json)}")
     return 0
 
 

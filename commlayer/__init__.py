@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from commlayer import balance as balance
     from commlayer import compressors as compressors
     from commlayer import planner as planner
     from commlayer.config import Config as Config
@@ -23,9 +24,9 @@ _HOMES = {
     "attach": "commlayer.session",
     "comm_hook": "commlayer.ddp",
 }
-_PACKAGES = ("compressors", "planner")
+_PACKAGES = ("balance", "compressors", "planner")
 
-__all__ = ["CommError", "Config", "HookState", "Session", "attach", "comm_hook", "compressors", "planner"]
+__all__ = ["CommError", "Config", "HookState", "Session", "attach", "balance", "comm_hook", "compressors", "planner"]
 
 
 def __getattr__(name: str) -> Any:

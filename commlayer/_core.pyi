@@ -50,12 +50,54 @@ def all_finite(x: Array, residual: Array | None = None) -> bool:
 def int8_encode(
     q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, q_at: int = 0, scale_at: int = 0
 ) -> bool:
-    """Codes x (+ residual, which keeps the rest). False, residual unchanged, if that is not finite."""
+    """Codes x (+ residual, which keeps the rest). False if that is not finite: the residual takes the finite part."""
 
 def int8_decode(
     acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False, q_at: int = 0, scale_at: int = 0
 ) -> None:
     """acc += scale * q, or acc = scale * q."""
+
+def philox(words: Array, first: int, key: int, step: int) -> None:
+    """The random words (uint32 or int32) of elements first, first + 1, ... under this key in this step."""
+
+def linear_encode(
+    q: Payload,
+    scale: Payload,
+    x: Array,
+    residual: Array | None,
+    block: int,
+    bits: int,
+    euclidean: bool,
+    dither: bool,
+    key: int = 0,
+    step: int = 0,
+) -> bool:
+    """As int8_encode, in codes of 2, 3, 4, 5 or 8 bits and scales in bfloat16."""
+
+def linear_decode(acc: Array, q: Payload, scale: Payload, block: int, bits: int, assign: bool = False) -> None:
+    """acc += scale * q, or acc = scale * q."""
+
+def ternary_encode(
+    q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, clip: float, key: int, step: int
+) -> bool:
+    """As int8_encode, in five ternaries a byte and scales in bfloat16; clip in root mean squares, 0 for none."""
+
+def ternary_decode(acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False) -> None:
+    """As linear_decode."""
+
+def natural_encode(
+    q: Payload, base: Payload, x: Array, residual: Array | None, block: int, bits: int, key: int, step: int
+) -> bool:
+    """As int8_encode, in sign and power of two; base is a byte per block."""
+
+def natural_decode(acc: Array, q: Payload, base: Payload, block: int, bits: int, assign: bool = False) -> None:
+    """As linear_decode."""
+
+def onebit_encode(q: Payload, scale: Payload, x: Array, residual: Array | None, block: int) -> bool:
+    """As int8_encode, in signs and scales in bfloat16."""
+
+def onebit_decode(acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False) -> None:
+    """As linear_decode."""
 
 def select(g: Array, residual: Array | None, threshold: float, start: int, idx: Array, val: Array) -> tuple[int, int, bool]:
     """(selected, passed but did not fit, all finite). The shorter of idx (uint32 or int32) and val is the room."""
@@ -83,3 +125,82 @@ def bitmap_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
 
 def bitmap_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
     """As ef_decode."""
+
+def blocks_nbytes(idx: Array, n: int) -> int:
+    """Exact bytes of these positions as blocks."""
+
+def blocks_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
+    """As ef_encode; blocks_nbytes bytes."""
+
+def blocks_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
+    """As ef_decode."""
+
+def kth_abs(g: Array, residual: Array | None, rank: int, scratch: Array) -> float:
+    """The rank-th largest |g + residual|. scratch holds len(g) words and is overwritten."""
+
+def count_above(x: Array, cut: float) -> int:
+    """How many x >= cut."""
+
+def trim(residual: Array | None, n: int, idx: Array, val: Array, count: int, keep: int, start: int, scratch: Array) -> int:
+    """Of the first `count` entries keeps the `keep` largest at the front, gives the others back to the residual."""
+
+def select_runs(
+    g: Array, residual: Array | None, run: int, threshold: float, start: int, ids: Array, scores: Array
+) -> tuple[int, int, bool]:
+    """As select, but by runs, whose elements stay in the residual."""
+
+def score_runs(g: Array, residual: Array | None, run: int, offset: int, out: Array) -> None:
+    """Scores of len(out) runs spread evenly from run `offset`."""
+
+def gather_runs(src: Array, run: int, ids: Array, val: Array) -> int:
+    """The elements of the runs, one run after the other; how many."""
+
+def scatter_runs(acc: Array, run: int, ids: Array, val: Array, assign: bool = False) -> int:
+    """Adds val to the runs, or assigns it. CorruptFrame, acc unchanged, unless ids increase and cover len(val) elements."""
+
+def draw_word(key: int, step: int) -> int:
+    """Word 0 of the stream (key, step)."""
+
+def draw_strata(idx: Array, n: int, seed: int) -> int:
+    """One position in each of len(idx) strata of n."""
+
+def take(src: Array, idx: Array, val: Array) -> int:
+    """val = src[idx]. CorruptFrame unless idx increases strictly below len(src)."""
+
+def nibbles_encode(q: Payload, scale: Payload, x: Array, rest: Array | None, block: int) -> bool:
+    """Codes x to 4 bits each; rest = x - what that says. False if x is not finite."""
+
+def nibbles_decode(out: Array, q: Payload, scale: Payload, block: int) -> None:
+    """out = scale * q."""
+def int_maxima(max: Payload, x: Array, block: int) -> bool:
+    """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
+
+def int_encode(q: Payload, x: Array, max: Payload, block: int, bits: int, dither: bool, key: int, step: int) -> None:
+    """x in the scale that max gives, packed; dithered with the random numbers of (key, step), or rounded to nearest."""
+
+def int_legal(q: Payload, n: int, bits: int) -> bool:
+    """Whether q holds n integers that an encoder makes, and no padding is set."""
+
+def int_add(acc: Array, q: Payload, bits: int, assign: bool) -> None:
+    """acc (int32) += q, or = q."""
+
+def int_pack(out: Payload, acc: Array, width: int) -> None:
+    """acc (int32) packed in `width` bits each, which must hold them."""
+
+def int_decode(out: Array, q: Payload, max: Payload, block: int, bits: int, width: int) -> None:
+    """out = scale * q."""
+
+def outer(out: Array, p: Array, q: Array, rank: int) -> None:
+    """The product of the factors p (rank x m) and q (rank x n), added in the order of rank."""
+class Schedule:
+    """A planner.problem.Problem in memory of its own: cml_schedule_run and cml_schedule_sweep over it."""
+
+    def __init__(self, problem: Any) -> None: ...
+    def run(self, choice: list[int]) -> float:
+        """Seconds of a step."""
+
+    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
+        """Seconds of a step, then starts and ends by instance."""
+
+    def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
+        """Seconds of a step with each option in turn for all these buckets; infinity where it is sure to be above limit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from commlayer import records
 from commlayer.compressors import restore, snapshot
-from commlayer.connect import Connection
+from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
+from commlayer.records import Bucket, Plan
 from commlayer.runtime.worker import Worker
 
 FORMAT = "commlayer-state-1"
+PLAN_FILE = "plan.json"
 
 
 def worker_state(worker: Worker | None) -> dict[str, Any]:
@@ -28,6 +30,7 @@ def worker_state(worker: Worker | None) -> dict[str, Any]:
     tensors = {
         f"{flow.bucket.id}.{name}": tensor for flow in worker.coded for name, tensor in snapshot(flow.state).items()
     }
+    tensors |= {f"carry.{flow.bucket.id}": flow.carry.clone() for flow in worker.flows if flow.carry is not None}
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
@@ -47,6 +50,8 @@ def _restore(worker: Worker, state: dict[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
     for flow in worker.coded:
         restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
+    for flow in worker.flows:
+        flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
     worker.step = int(state["step"])
 
 
@@ -61,7 +66,7 @@ def save(connection: Connection, directory: Path) -> None:
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
-            for bucket in worker.buckets_of(server):
+            for bucket in _summed_by(worker.plan, server):
                 data = uplink.fetch_state(server, bucket.id, undo=worker.undone)
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             files[f"server-{server}"] = tensors
@@ -72,6 +77,8 @@ def save(connection: Connection, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name, tensors in files.items():
             _write(directory / f"{name}.safetensors", tensors, meta)
+        if connection.rank == 0:
+            _whole(directory / PLAN_FILE, lambda part: part.write_bytes(records.encode(worker.plan)))
 
 
 def load(connection: Connection, directory: Path) -> None:
@@ -79,6 +86,9 @@ def load(connection: Connection, directory: Path) -> None:
     worker, uplink = connection.worker, connection.uplink
     if worker is None:
         return
+    _take_plan(connection, directory)
+    worker = connection.worker
+    assert worker is not None
     names = [f"rank-{connection.rank}", *(f"server-{s}" for s in _servers_of(connection))]
     with _together(connection, "load()"):
         read = {name: _read(directory / f"{name}.safetensors") for name in names}
@@ -92,10 +102,25 @@ def load(connection: Connection, directory: Path) -> None:
     with _together(connection, "load()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
-            for bucket in worker.buckets_of(server):
+            for bucket in _summed_by(worker.plan, server):
                 data = safetensors.torch.save(_of_bucket(read[f"server-{server}"][0], bucket.id))
                 uplink.put_state(server, bucket.id, step, data)
         _restore(worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
+
+
+def _take_plan(connection: Connection, directory: Path) -> None:
+    """Where nobody asked for a plan, goes over to that of the save: the run that saved may have changed it since it began."""
+    if not connection.auto:
+        return
+    saved: Plan | None = None
+    with _together(connection, "load()"):
+        file = directory / PLAN_FILE
+        if connection.rank == 0 and file.is_file():
+            saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
+    assert connection.worker is not None
+    other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
+    if _gather(connection, [other])[0][0]:
+        switch(connection, saved)
 
 
 @contextlib.contextmanager
@@ -143,6 +168,10 @@ def _servers_of(connection: Connection) -> list[int]:
     return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
 
 
+def _summed_by(plan: Plan, server: int) -> list[Bucket]:
+    return [b for b in plan.buckets if b.path == "service" and b.server == server]
+
+
 def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
     prefix = f"{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -154,9 +183,13 @@ def _same(name: str, what: str, saved: str | None, here: str) -> None:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, str]) -> None:
+    _whole(path, lambda part: safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, part, metadata=meta))
+
+
+def _whole(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        safetensors.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, part, metadata=meta)
+        write(part)
         _sync(part)
         os.replace(part, path)
         _sync(path.parent)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import planner, records
-from commlayer.compressors import kernels, parse, wrap
+from commlayer.compressors import codec_of, kernels, parse, wrap
 from commlayer.config import Config, Launch, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
@@ -49,6 +49,8 @@ class Connection:
         self.uplink: uplink.Uplink | None = None
         self.embedded: list[Embedded] = []
         self.rank, self.world = 0, 1
+        self.auto = False
+        """Whether the plan was left to commlayer."""
         self.embeds = False
         """Whether the coordinator is a child of rank 0."""
         self.notice_s = self.verdict_s = 0.0
@@ -80,15 +82,16 @@ class Connection:
         self.close("" if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
 
     def follow(self, worker: Worker) -> None:
-        """From now on what the coordinator says of the others goes to the worker, and is kept for `explain`."""
+        """From now on what the coordinator says of the others goes to this worker, and is kept for `explain`."""
         assert self.uplink is not None
+        self.worker = worker
 
         def fail(error: CommError) -> None:
             self._verdict = self._verdict or error
             self._heard.set()
             worker.fail(error)
 
-        self.uplink.follow(fail, worker.stalled)
+        self.uplink.follow(fail, worker.stalled, worker.generation)
 
     def explain(self, error: BaseException) -> BaseException:
         """Who is to blame for a broken collective, or a server that ended because the job did: the coordinator knows soon."""
@@ -112,6 +115,7 @@ def connect(
     kernels.choose(config.backend)
     made = Connection()
     made.embeds = not config.join
+    made.auto = isinstance(plan, str) and plan == "auto"
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s = config.dead_after_s + made.notice_s
     _begin_group(launch, device)
@@ -134,20 +138,58 @@ def connect(
         if made.plan.servers and made.plan.ranks_per_node != per_node:
             raise ValueError(f"plan: made for {made.plan.ranks_per_node} ranks per node, here are {per_node}: make it again, "
                              "or set ranks_per_node")
-        codecs = {b.id: wrap(parse(b.codec)) for b in made.plan.buckets}
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
-        up = made.uplink
-        made.worker = Worker(
-            job, made.plan, codecs, device, rank=made.rank, groups=made.groups, transport=up.transport if up else None,
-            recycle=up.recycle if up else (lambda _: None), explain=made.explain,
-        )
-        made.follow(made.worker)
+        made.follow(_worker(made, job, device))
     except BaseException:
         made.close("failed to start")
         raise
     atexit.register(made.at_exit)
     return made
+
+
+def _worker(made: Connection, job: Job, device: torch.device, generation: int = 1) -> Worker:
+    """Of the connection's plan."""
+    assert made.plan is not None
+    assert made.uplink is not None
+    codecs = {b.id: codec_of(b, made.rank // made.plan.ranks_per_node) for b in made.plan.buckets}
+    return Worker(
+        job, made.plan, codecs, device, rank=made.rank, generation=generation, groups=made.groups,
+        transport=made.uplink.transport, recycle=made.uplink.recycle, explain=made.explain,
+    )
+
+
+def switch(made: Connection, plan: Plan | None) -> None:
+    """Goes over to another plan between two steps. All ranks call it together; rank 0's plan counts, others may give None.
+
+    Codecs start afresh, but what residuals owe is paid under the new plan. On servers that holds for elements that stay on
+    their server; what they owe on others is dropped. ValueError, and nothing changed, if the plan fits some rank ill.
+    """
+    old = made.worker
+    if old is None or made.groups is None or made.uplink is None:
+        raise ValueError("there is nobody to go over to another plan with")
+    old.check()
+    agreed = _agree(lambda: _given(plan), old.job, made.groups)
+    everyone = made.groups
+    if agreed.servers > len(made.uplink.view.servers) or (agreed.servers and agreed.ranks_per_node != everyone.ranks_per_node):
+        raise ValueError(f"plan: for {agreed.servers} servers and {agreed.ranks_per_node} ranks per node, the job has "
+                         f"{len(made.uplink.view.servers)} and {everyone.ranks_per_node}")
+    everyone.barrier()  # the last step is over on all ranks, so nothing is on its way to a server
+    generation, data = old.generation + 1, records.encode(agreed)
+    for server in range(len(made.uplink.view.servers)):
+        if server % made.world == made.rank:
+            made.uplink.send_plan(server, data, generation, undo=old.undone)
+    everyone.barrier()
+    made.plan = agreed
+    new = _worker(made, old.job, old.device, generation)
+    new.take_over(old)
+    made.follow(new)
+    old.close()
+
+
+def _given(plan: Plan | None) -> Plan:
+    assert plan is not None
+    return plan
 
 
 def _begin_group(launch: Launch, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from commlayer.connect import Connection, connect
 from commlayer.errors import DeadlineExceeded
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.measure import loss_scale
+from commlayer.runtime.measure import learning_rate, loss_scale
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -39,8 +39,11 @@ class _Part(NamedTuple):
 class HookState:
     """What `comm_hook` needs: `ddp.register_comm_hook(commlayer.HookState(plan=...), commlayer.comm_hook)`."""
 
-    def __init__(self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None) -> None:
-        self._plan, self._config, self._scaler = plan, read_config(config), scaler
+    def __init__(
+        self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None
+    ) -> None:
+        """`optimizer` gives the learning rate to codecs that correct for its changes; without it they do not."""
+        self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
         self.connection = Connection()
         self._weight = 1.0
         self._numbers: dict[int, int] = {}
@@ -99,6 +102,7 @@ class HookState:
             return
         if worker.begins():
             worker.scale = loss_scale(self._scaler)
+            worker.rate = learning_rate(self._optimizer, worker.rate)
             worker.weight = self._weight
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
             worker.ready(self._numbers[id(p)], gradient)

@@ -10,7 +10,7 @@ import msgspec
 
 from commlayer.errors import RecordError
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the records that leave the process: plan files, control messages."""
 
 MAX_TENSORS_PER_BUCKET = 64
@@ -51,11 +51,27 @@ class TensorInfo(Record, frozen=True):
         return math.prod(self.shape)
 
 
+class Timing(Record, frozen=True):
+    """When a step's computing makes and needs each tensor, on one rank, without communication. In the order of the tensors."""
+
+    ready_s: tuple[float, ...]
+    """When its gradient is final, from the start of backward."""
+    needed_s: tuple[float, ...]
+    """When the next forward pass first reads it, from its start."""
+    backward_s: float
+    forward_s: float
+    update_s: float = 0.0
+    """The optimizer's step."""
+
+
 class Job(Record, frozen=True):
     """Model and batch. Two workers train one job only if the digests of their Jobs are equal."""
 
     tensors: tuple[TensorInfo, ...]
     batch: int | None = None
+    timing: Timing | None = None
+    """Measured or from a table; planning needs it, training does not."""
+    name: str = ""
 
     @property
     def numel(self) -> int:
@@ -77,13 +93,27 @@ class Slice(Record, frozen=True):
         return self.stop - self.start
 
 
+class Why(Record, frozen=True):
+    """What the planner expected of a bucket's path, for people."""
+
+    seconds: float
+    """From ready to done, in the simulated step."""
+    nbytes: int
+    """What one node sends and receives for it."""
+    reason: str
+    runner_up: str = ""
+    runner_up_s: float = 0.0
+    """How much longer the whole step would take with the runner-up."""
+
+
 class Bucket(Record, frozen=True):
     """What is planned and sent as one: a slice of a big tensor or several small tensors."""
 
     id: int
     slices: tuple[Slice, ...]
     path: str
-    """"service" (encode, push, sum, result, decode) or "allreduce" (a planned collective over all ranks)."""
+    """"service" (encode, push, sum, result, decode), "allreduce" (a planned collective over all ranks), or any path that
+    planner/paths.py spells."""
     codec: str = "identity()"
     server: int = 0
     """Which server sums it (path "service")."""
@@ -91,6 +121,15 @@ class Bucket(Record, frozen=True):
     """Which local rank of each node encodes and sends it (path "service")."""
     shape: tuple[int, ...] = ()
     """Empty: a vector. A bucket of one whole tensor may keep that tensor's shape, which low-rank codecs need."""
+    down: str = ""
+    """The codec of a server's results where it is not that of the payloads."""
+    by_node: tuple[str, ...] = ()
+    """Codecs of the nodes where they differ (a slow link takes a smaller ratio); of one family: one server reads all."""
+    stale: bool = False
+    """Whether the result of a step is used in the next one."""
+    coder: str = ""
+    """"gpu": its codec runs on the device of the gradients (path "service"); empty: on the host."""
+    why: Why | None = None
 
     @property
     def numel(self) -> int:
@@ -109,6 +148,14 @@ class Plan(Record, frozen=True):
     buckets: tuple[Bucket, ...]
     servers: int = 0
     ranks_per_node: int = 1
+    local_steps: int = 1
+    """Steps of local training per exchange."""
+    step_s: float = 0.0
+    """Predicted seconds of a step; 0: nobody predicted."""
+    bound_s: float = 0.0
+    """What a step would take if compression cost nothing: no plan of these codecs is faster."""
+    hosts: tuple[int, ...] = ()
+    """The node of each server, as places in the cluster that was planned for; empty: the first that can host one."""
     schema: int = SCHEMA
 
 

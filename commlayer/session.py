@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
 from commlayer.config import Config, read_config
-from commlayer.connect import Connection, connect, device_of
+from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.records import Plan
 from commlayer.runtime.hooks import Hooks
-from commlayer.runtime.measure import buffers_of, job_of, loss_scale, parameters_of
+from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.order import ForwardOrder
+from commlayer.runtime.worker import Worker
 
 
 class Driver(Protocol):
@@ -88,6 +89,13 @@ class Session:
         """The plan in force, None where there is nobody to talk to."""
         return self._driver.connection.plan
 
+    def switch(self, plan: Plan) -> None:
+        """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+
+        What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
+        """
+        self._driver.when_connected(lambda: switch(self._driver.connection, plan))
+
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
         self._driver.detach()
@@ -103,8 +111,8 @@ class Session:
 class _ModuleDriver:
     """Hooks on a plain module's parameters."""
 
-    def __init__(self, model: nn.Module, connection: Connection, *, scaler: Any, config: Config) -> None:
-        self.connection, self._scaler = connection, scaler
+    def __init__(self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config) -> None:
+        self.connection, self._optimizer, self._scaler = connection, optimizer, scaler
         self._deadline_s, self._batch = config.deadline_s, config.batch
         self._parameters = [p for _, p in parameters_of(model)]
         self._model = model
@@ -114,7 +122,7 @@ class _ModuleDriver:
         self._hooks: Hooks | None = None
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            self._hooks = Hooks(self._parameters, connection.worker, self._ready, self.synchronize, lambda: self._syncing)
+            self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -140,7 +148,7 @@ class _ModuleDriver:
         if worker is None:
             return
         if worker.begins():
-            worker.scale = loss_scale(self._scaler)
+            self._units(worker)
         # By name: a module may have put another tensor in a buffer's place.
         named = dict(self._model.named_buffers())
         buffers = [named[name] for name in self._buffers]
@@ -151,14 +159,21 @@ class _ModuleDriver:
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
 
+    def _worker(self) -> Worker:
+        assert self.connection.worker is not None
+        return self.connection.worker
+
+    def _units(self, worker: Worker) -> None:
+        worker.scale = loss_scale(self._scaler)
+        worker.rate = learning_rate(self._optimizer, worker.rate)
+
     def _ready(self, tensor: int, gradient: torch.Tensor) -> None:
-        worker = self.connection.worker
-        assert worker is not None
+        worker = self._worker()
         if self._order is not None:
             worker.reorder(self._order.take())
             self._order = None
         if worker.begins():
-            worker.scale = loss_scale(self._scaler)
+            self._units(worker)
         worker.ready(tensor, gradient)
 
 
@@ -169,7 +184,8 @@ def attach(
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
     `plan`: "auto", the path of a plan file, a Plan, or one codec for everything. `scaler`: the GradScaler in use, so that
-    residuals are kept without its scale. Under torchrun nothing else is needed; initial parameters are taken from rank 0.
+    residuals are kept without its scale; from `optimizer` comes the learning rate, for codecs that correct for its changes.
+    Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 
     >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
     """
@@ -177,10 +193,9 @@ def attach(
         raise ValueError(f"sync: got {sync!r}, allowed: 'step'")
     read = read_config(config)
     if isinstance(model, DistributedDataParallel):
-        return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler)))
-    del optimizer  # taken for the sake of plans that own the update; averaging does not need it
+        return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
     tensors = [*(p.data for p in model.parameters()), *model.buffers()]
     if not tensors:
         raise ValueError("the model has no parameters")
     connection = connect(job_of(model), device_of(tensors), plan=plan, config=read, align=tensors)
-    return Session(_ModuleDriver(model, connection, scaler=scaler, config=read))
+    return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read))

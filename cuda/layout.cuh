@@ -11,6 +11,10 @@
 #define NO_VALUES -1
 #define INT8 0
 #define FP16 1
+#define BF16 3
+#define INT4 4
+#define BLOCK_SHIFT 4     // of the third kind of positions
+#define WORTH_A_LOOK 16  // fewer positions are not tried as blocks
 
 struct Packing {
   i64 kind;
@@ -30,11 +34,19 @@ CML_FN Packing packing(i64 n, i64 k, i64 kind) {
   return {ELIAS_FANO, low, low_nbytes, high_nbits, sparse};
 }
 
+CML_FN i64 scales_nbytes(i64 k) { return 4 * ((k + VALUES_BLOCK - 1) / VALUES_BLOCK); }
+
 // Where k positions begin in memory whose values are of that kind: behind header and values, or at once.
 CML_FN i64 positions_at(i64 k, i64 values) {
   if (values == NO_VALUES) return 0;
-  if (values == INT8) return HEADER_NBYTES + 4 * ((k + VALUES_BLOCK - 1) / VALUES_BLOCK) + k;
-  return HEADER_NBYTES + (values == FP16 ? 2 : 4) * k;
+  if (values == INT8) return HEADER_NBYTES + scales_nbytes(k) + k;
+  if (values == INT4) return HEADER_NBYTES + scales_nbytes(k) + (k + 1) / 2;
+  return HEADER_NBYTES + (values == FP16 || values == BF16 ? 2 : 4) * k;
+}
+
+// Of positions below n that lie in `blocks` blocks of 16.
+CML_FN i64 blocks_nbytes(i64 n, i64 blocks) {
+  return 4 + packing((n + (1 << BLOCK_SHIFT) - 1) >> BLOCK_SHIFT, blocks, SMALLER).nbytes + 2 * blocks;
 }
 
 #endif

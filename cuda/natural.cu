@@ -14,8 +14,7 @@ CML_KERNEL natural_measure(u8* base, const float* x, const float* residual, i64 
 }
 
 CML_FN float power_of(u32 level, bool negative, u32 first) {
-  const float size = level == 0 ? 0.0f : __uint_as_float((first + level) << 23);
-  return negative ? -size : size;
+  return __uint_as_float(level == 0 ? 0 : (negative ? ~CML_ABS : 0) | (first + level) << 23);
 }
 
 CML_FN u32 level_of(float v, u32 first, u32 levels, u32 word) {

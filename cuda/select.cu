@@ -1,4 +1,5 @@
 // Selection by threshold in one pass over gradient and residual, order kept, as cml_select. Knows no payloads.
+#include "sample.cuh"
 #include "scan.cuh"
 
 #define ROUNDS 4
@@ -109,9 +110,9 @@ CML_KERNEL select_over(const float* g, float* residual, i64 n, const float* thre
   }
 }
 
-// The entries of `select_over` in the order of their positions: those of [0, start), which were found last, come first.
-CML_KERNEL rotate(u32* idx, float* val, const u32* from_idx, const float* from_val, const i64* found, i64 cap) {
-  const i64 count = least(found[0], cap), first = least(found[2], cap);
+// Entries in the order of their positions: those of [0, start), which the scan found last, come first. `first` counts the others.
+CML_KERNEL rotate(u32* idx, float* val, const u32* from_idx, const float* from_val, const i64* entries, const i64* found_first, i64 cap) {
+  const i64 count = least(*entries, cap), first = least(*found_first, cap);
   for (i64 j = thread_of_grid(), step = threads_of_grid(); j < count; j += step) {
     const i64 at = j + first < count ? j + first : j + first - count;
     idx[j] = from_idx[at];
@@ -119,11 +120,8 @@ CML_KERNEL rotate(u32* idx, float* val, const u32* from_idx, const float* from_v
   }
 }
 
-// |g + residual| of `count` elements spread over n, from `offset` on, as cml_sample_abs. n > 0.
+// n > 0.
 CML_KERNEL sample_abs(const float* g, const float* residual, i64 n, i64 offset, i64 count, float* out) {
-  for (i64 j = thread_of_grid(), step = threads_of_grid(); j < count; j += step) {
-    const i64 i = static_cast<i64>((static_cast<u64>(offset) + static_cast<u64>(j) * static_cast<u64>(n) / static_cast<u64>(count)) %
-                                   static_cast<u64>(n));
-    out[j] = __uint_as_float(magnitude(value_at(g, residual, i)));
-  }
+  for (i64 j = thread_of_grid(), step = threads_of_grid(); j < count; j += step)
+    out[j] = sampled(g, residual, n, offset, count, j);
 }

@@ -1,8 +1,11 @@
 // A sparse payload without a word from the host between gradient and bytes: where to cut, whether what was found will do,
 // and the values. The decisions are those of commlayer/compressors/threshold.py and selection.py, in the same double precision.
+#include "control.cuh"
 #include "half.cuh"
 #include "int8.cuh"
 #include "layout.cuh"
+#include "nibbles.cuh"
+#include "sample.cuh"
 
 #define SIGMAS 4.0
 #define PROBE 1.2
@@ -12,16 +15,6 @@
 #define TINY 1.1754943508222875e-38   // 2^-126
 #define HUGE 3.4028234663852886e38
 #define ENOUGH 0.9
-
-// What the kernels of one payload tell each other, and the host in the end.
-struct Control {
-  i64 total, bad, first;  // as `select_over` leaves them
-  i64 count;              // entries of the payload; -1 if the host must decide
-  i64 nbytes;
-  i64 shifted;            // whether `shift` holds
-  i64 infinite;           // a value became infinite by its cast
-  double cut, slope, shift;
-};
 
 // The state of threshold.py before this step.
 struct Tracked {
@@ -49,8 +42,8 @@ CML_FN u32 passing(CutShared& shared, const float* seen, i64 size, double cut) {
   return shared.sum;
 }
 
-// The rank-th largest (from 1) of the magnitudes whose bits are at most `most`, digit by digit of its bits.
-CML_FN double largest(CutShared& shared, const float* seen, i64 size, u32 rank, u32 most) {
+// The rank-th largest (from 1) of the magnitudes, NaN above infinity, digit by digit of its bits.
+CML_FN double largest(CutShared& shared, const float* seen, i64 size, u32 rank) {
   u32 prefix = 0, known = 0;
   if (threadIdx.x == 0) shared.wanted = rank;
   for (int shift = 24; shift >= 0; shift -= 8) {
@@ -58,7 +51,7 @@ CML_FN double largest(CutShared& shared, const float* seen, i64 size, u32 rank, 
     __syncthreads();
     for (i64 j = threadIdx.x; j < size; j += blockDim.x) {
       const u32 b = magnitude(seen[j]);
-      if (b <= most && (b & known) == prefix) atomicAdd(&shared.histogram[b >> shift & 255], 1u);
+      if ((b & known) == prefix) atomicAdd(&shared.histogram[b >> shift & 255], 1u);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -87,12 +80,9 @@ CML_KERNEL cut_begin(const float* g, const float* residual, i64 n, i64 offset, f
   if (jump) {
     size = larger;
     __syncthreads();
-    for (i64 j = threadIdx.x; j < larger; j += blockDim.x) {
-      const u64 i = static_cast<u64>(offset) + static_cast<u64>(j) * static_cast<u64>(n) / static_cast<u64>(larger);
-      seen[j] = __uint_as_float(magnitude(value_at(g, residual, static_cast<i64>(i % static_cast<u64>(n)))));
-    }
+    for (i64 j = threadIdx.x; j < larger; j += blockDim.x) seen[j] = sampled(g, residual, n, offset, larger, j);
     __syncthreads();
-    cut = largest(shared, seen, size, static_cast<u32>(rank), CML_ABS);
+    cut = largest(shared, seen, size, static_cast<u32>(rank));
   } else {
     const double trust = tracked->doubt / (tracked->doubt + 1.0 / expected);
     shift = trust * log(some / expected);
@@ -103,7 +93,7 @@ CML_KERNEL cut_begin(const float* g, const float* residual, i64 n, i64 offset, f
       const u32 near = passing(shared, seen, size, near_cut);
       const double place = rint(some * exp(-shift));
       const u32 wanted = static_cast<u32>(held(place, 1.0, near > 0 ? static_cast<double>(near) : 1.0));
-      cut = near > 0 ? largest(shared, seen, size, wanted, CML_INF) : near_cut;
+      cut = near > 0 ? largest(shared, seen, size, wanted) : near_cut;
     }
   }
   const double above = passing(shared, seen, size, cut * PROBE), below = passing(shared, seen, size, cut / PROBE);
@@ -120,13 +110,24 @@ CML_KERNEL cut_begin(const float* g, const float* residual, i64 n, i64 offset, f
   *threshold = static_cast<float>(cut);
 }
 
-// Whether the entries found are the payload, and then its header and size. `room` is the most that a payload holds. One thread.
-CML_KERNEL settle(u8* out, i64 n, i64 k, i64 cap, i64 room, i64 codec, i64 values, Control* control) {
-  const i64 count = least(control->total, cap);
+// control->blocks: of the entries that stay, whose positions increase. The caller has set it to 0.
+CML_KERNEL count_blocks(const u32* idx, Control* control) {
+  for (i64 j = thread_of_grid() & ~31ll, step = threads_of_grid(), k = control->kept; j < k; j += step) {
+    const i64 mine = j + lane_of_warp();
+    const u32 found = warp_sum(mine < k && (mine == 0 || idx[mine] >> BLOCK_SHIFT != idx[mine - 1] >> BLOCK_SHIFT));
+    if (lane_of_warp() == 0) atomicAdd(reinterpret_cast<u64*>(&control->blocks), static_cast<u64>(found));
+  }
+}
+
+// Whether the entries that stay are the payload, and then its header and size. One thread.
+CML_KERNEL settle(u8* out, i64 n, i64 k, i64 codec, i64 values, Control* control) {
+  const i64 count = control->kept;
   const bool enough = static_cast<double>(count) >= ENOUGH * static_cast<double>(k) || control->cut <= TINY;
-  control->count = -1;
-  if (control->bad || !enough || count > room) return;
+  control->count = MEND;
+  if (control->bad || !enough) return;
   const Packing size = packing(n, count, SMALLER);
+  control->count = CLUSTERED;
+  if (count >= WORTH_A_LOOK && blocks_nbytes(n, control->blocks) < size.nbytes) return;
   control->count = count;
   control->nbytes = positions_at(count, values) + size.nbytes;
   u32* header = reinterpret_cast<u32*>(out);
@@ -135,6 +136,8 @@ CML_KERNEL settle(u8* out, i64 n, i64 k, i64 cap, i64 room, i64 codec, i64 value
   header[2] = static_cast<u32>(count);
   header[3] = 0;
 }
+
+CML_FN float within(float v, float limit) { return v > limit ? limit : v < -limit ? -limit : v; }
 
 struct BlockShared {
   u32 most[VALUES_BLOCK / 32];
@@ -148,23 +151,26 @@ CML_KERNEL pack_values(u8* out, const u32* idx, const float* val, float* residua
   const float v = mine ? val[j] : 0.0f;
   float sent = v;
   out += HEADER_NBYTES;
-  if (values == INT8) {
+  if (values == INT8 || values == INT4) {
     const u32 m = warp_most(magnitude(v));
     if (lane_of_warp() == 0) shared.most[threadIdx.x / 32] = m;
     __syncthreads();
     u32 most = 0;
     for (int w = 0; w < VALUES_BLOCK / 32; ++w) most = shared.most[w] > most ? shared.most[w] : most;
-    const float s = scale_of(__uint_as_float(most));
-    const int whole = quantum_of(v, s);
+    const float size = __uint_as_float(most), s = values == INT8 ? scale_of(size) : scale4_of(size);
+    const int whole = values == INT8 ? quantum_of(v, s) : nibble_of(v, s);
     sent = float_of_quantum(whole, s);
-    if (mine) out[4 * ((k + VALUES_BLOCK - 1) / VALUES_BLOCK) + j] = static_cast<u8>(whole);
+    u8* codes = out + scales_nbytes(k);
+    const int next = __shfl_down_sync(CML_ALL, whole, 1);
+    if (mine && values == INT8) codes[j] = static_cast<u8>(whole);
+    if (mine && values == INT4 && j % 2 == 0) codes[j / 2] = byte_of_nibbles(whole, next);
     if (mine && threadIdx.x == 0) reinterpret_cast<float*>(out)[j / VALUES_BLOCK] = s;
-  } else if (values == FP16) {
-    const float within = residual ? v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v : v;
-    const u16 h = half_of(within);
-    if (mine) reinterpret_cast<u16*>(out)[j] = h;
-    if (mine && (h & 0x7fff) >= 0x7c00) control->infinite = 1;
-    sent = float_of_half(h);
+  } else if (values == FP16 || values == BF16) {
+    const float limit = values == FP16 ? 65504.0f : __uint_as_float(0x7f7f0000u), kept = residual ? within(v, limit) : v;
+    const u16 narrow = values == FP16 ? half_of(kept) : bfloat_of(kept);
+    if (mine) reinterpret_cast<u16*>(out)[j] = narrow;
+    if (mine && (narrow & 0x7fff) >= (values == FP16 ? 0x7c00 : 0x7f80)) control->infinite = 1;
+    sent = values == FP16 ? float_of_half(narrow) : float_of_bfloat(narrow);
   } else if (mine) {
     reinterpret_cast<float*>(out)[j] = v;
   }

@@ -37,7 +37,7 @@ class Run:
         self.sessions: list[Any] = []
         self._addresses = list(setting.addresses) if setting else []
 
-    def wrap(self, model: nn.Module, *, scaler: Any = None, **ddp: Any) -> Any:
+    def wrap(self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, **ddp: Any) -> Any:
         """The model to call; alone, as it is."""
         if self.setting is None:
             return model
@@ -49,11 +49,11 @@ class Run:
             config["join"] = self._addresses.pop(0)
         plan: Any = "auto" if self.setting.plan == "auto" else commlayer.compressors.parse(self.setting.codec)
         if self.setting.how == "module":
-            self.sessions.append(commlayer.attach(model, plan=plan, config=config, scaler=scaler))
+            self.sessions.append(commlayer.attach(model, optimizer, plan=plan, config=config, scaler=scaler))
             return model
         wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.002} | ddp)
         if self.setting.how == "ddp":
-            self.sessions.append(commlayer.attach(wrapped, plan=plan, config=config, scaler=scaler))
+            self.sessions.append(commlayer.attach(wrapped, optimizer, plan=plan, config=config, scaler=scaler))
         else:
             state = commlayer.HookState(plan, config=config, scaler=scaler)
             wrapped.register_comm_hook(state, commlayer.comm_hook)
@@ -74,12 +74,12 @@ class Run:
             session.connection.close() if hasattr(session, "connection") else session.close()
 
 
-def play(rank: int, world: int, script: Any, setting: Setting | None) -> dict[str, Any]:
+def play(rank: int, world: int, script: Any, setting: Setting | None, *args: Any) -> dict[str, Any]:
     """Runs a script; what it returns."""
     torch.manual_seed(7)
     run = Run(rank, world, setting)
     try:
-        result: dict[str, Any] = script(run)
+        result: dict[str, Any] = script(run, *args)
     finally:
         run.close()
     return result

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from commlayer.compressors import bf16, error_feedback, fp16, identity, int8, topk
+from commlayer.compressors import (
+    bf16,
+    block_threshold,
+    chain,
+    error_feedback,
+    fp16,
+    identity,
+    int4,
+    int8,
+    natural,
+    onebit,
+    partition,
+    qsgd,
+    randomk,
+    terngrad,
+    topk,
+    warmup,
+)
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.kernels import BACKENDS
 from commlayer.records import Spec
@@ -22,8 +40,36 @@ PLAIN: list[Codec] = [
     topk(ratio=0.2, values="fp32"),
     topk(ratio=1.0, values="int8"),
     topk(ratio=0.05, values="fp32", exact=True),
+    int4(),
+    int4(block=8),
+    qsgd(),
+    qsgd(block=128, levels=15, norm="l2"),
+    qsgd(block=64, levels=127),
+    natural(),
+    natural(block=64, bits=8),
+    terngrad(block=320),
+    terngrad(clip=None),
+    onebit(),
+    onebit(block=40),
+    topk(ratio=0.02, values="bf16"),
+    topk(ratio=0.05, values="int4"),
+    block_threshold(ratio=0.05),
+    block_threshold(ratio=0.1, run=8, values="fp32"),
+    block_threshold(ratio=1.0, run=64, values="int4"),
+    block_threshold(ratio=0.2, values="bf16"),
+    randomk(ratio=0.1),
+    randomk(ratio=0.3, values="fp16"),
+    randomk(ratio=0.3, values="bf16", unbiased=True),
+    randomk(ratio=1.0, unbiased=True),
+    chain(topk(ratio=0.1, values="fp32"), int8(block=64)),
+    chain(topk(ratio=0.1, values="fp32"), fp16()),
+    partition(int8(block=48), parts=3),
+    partition(topk(ratio=0.06), nbytes=4000),
+    warmup(topk(ratio=0.05), steps=4),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
+COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit", "randomk", "block_threshold")
+"""Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
 AVAILABLE = [name for name, module in BACKENDS.items() if module is not None]
 
@@ -36,6 +82,10 @@ def room(codec: Codec, spec: Spec) -> memoryview:
     return memoryview(bytearray(codec.bound(spec)))
 
 
+def coarse(codec: Codec) -> bool:
+    return "error_feedback" not in str(codec) and any(word in str(codec) for word in COARSE)
+
+
 def encode(codec: Codec, x: torch.Tensor, state: State) -> memoryview:
     """The payload of round 0 in memory of its own."""
     out = room(codec, Spec((x.numel(),)))
@@ -46,6 +96,15 @@ def decoded(codec: Codec, payload: memoryview | bytes, n: int) -> torch.Tensor:
     out = torch.full((n,), 7.0)
     codec.decode(payload, codec.init(Spec((n,))), out)
     return out
+
+
+def summed(codec: Codec, acc: Any, n: int) -> torch.Tensor:
+    """What an accumulator of round 0 holds, as the dense tensor: it is that, or holds the values of a SUM round alone."""
+    total: torch.Tensor = acc["sum"]
+    if total.numel() == n:
+        return total
+    out = room(codec, Spec((n,)))
+    return decoded(codec, out[: codec.emit(0, acc, codec.init_server(Spec((n,))), out)], n)
 
 
 class Cluster:

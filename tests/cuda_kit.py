@@ -1,4 +1,4 @@
-"""Builds the .cu files with the host's compiler against tests/cuda_shim and launches them over CPU tensors. Knows no kernel."""
+"""Builds the .cu files with the host's compiler against tests/cuda_shim, launches and compares them. Knows no kernel."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from native_kit import bits, core
 
-from commlayer.compressors import device
+from commlayer.compressors import device, reference
 from commlayer.compressors.device import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,4 +131,38 @@ def octets(nbytes: int) -> torch.Tensor:
     return torch.full((-(-nbytes // 4) * 4,), 0xA5, dtype=torch.uint8)[:nbytes]
 
 
-__all__ = ["CUDA", "DEVICE", "Shim", "build", "device", "octets", "running"]
+Run = Callable[[ModuleType, Callable[[np.ndarray], torch.Tensor]], list[bytes]]
+
+
+def same(run: Run, seed: int = 0, resident: int = 3) -> list[bytes]:
+    """What run(module, there) gives on all three; `there` puts an array where the module works, as a copy."""
+    found = run(core, here)
+    assert run(reference, here) == found, "reference and native differ"
+    with running(seed, resident):
+        assert run(device, there) == found, "device and native differ"
+    return found
+
+
+def here(array: np.ndarray) -> torch.Tensor:
+    copy = torch.from_numpy(array.copy())
+    return copy if array.size else torch.empty(0, dtype=copy.dtype)  # what torch makes of an empty array has no view as bytes
+
+
+def there(array: np.ndarray) -> torch.Tensor:
+    if array.size == 0:
+        return here(array).to(DEVICE)
+    memory = octets(array.nbytes)
+    memory.copy_(torch.from_numpy(array.copy()).view(torch.uint8))
+    return memory.to(DEVICE).view(torch.from_numpy(array).dtype)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    array = tensor.cpu().numpy()
+    return bits(array) if array.dtype == np.float32 else array.tobytes()
+
+
+def zeros(nbytes: int) -> np.ndarray:
+    return np.zeros(nbytes, np.uint8)
+
+
+__all__ = ["CUDA", "DEVICE", "Run", "Shim", "build", "device", "here", "octets", "raw", "running", "same", "there", "zeros"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+
+from commlayer.compressors import reference
 
 core = pytest.importorskip("commlayer._core", reason="built without the native core")
 
@@ -66,3 +70,15 @@ def bits(x: np.ndarray) -> bytes:
     y = x.copy()
     y[np.isnan(y)] = np.nan
     return y.tobytes()
+
+
+def same(run: Callable[[ModuleType], object]) -> Any:
+    """What run(module) gives for the vector bodies, after checking that the other two give the same."""
+    with portable(False):
+        vector = run(core)
+    with portable(True):
+        assert core.isa() == "portable"
+        plain = run(core)
+    assert vector == plain, "vector body and portable body differ"
+    assert run(reference) == vector, "reference and native differ"
+    return vector

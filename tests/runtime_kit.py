@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commlayer.compressors import parse, wrap
+from commlayer.compressors import codec_of
 from commlayer.control.sums import ops_of, senders_of
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
@@ -41,12 +41,12 @@ class Rig:
                       range(world), stall_s=stall_s)
             for s in range(self.plan.servers)
         ]
-        self.codecs = {b.id: wrap(parse(b.codec)) for b in self.plan.buckets}
         self.transports = [self.hub.transport(rank) for rank in range(world)]
         self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
 
     def worker(self, rank: int, transport: Any) -> Worker:
-        worker = Worker(self.job, self.plan, self.codecs, torch.device("cpu"), rank=rank, transport=transport)
+        codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
+        worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, transport=transport)
         for s in range(self.plan.servers):
             follow_stalls(transport, SERVER_BASE + s, 1, lambda said: worker.stalled(said.bucket, said.step, said.missing))
         return worker

@@ -13,6 +13,8 @@ from torch import nn
 WORLD = 2
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
 INT8 = "int8(block=64)"
+RUNS = "block_threshold(ratio=0.2, run=8, values='int4')"
+DRAWN = "randomk(ratio=0.5, values='bf16', unbiased=False)"
 
 
 def fit(run: Run) -> dict[str, Any]:
@@ -37,8 +39,9 @@ def dense() -> torch.Tensor:
     return losses
 
 
-@pytest.mark.parametrize("how", ["module", "ddp"])
-@pytest.mark.parametrize("codec", [TOPK, INT8])
+@pytest.mark.parametrize(
+    ("codec", "how"), [(TOPK, "module"), (TOPK, "ddp"), (INT8, "module"), (INT8, "ddp"), (RUNS, "module"), (DRAWN, "ddp")]
+)
 def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Tensor) -> None:
     with coordinators(1, WORLD, 2) as made:
         results = pool(WORLD).call(play, WORLD, fit, Setting(how, (made[0].address,), codec, servers=2))
@@ -48,6 +51,30 @@ def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Te
     assert end < dense_end + 0.1 * begin
     for name, tensor in results[0].items():
         assert name == "losses" or torch.equal(tensor, results[1][name])
+
+
+def scheduled(run: Run) -> dict[str, Any]:
+    """What the workers took as the learning rate, step by step, while a schedule changes it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    wrapped = run.wrap(model, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    rates = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(run, wrapped, step).backward()
+        optimizer.step()
+        schedule.step()
+        rates.append(run.sessions[0]._driver.connection.worker.rate)
+    return {"rates": rates}
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_session_passes_the_learning_rate_on(how: str) -> None:
+    codec = "error_feedback(int8(), lr_correction=True)"
+    with coordinators(1, WORLD, 1) as made:
+        results = pool(WORLD).call(play, WORLD, scheduled, Setting(how, (made[0].address,), codec))
+    assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
 
 
 # ---- conservation

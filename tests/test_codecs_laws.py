@@ -69,7 +69,9 @@ def test_sent_and_residual_make_input_and_old_residual(codec: Codec, values: lis
         sent = torch.zeros_like(x)
         if wrapped.decode(payload, state, out := torch.empty_like(x)):
             sent = out
-        torch.testing.assert_close(sent + state["residual"], v, rtol=3e-7, atol=1e-44)
+        # A large code for a small number leaves a residual with the bits of the code.
+        atol = 3e-7 * float(v.abs().max()) if kit.coarse(codec) and values else 1e-44
+        torch.testing.assert_close(sent + state["residual"], v, rtol=3e-7, atol=atol)
 
 
 @each
@@ -125,7 +127,7 @@ def test_server_sums_what_three_workers_sent(codec: Codec, n: int) -> None:
         sums = cluster.step([kit.noise(n, 10 * step + i) for i in range(3)])
         sent = sum(kit.decoded(codec, payload, n).double() for payload in cluster.payloads)
         assert torch.equal(sums[0], sums[1])
-        torch.testing.assert_close(cluster.accs[0]["sum"].double(), sent, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kit.summed(codec, cluster.accs[0], n).double(), sent, rtol=1e-5, atol=1e-6)
         if codec.rounds == (Round.SUM,):
             torch.testing.assert_close(sums[0].double(), sent, rtol=1e-5, atol=1e-6)
 
@@ -147,11 +149,11 @@ def test_nothing_is_lost_between_workers_and_server(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [c for c in kit.PLAIN if c.rounds == (Round.SUM,)], ids=str)
 def test_sum_rounds_are_linear(codec: Codec) -> None:
+    """To the rounding of the values. Of one and the same step: a later one may draw other entries."""
     a, b = kit.noise(999, 1), kit.noise(999, 2)
-    state = codec.init(Spec((999,)))
-    whole = kit.decoded(codec, kit.encode(codec, a + b, state), 999)
-    parts = kit.decoded(codec, kit.encode(codec, a, state), 999) + kit.decoded(codec, kit.encode(codec, b, state), 999)
-    assert torch.equal(whole, parts)
+    whole, *parts = (kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((999,)))), 999) for x in (a + b, a, b))
+    coarse = next((2.0**-bits for name, bits in (("fp16", 10), ("bf16", 7)) if name in str(codec)), 1e-6)
+    torch.testing.assert_close(whole, parts[0] + parts[1], rtol=coarse, atol=4 * coarse * float(whole.abs().max()))
 
 
 @each
@@ -177,6 +179,6 @@ def test_the_first_contribution_overwrites_what_was_there(codec: Codec) -> None:
     acc["sum"].fill_(float("nan"))
     payload = kit.encode(codec, kit.noise(n), state)
     codec.add(0, payload, acc, first=True)
-    assert torch.equal(acc["sum"], kit.decoded(codec, payload, n))
+    assert torch.equal(kit.summed(codec, acc, n), kit.decoded(codec, payload, n))
     codec.add(0, payload, acc, first=False)
-    assert torch.equal(acc["sum"], 2 * kit.decoded(codec, payload, n))
+    assert torch.equal(kit.summed(codec, acc, n), 2 * kit.decoded(codec, payload, n))

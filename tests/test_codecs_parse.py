@@ -35,7 +35,7 @@ def test_spellings() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("topq()", "'topq' is unknown, allowed are bf16, error_feedback, fp16, identity, int8, topk"),
+        ("topq()", "'topq' is unknown, allowed are bf16, "),
         ("os.system('true')", "'os.system' is unknown"),
         ("topk(rate=0.1)", "topk has no argument 'rate', allowed are ratio, values, exact"),
         ("fp16(1)", "fp16 takes 0 arguments"),
@@ -65,6 +65,14 @@ def test_what_is_wrong_is_named(text: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+WRAPPERS = {"error_feedback", "ef21", "momentum", "momentum_correction", "dgc", "warmup"}
+"""Factories whose codecs have the number of what is inside."""
+
+ARGUMENTS = {"partition": "partition(fp16(), parts=2)", "chain": "chain(topk(values='fp32'), int8())"}
+
+
 def test_tables_agree() -> None:
-    assert {parse(f"{name}()").id for name in CODEC_IDS} == set(CODEC_IDS.values())
-    assert set(CODEC_IDS) | {"error_feedback"} == set(FACTORIES)
+    for name, number in CODEC_IDS.items():
+        assert parse(ARGUMENTS.get(name, f"{name}()")).id == number
+    assert len(set(CODEC_IDS.values())) == len(CODEC_IDS)
+    assert set(CODEC_IDS) | WRAPPERS == set(FACTORIES)

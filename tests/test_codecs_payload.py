@@ -13,7 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.compressors import Codec, bf16, fp16, identity, int8, kernels, topk
+from commlayer.compressors import (
+    Codec,
+    bf16,
+    block_threshold,
+    chain,
+    fp16,
+    identity,
+    int4,
+    int8,
+    kernels,
+    natural,
+    onebit,
+    partition,
+    qsgd,
+    randomk,
+    terngrad,
+    topk,
+)
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
@@ -27,7 +44,22 @@ CASES: dict[str, tuple[Codec, int]] = {
     "topk-fp16-bitmap": (topk(ratio=0.6, values="fp16"), 100),
     "topk-fp32": (topk(ratio=0.01, values="fp32", exact=True), 5000),
     "topk-none": (topk(), 9),
+    "topk-int4": (topk(ratio=0.05, values="int4"), 500),
+    "topk-bf16": (topk(ratio=0.05, values="bf16"), 100),
+    "topk-blocks": (topk(ratio=0.1), 700),
+    "block_threshold": (block_threshold(ratio=0.1, values="fp16"), 500),
+    "randomk": (randomk(ratio=0.05), 300),
+    "randomk-bf16-unbiased": (randomk(ratio=0.05, values="bf16", unbiased=True), 300),
+    "chain": (chain(topk(ratio=0.05, values="fp32"), int8(block=8)), 600),
+    "partition": (partition(int8(block=8), parts=3), 21),
     "int8-flagged": (int8(), 5),
+    "int4": (int4(block=8), 21),
+    "qsgd-3-bits": (qsgd(block=8, levels=3), 21),
+    "qsgd-5-bits-l2": (qsgd(block=16, levels=15, norm="l2"), 21),
+    "natural": (natural(block=8), 21),
+    "natural-8-bits": (natural(block=16, bits=8), 21),
+    "terngrad": (terngrad(block=160), 167),
+    "onebit": (onebit(block=8), 21),
 }
 
 
@@ -37,6 +69,8 @@ def golden_input(name: str, n: int) -> torch.Tensor:
         return torch.zeros(n)
     x = torch.tensor([((i * 2654435761) % 4093 - 2046) / 256.0 for i in range(n)])
     x = x * x * x
+    if name == "topk-blocks":
+        x[:100] *= 1000.0
     if name == "int8-flagged":
         x[2] = float("inf")
     return x
@@ -123,7 +157,7 @@ def test_a_payload_may_lie_anywhere(codec: Codec) -> None:
         assert torch.equal(kit.decoded(codec, moved, n), wanted)
         acc = codec.zeros(Spec((n,)), 0)
         codec.add(0, moved, acc, first=False)
-        assert torch.equal(acc["sum"], wanted)
+        assert torch.equal(kit.summed(codec, acc, n), wanted)
         room = memoryview(bytearray(shift + codec.bound(Spec((n,)))))[shift:]
         assert bytes(room[: codec.start(kit.noise(n), codec.init(Spec((n,))), room)]) == good
 

@@ -24,6 +24,7 @@ class RankOne(msgspec.Struct, frozen=True):
     id: ClassVar[int] = ID
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM, Round.SUM)
     biased: ClassVar[bool] = True
+    keeps: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
 
     def bound(self, spec: Spec) -> int:

@@ -192,7 +192,7 @@ def test_a_ratio_outside_its_range_is_named(ratio: object) -> None:
 
 
 def test_other_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="topk: values is 'int3', allowed is one of 'int8', 'fp16', 'fp32'"):
+    with pytest.raises(ValueError, match="topk: values is 'int3', allowed is one of 'int8', 'fp16', 'fp32', 'bf16', 'int4'"):
         topk(values="int3")
     with pytest.raises(ValueError, match="topk: exact is 1, allowed is"):
         topk(exact=1)  # type: ignore[arg-type]

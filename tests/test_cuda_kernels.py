@@ -1,4 +1,4 @@
-"""Every kernel of cuda/ against native core and reference, byte for byte: on a GPU where there is one, else on the shim."""
+"""The kernels of dense and sparse codecs against native core and reference, byte for byte: on a GPU, or else on the shim."""
 
 from __future__ import annotations
 
@@ -8,48 +8,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from cuda_kit import DEVICE, octets, running
-from native_kit import KINDS, bits, core, numbers, positions
+from cuda_kit import raw, same, zeros
+from native_kit import KINDS, core, numbers, positions
 
-from commlayer.compressors import device, reference
 from commlayer.errors import CorruptFrame
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 1000, 4095, 4096, 4097, 12_289)
 TILE = 4096
-
-Run = Callable[[ModuleType, Callable[[np.ndarray], torch.Tensor]], list[bytes]]
-
-
-def same(run: Run, seed: int = 0, resident: int = 3) -> list[bytes]:
-    """What run(module, there) gives on all three; `there` puts an array where the module works, as a copy."""
-    found = run(core, _here)
-    assert run(reference, _here) == found, "reference and native differ"
-    with running(seed, resident):
-        assert run(device, _there) == found, "device and native differ"
-    return found
-
-
-def _here(array: np.ndarray) -> torch.Tensor:
-    copy = torch.from_numpy(array.copy())
-    return copy if array.size else torch.empty(0, dtype=copy.dtype)  # what torch makes of an empty array has no view as bytes
-
-
-def _there(array: np.ndarray) -> torch.Tensor:
-    if array.size == 0:
-        return _here(array).to(DEVICE)
-    memory = octets(array.nbytes)
-    memory.copy_(torch.from_numpy(array.copy()).view(torch.uint8))
-    return memory.to(DEVICE).view(torch.from_numpy(array).dtype)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    array = tensor.cpu().numpy()
-    return bits(array) if array.dtype == np.float32 else array.tobytes()
-
-
-def zeros(nbytes: int) -> np.ndarray:
-    return np.zeros(nbytes, np.uint8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,16 +133,20 @@ def test_sample_abs(n: int) -> None:
     same(sample)
 
 
+def size_of(kind: str, idx: np.ndarray, n: int) -> int:
+    return {"ef": core.ef_bound(n, len(idx)), "bitmap": (n + 7) // 8, "blocks": core.blocks_nbytes(idx.view(np.int32), n)}[kind]
+
+
 SPARSE = [(1, 1), (33, 32), (257, 1), (257, 256), (4097, 400), (10**5, 70), (10**5, 5000), (10**5, 99_999), (2**32 - 1, 300)]
 
 
 @pytest.mark.parametrize(("n", "k"), SPARSE)
-@pytest.mark.parametrize("kind", ["ef", "bitmap"])
+@pytest.mark.parametrize("kind", ["ef", "bitmap", "blocks"])
 def test_positions(kind: str, n: int, k: int) -> None:
     if kind == "bitmap" and n > 10**6:
         n = 300_001
     idx = positions(n, k, 1) if n < 10**7 else np.unique(np.random.default_rng(1).integers(0, n, k)).astype(np.uint32)
-    nbytes = core.ef_bound(n, len(idx)) if kind == "ef" else (n + 7) // 8
+    nbytes = size_of(kind, idx, n)
 
     def code(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         outs = []
@@ -193,11 +163,11 @@ def test_positions(kind: str, n: int, k: int) -> None:
     same(code)
 
 
-@pytest.mark.parametrize("kind", ["ef", "bitmap"])
+@pytest.mark.parametrize("kind", ["ef", "bitmap", "blocks"])
 def test_bytes_that_are_not_positions_are_refused_alike(kind: str) -> None:
     n, k = 3001, 200
     idx, random = positions(n, k, 2), np.random.default_rng(3)
-    good = zeros(core.ef_bound(n, k) if kind == "ef" else (n + 7) // 8)
+    good = zeros(size_of(kind, idx, n))
     getattr(core, f"{kind}_encode")(good, idx, n)
     broken = []
     for _ in range(40):
@@ -234,3 +204,56 @@ def test_scattering(n: int, k: int) -> None:
         return [raw(plain), raw(coded)]
 
     same(scatter)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 33, 1000, 5000, 20_011])
+@pytest.mark.parametrize("kind", KINDS)
+def test_order(n: int, kind: str) -> None:
+    x, old = numbers(n, n, kind=kind), numbers(n, n + 1)
+
+    def order(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        words, found = there(np.zeros(n, np.int32)), []
+        for rank in sorted({1, n // 3 + 1, n}):
+            found += [module.kth_abs(there(x), residual, rank, words) for residual in (None, there(old))]
+        counts = [module.count_above(there(x), cut) for cut in (2.0**-126, 0.1, 1.0000001, 3.4e38)]
+        return [raw(torch.tensor(found)), repr(counts).encode()]
+
+    same(order)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "spike"])
+@pytest.mark.parametrize(("count", "keep"), [(1, 1), (33, 1), (257, 256), (1000, 400), (5000, 4999), (5000, 1234)])
+def test_trim(count: int, keep: int, kind: str) -> None:
+    n = 6000
+    idx, val, old = positions(n, count, 1).view(np.int32), numbers(count, 2, kind=kind), numbers(n, 3)
+
+    def trim(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        out = []
+        for start in (0, n // 2, n - 1):
+            where, values, kept = there(idx), there(val), there(old)
+            left = module.trim(kept, n, where, values, count, keep, start, there(np.zeros(count, np.int32)))
+            assert left == keep
+            out += [raw(where[:keep]), raw(values[:keep]), raw(kept)]
+        return out
+
+    same(trim)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 255, 256, 257, 1001])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nibbles(n: int, kind: str) -> None:
+    x = numbers(n, n, kind=kind)
+
+    def code(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        out = []
+        for block in (2, 256):
+            q, scale, rest = there(zeros((n + 1) // 2)), there(zeros(4 * -(-n // block))), there(x)
+            if not module.nibbles_encode(q, scale, there(x), rest, block):
+                out.append(b"not finite")
+                continue
+            back = there(x)
+            module.nibbles_decode(back, q, scale, block)
+            out += [raw(q), raw(scale), raw(rest), raw(back)]
+        return out
+
+    same(code)

@@ -10,12 +10,15 @@ import torch
 from cuda_kit import DEVICE, running
 from runtime_kit import Rig, on_ranks, step
 
-from commlayer.compressors import error_feedback, identity, int8, parse, runs_on
+from commlayer.compressors import codec_of, error_feedback, identity, int8, parse, runs_on
 from commlayer.compressors.device import launch, launch_cupy
 from commlayer.runtime.worker import Worker
 
 SHAPES = [(150, 200), (64,), (4000,), (1,)]
-CODECS = ["identity()", "bf16()", "int8(block=64)", "topk(ratio=0.05, values='int8', exact=False)"]
+CODECS = [
+    "identity()", "bf16()", "int8(block=64)", "topk(ratio=0.05, values='int8', exact=False)", "qsgd()",
+    "error_feedback(int4())", "error_feedback(randomk(ratio=0.1))",
+]  # fmt: skip
 
 
 class DeviceRig(Rig):
@@ -26,7 +29,8 @@ class DeviceRig(Rig):
     def worker(self, rank: int, transport: Any) -> Worker:
         wanted = {b.id for b in self.plan.buckets} if self.on_device else set()
         device = DEVICE if self.on_device else torch.device("cpu")
-        return Worker(self.job, self.plan, self.codecs, device, rank=rank, transport=transport, on_device=wanted)
+        codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
+        return Worker(self.job, self.plan, codecs, device, rank=rank, transport=transport, on_device=wanted)
 
 
 def train(codec: str, *, on_device: bool) -> list[list[list[torch.Tensor]]]:

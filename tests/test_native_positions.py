@@ -7,25 +7,30 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_kit import SIZES, core, numbers, portable, positions, unaligned
 
 from commlayer.compressors import reference
+from commlayer.compressors.positions import BLOCKS, decode, encode
 from commlayer.errors import CorruptFrame
 
 quick = settings(max_examples=80, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
-FORMATS = ("ef", "bitmap")
+FORMATS = ("ef", "bitmap", "blocks")
 MODULES = (core, reference)
 
 
-def nbytes_of(name: str, n: int, k: int) -> int:
-    return core.ef_bound(n, k) if name == "ef" else (n + 7) // 8
+def nbytes_of(name: str, n: int, idx: np.ndarray) -> int:
+    if name == "blocks":
+        assert core.blocks_nbytes(idx, n) == reference.blocks_nbytes(idx, n)
+        return int(core.blocks_nbytes(idx, n))
+    return core.ef_bound(n, len(idx)) if name == "ef" else (n + 7) // 8
 
 
 def encoded(name: str, idx: np.ndarray, n: int) -> bytearray:
-    out = bytearray(nbytes_of(name, n, len(idx)))
+    out = bytearray(nbytes_of(name, n, idx))
     assert getattr(core, f"{name}_encode")(out, idx, n) == len(out)
     return out
 
@@ -35,7 +40,7 @@ def encoded(name: str, idx: np.ndarray, n: int) -> bytearray:
 @pytest.mark.parametrize("name", FORMATS)
 def test_round_trip_fills_exactly_the_stated_bytes(name: str, n: int, seed: int, density: float, at: int) -> None:
     idx = positions(n, int(n * density), seed)
-    nbytes = nbytes_of(name, n, len(idx))
+    nbytes = nbytes_of(name, n, idx)
     made = []
     for module in MODULES:
         out, whole = unaligned(nbytes + at, 3)
@@ -51,7 +56,7 @@ def test_round_trip_fills_exactly_the_stated_bytes(name: str, n: int, seed: int,
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_byte_too_few_is_an_error_before_any_write(name: str, module: ModuleType) -> None:
-    out = bytearray(b"\xa5" * (nbytes_of(name, 1000, 10) - 1))
+    out = bytearray(b"\xa5" * (nbytes_of(name, 1000, positions(1000, 10, 1)) - 1))
     with pytest.raises(ValueError):
         getattr(module, f"{name}_encode")(out, positions(1000, 10, 1), 1000)
     assert set(out) == {0xA5}
@@ -107,15 +112,28 @@ def test_size_is_near_the_information_in_the_choice(density: float) -> None:
     assert core.ef_bound(n, k) * 8 <= 1.15 * least
 
 
+@pytest.mark.parametrize("length", [1, 2, 4, 8, 16])
+def test_blocks_win_where_positions_come_in_clusters(length: int) -> None:
+    """From about three in sixteen on; the choice is made by exact sizes."""
+    n, starts = 1_000_000, positions(1_000_000 // 16, 10_000 // length, 5).astype(np.int64)
+    idx = torch.from_numpy((starts[:, None] * 16 + np.arange(length)).reshape(-1).astype(np.int32))
+    out = memoryview(bytearray(100_000))
+    kind, nbytes = encode(out, idx, n)
+    assert nbytes == min(core.ef_bound(n, len(idx)), n // 8, core.blocks_nbytes(idx, n))
+    assert (kind == BLOCKS) == (length >= 4)
+    assert torch.equal(decode(kind, out[:nbytes], len(idx), n), idx)
+
+
 def test_positions_up_to_the_last_of_32_bits() -> None:
     n = 2**32 - 1
     idx = np.array([0, 1, 2**31 - 1, 2**31, n - 2, n - 1], np.uint32)
     for module in MODULES:
-        out = bytearray(core.ef_bound(n, len(idx)))
-        assert module.ef_encode(out, idx, n) == len(out)
-        back = np.zeros_like(idx)
-        module.ef_decode(back, n, out)
-        assert (back == idx).all()
+        for name in ("ef", "blocks"):
+            out = bytearray(nbytes_of(name, n, idx))
+            assert getattr(module, f"{name}_encode")(out, idx, n) == len(out)
+            back = np.zeros_like(idx)
+            getattr(module, f"{name}_decode")(back, n, out)
+            assert (back == idx).all()
 
 
 @pytest.mark.parametrize("module", MODULES)

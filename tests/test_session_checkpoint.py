@@ -84,7 +84,7 @@ def test_a_resumed_run_equals_the_one_that_went_on(how: str, skip: int, tmp_path
         setting = Setting(how, (servers.address,), TOPK, servers=SERVERS)
         saved = pool(WORLD).call(save_and_go_on, setting, str(tmp_path), skip)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]
+        "plan.json", "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]
     with Servers(WORLD, SERVERS) as servers:
         without = pool(WORLD).call(save_and_go_on, Setting(how, (servers.address,), TOPK, servers=SERVERS), "", skip)
     again = {}
@@ -232,4 +232,4 @@ def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -
     assert results[0]["save"] == "save() failed on rank 1, whose own error says why"
     assert "rank-1.safetensors" in results[1]["save"]
     assert sorted(p.name for p in (tmp_path / "late").iterdir()) == [
-        "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]
+        "plan.json", "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]

@@ -8,6 +8,7 @@ import typer
 
 from commlayer.cli.demo import demo
 from commlayer.cli.serve import serve
+from commlayer.cli.tune import tune
 from commlayer.errors import CommError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ def commlayer() -> None:
 
 app.command()(demo)
 app.command()(serve)
+app.command()(tune)
 
 
 def run() -> None:

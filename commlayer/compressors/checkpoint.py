@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from commlayer.compressors.codec import State
+from commlayer.compressors.keys import KEYS
 from commlayer.compressors.threshold import NUMBERS
+
+LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS}
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:
@@ -49,7 +52,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _check_values(path: str, value: torch.Tensor) -> None:
     if value.is_floating_point() and not bool(value.isfinite().all()):
         raise ValueError(f"codec state {path}: holds a number that is not finite; take an earlier checkpoint")
-    least, most = NUMBERS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
+    least, most = LIMITS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
     if value.ndim == 0 and not least <= value.item() <= most:
         raise ValueError(f"codec state {path}: is {value.item()}, allowed is {least} to {most}; take an earlier checkpoint")
 

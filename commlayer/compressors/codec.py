@@ -62,6 +62,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def keeps(self) -> bool:
+        """Whether what it did not send, or has sent, bears on later steps: then an abandoned step must be undone."""
+        ...
+
+    @property
     def in_place(self) -> bool:
         """Whether the payload is the header followed by x itself, so that a caller may let x live inside its payload."""
         ...

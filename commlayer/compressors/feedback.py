@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import msgspec
+import msgspec.structs
 import torch
 
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.oneround import accumulator, check_numel, spell
+from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Spec
 
 
@@ -42,7 +43,14 @@ class Limited(Protocol):
     def most(self) -> float: ...
 
 
-class ErrorFeedback(msgspec.Struct, frozen=True):
+@runtime_checkable
+class AddsTo(Protocol):
+    """A codec whose accumulator is not the dense tensor: `add_to` adds a payload to that."""
+
+    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None: ...
+
+
+class ErrorFeedback(Wrapper, frozen=True):
     """Payloads are the inner codec's.
 
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory, which
@@ -52,24 +60,14 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
 
     name: ClassVar[str] = "error_feedback"
     biased: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
+    keeps: ClassVar[bool] = True
 
-    inner: Any
+    lr_correction: bool = False
+    """Whether x is to be in units of the update, gradient times learning rate: see `in_updates`."""
 
     def __str__(self) -> str:
-        return spell(self)
-
-    @property
-    def id(self) -> int:
-        return int(self.inner.id)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        rounds: tuple[Round, ...] = self.inner.rounds
-        return rounds
-
-    def bound(self, spec: Spec) -> int:
-        return int(self.inner.bound(spec))
+        # Absent means off, for ever: the spelling of plans from before there was a choice.
+        return spell(self) if self.lr_correction else f"{self.name}({self.inner})"
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
@@ -98,13 +96,12 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
             state["_sent"] = out[:nbytes]
         return nbytes
 
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        return bool(self.inner.decode(result, state["inner"], out))
-
     def undo(self, state: State) -> None:
         if state["_sent"] is None:
             return
-        if len(self.rounds) == 1:
+        if isinstance(self.inner, AddsTo):
+            self.inner.add_to(state["_sent"], state["residual"])
+        elif len(self.rounds) == 1:
             self.inner.add(0, state["_sent"], accumulator(state["residual"]), first=False)
         else:
             self.inner.sent(state["inner"], state["_scratch"])
@@ -117,12 +114,6 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
         state["residual"] -= state["_added"]
         self.inner.add(0, state["_sent"], accumulator(state["residual"]), first=False)
         state["_sent"] = state["_added"] = None
-
-    def zeros(self, spec: Spec, r: int) -> Any:
-        return self.inner.zeros(spec, r)
-
-    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.inner.add(r, payload_, acc, first=first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if not self._lossy_emit():
@@ -144,14 +135,13 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
 
     def _start(self, x: torch.Tensor, state: State, out: Out) -> int:
         residual, inner = state["residual"], state["inner"]
-        if isinstance(self.inner, Fed):
-            return self.inner.start_fed(x, residual, inner, out)
+        if fused := getattr(self.inner, "start_fed", None):  # isinstance(_, Fed) costs as much as a small bucket's selection
+            return int(fused(x, residual, inner, out))
         v = state["_scratch"]
         torch.add(x, residual, out=v)
         if not kernels.all_finite(v):
             kernels.absorb(residual, x)
-            several = len(self.rounds) > 1
-            return int(self.inner.start(v, inner, out)) if several else payload.write_flagged(out, self.id, x.numel())
+            return int(self.inner.start(v, inner, out))  # flagged; what it counts by the step goes on
         residual.copy_(v)
         nbytes = int(self.inner.start(v, inner, out))
         if len(self.rounds) > 1:
@@ -166,15 +156,35 @@ class ErrorFeedback(msgspec.Struct, frozen=True):
         return nbytes
 
 
-def error_feedback(inner: Codec) -> ErrorFeedback:
-    """Wraps a codec of one round, or one of several rounds that can say what it sent."""
+def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
+    """Wraps a codec of one round, or one of several rounds that can say what it sent.
+
+    With `lr_correction`, what is owed keeps the learning rate at which it was owed (Zheng et al. 2019), here and on servers.
+    """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise ValueError(f"error_feedback: inner is {inner}, allowed is a codec that is not error_feedback itself")
+    if inner.keeps:
+        raise ValueError(f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
     if len(inner.rounds) > 1 and not isinstance(inner, Sent):
         raise ValueError(f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not known")
-    return ErrorFeedback(inner)
+    if not isinstance(lr_correction, bool):
+        raise ValueError(f"error_feedback: lr_correction is {lr_correction!r}, allowed is True or False")
+    return ErrorFeedback(inner, lr_correction)
 
 
 def wrap(codec: Codec) -> Codec:
     """What a plan runs: error feedback around a biased codec, any other as it is."""
+    if isinstance(codec, Wrapper) and codec.feedback_inside:
+        wrapped: Codec = msgspec.structs.replace(codec, inner=wrap(codec.inner))
+        return wrapped
     return error_feedback(codec) if codec.biased else codec
+
+
+def in_updates(codec: Codec) -> bool:
+    """Whether x must be gradient times learning rate, and the sum be divided by it again.
+
+    In these units every residual keeps its rate, the server's included, and nobody has to be told of a change.
+    """
+    if isinstance(codec, ErrorFeedback) and codec.lr_correction:
+        return True
+    return isinstance(codec, Wrapper) and in_updates(codec.inner)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from commlayer import native
@@ -43,11 +45,6 @@ def use(backend: str) -> Iterator[None]:
         yield
     finally:
         _chosen[0] = before
-
-
-def on_device(x: torch.Tensor) -> bool:
-    """Whether kernels of a device run on x."""
-    return device.serves(x.device)
 
 
 def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
@@ -92,12 +89,77 @@ def bf16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
 
 
 def int8_encode(quanta: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    """Codes x + residual and writes back what the rounding keeps. False, residual unchanged, if it is not finite."""
+    """Codes x + residual and writes back what the rounding keeps. False if it is not finite: residual takes the finite part."""
     return bool(_of(x, quanta).int8_encode(quanta, scales, x, residual, block))
 
 
 def int8_decode(acc: torch.Tensor, quanta: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
     _of(acc, quanta).int8_decode(acc, quanta, scales, block, assign)
+
+
+def linear_encode(
+    codes: Buffer,
+    scales: Buffer,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    block: int,
+    bits: int,
+    *,
+    euclidean: bool,
+    random: tuple[int, int] | None,
+) -> bool:
+    """As int8_encode; `random` is key and step of the words that round, None rounds to the nearest."""
+    key, step = random or (0, 0)
+    return bool(_of(x, codes).linear_encode(codes, scales, x, residual, block, bits, euclidean, random is not None, key, step))
+
+
+def linear_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, bits: int, *, assign: bool) -> None:
+    _of(acc, codes).linear_decode(acc, codes, scales, block, bits, assign)
+
+
+def ternary_encode(
+    codes: Buffer,
+    scales: Buffer,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    block: int,
+    clip: float,
+    *,
+    random: tuple[int, int],
+) -> bool:
+    """As linear_encode; clip is in root mean squares of a block, 0 for none."""
+    return bool(_of(x, codes).ternary_encode(codes, scales, x, residual, block, clip, *random))
+
+
+def ternary_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
+    _of(acc, codes).ternary_decode(acc, codes, scales, block, assign)
+
+
+def natural_encode(
+    codes: Buffer,
+    bases: Buffer,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    block: int,
+    bits: int,
+    *,
+    random: tuple[int, int],
+) -> bool:
+    """As linear_encode."""
+    return bool(_of(x, codes).natural_encode(codes, bases, x, residual, block, bits, *random))
+
+
+def natural_decode(acc: torch.Tensor, codes: Buffer, bases: Buffer, block: int, bits: int, *, assign: bool) -> None:
+    _of(acc, codes).natural_decode(acc, codes, bases, block, bits, assign)
+
+
+def onebit_encode(codes: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+    """As int8_encode."""
+    return bool(_of(x, codes).onebit_encode(codes, scales, x, residual, block))
+
+
+def onebit_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
+    _of(acc, codes).onebit_decode(acc, codes, scales, block, assign)
 
 
 def select(
@@ -140,6 +202,123 @@ def bitmap_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     _of(idx, src).bitmap_decode(idx, n, src)
 
 
+def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx).blocks_nbytes(idx, n))
+
+
+def blocks_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx, out).blocks_encode(out, idx, n))
+
+
+def blocks_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
+    """As ef_decode."""
+    _of(idx, src).blocks_decode(idx, n, src)
+
+
+def kth_abs(g: torch.Tensor, residual: torch.Tensor | None, rank: int, scratch: torch.Tensor) -> float:
+    return float(_of(g).kth_abs(g, residual, rank, scratch))
+
+
+def count_above(x: torch.Tensor, cut: float) -> int:
+    return int(_of(x).count_above(x, cut))
+
+
+def trim(
+    residual: torch.Tensor | None,
+    n: int,
+    idx: torch.Tensor,
+    val: torch.Tensor,
+    count: int,
+    keep: int,
+    start: int,
+    scratch: torch.Tensor,
+) -> int:
+    """How many entries stay, at the front of idx and val; the rest of the first `count` goes back to the residual."""
+    return int(_of(val).trim(residual, n, idx, val, count, keep, start, scratch))
+
+
+def select_runs(
+    g: torch.Tensor,
+    residual: torch.Tensor | None,
+    run: int,
+    threshold: float,
+    start: int,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+) -> tuple[int, int, bool]:
+    """As select, by runs. Their elements stay in the residual until scatter_runs says what is kept of them."""
+    count, overflow, finite = _chosen[0].select_runs(g, residual, run, threshold, start, ids, scores)
+    return int(count), int(overflow), bool(finite)
+
+
+def score_runs(g: torch.Tensor, residual: torch.Tensor | None, run: int, offset: int, out: torch.Tensor) -> None:
+    _chosen[0].score_runs(g, residual, run, offset, out)
+
+
+def gather_runs(src: torch.Tensor, run: int, ids: torch.Tensor, val: torch.Tensor) -> int:
+    return int(_chosen[0].gather_runs(src, run, ids, val))
+
+
+def scatter_runs(acc: torch.Tensor, run: int, ids: torch.Tensor, val: torch.Tensor, *, assign: bool) -> None:
+    _chosen[0].scatter_runs(acc, run, ids, val, assign)
+
+
+def draw_word(key: int, step: int) -> int:
+    return int(_chosen[0].draw_word(key, step))
+
+
+def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
+    _of(idx).draw_strata(idx, n, seed)
+
+
+def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
+    """val = src[idx]."""
+    _of(src).take(src, idx, val)
+
+
+def nibbles_encode(q: Buffer, scales: Buffer, x: torch.Tensor, rest: torch.Tensor, block: int) -> bool:
+    """Codes x to 4 bits an entry; rest = x - what that says. False if x is not finite."""
+    return bool(_of(x, q).nibbles_encode(q, scales, x, rest, block))
+
+
+def nibbles_decode(out: torch.Tensor, q: Buffer, scales: Buffer, block: int) -> None:
+    _of(out, q).nibbles_decode(out, q, scales, block)
+def int_maxima(most: Buffer, x: torch.Tensor, block: int) -> bool:
+    """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
+    return bool(_chosen[0].int_maxima(most, x, block))
+
+
+def int_encode(
+    q: Buffer, x: torch.Tensor, most: Buffer, block: int, bits: int, *, dither: bool, key: int, step: int
+) -> None:
+    """x in the scale that the maxima give, `bits` each; dithered by the random numbers of (key, step), or to the nearest."""
+    _chosen[0].int_encode(q, x, most, block, bits, dither, key, step)
+
+
+def int_legal(q: Buffer, n: int, bits: int) -> bool:
+    """Whether q holds n integers that an encoder makes, and no padding is set."""
+    return bool(_chosen[0].int_legal(q, n, bits))
+
+
+def int_add(acc: torch.Tensor, q: Buffer, bits: int, *, assign: bool) -> None:
+    """acc is int32."""
+    _chosen[0].int_add(acc, q, bits, assign)
+
+
+def int_pack(out: Buffer, acc: torch.Tensor, width: int) -> None:
+    """acc (int32) in `width` bits each, which must hold them."""
+    _chosen[0].int_pack(out, acc, width)
+
+
+def int_decode(out: torch.Tensor, q: Buffer, most: Buffer, block: int, bits: int, width: int) -> None:
+    _chosen[0].int_decode(out, q, most, block, bits, width)
+
+
+def outer(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int) -> None:
+    """out = the product of p (rank x m) and q (rank x n), the same bits on every machine."""
+    _chosen[0].outer(out, p, q, rank)
+
+
 def copy_f32(dst: torch.Tensor, src: Buffer) -> None:
     """dst = the floats in src, whatever its alignment."""
     if isinstance(src, torch.Tensor):
@@ -158,12 +337,25 @@ def store_f32(dst: Buffer, src: torch.Tensor) -> None:
             np.copyto(floats, src.numpy())
 
 
-def scales_valid(src: Buffer) -> bool:
-    """Whether every float32 scale in src is from 0 to MOST_SCALE."""
+def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
+    """The largest of the unsigned numbers in src; 0 if there is none."""
     if isinstance(src, torch.Tensor):
-        return device.within(src, float(MOST_SCALE))
+        return device.largest(src, np.dtype(dtype).itemsize)
+    numbers = np.frombuffer(src, dtype)
+    return int(numbers.max()) if numbers.size else 0
+
+
+def octets(src: Buffer) -> npt.NDArray[np.uint8]:
+    """The bytes on the host. For a few: those of a device are waited for."""
+    return src.cpu().numpy() if isinstance(src, torch.Tensor) else np.frombuffer(src, np.uint8)
+
+
+def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
+    """Whether every float32 scale in src is from 0 to `most`."""
+    if isinstance(src, torch.Tensor):
+        return device.within(src, float(most))
     scales = np.frombuffer(src, np.float32)
-    return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= MOST_SCALE)
+    return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 
 
 def absorb(residual: torch.Tensor, x: torch.Tensor) -> None:

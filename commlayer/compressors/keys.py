@@ -13,6 +13,10 @@ from commlayer.compressors.codec import State
 SERVER = -1
 """The sender of results."""
 
+MOST_KEY = (1 << 63) - 1
+KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
+"""What the keys of a state may be."""
+
 
 def seed(state: State, job: str, bucket: int, sender: int) -> None:
     """Sets the keys in a fresh state and in the states inside it. `job` is any text that the workers share."""
@@ -23,7 +27,8 @@ def seed(state: State, job: str, bucket: int, sender: int) -> None:
 def _set(state: State, keys: dict[str, int]) -> None:
     for name, value in state.items():
         if isinstance(value, dict):
-            _set(value, keys)
+            # A state under a number is one of several like it: each draws for itself.
+            _set(value, {which: _key(f"{key} {name}") for which, key in keys.items()} if name.isdigit() else keys)
         elif name in keys:
             state[name] = keys[name]
 

@@ -41,6 +41,7 @@ class OneRound(msgspec.Struct, frozen=True):
     name: ClassVar[str] = ""
     rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
     biased: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
 
     def __str__(self) -> str:
@@ -91,18 +92,25 @@ class OneRound(msgspec.Struct, frozen=True):
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(torch.zeros(math.prod(spec.shape)))
 
-    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        total = acc["sum"]
-        head = payload.read(payload_, self.id, total.numel())
-        parts = () if head.flagged else self.check(head, total.numel())
+    def vet(self, r: int, payload_: Buffer, acc: Any) -> tuple[Any, ...] | None:
+        """What `put` adds: the checked parts, or None of a flagged payload. Changes nothing."""
+        numel = acc["sum"].numel()
+        head = payload.read(payload_, self.id, numel)
+        return None if head.flagged else self.check(head, numel)
+
+    def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
+        """Cannot fail."""
         if first:
             acc["flagged"][0] = False
-        if head.flagged:
+        if vetted is None:
             acc["flagged"][0] = True
             if first:
-                total.zero_()
+                acc["sum"].zero_()
         else:
-            self.apply(parts, total, assign=first)
+            self.apply(vetted, acc["sum"], assign=first)
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.put(r, self.vet(r, payload_, acc), acc, first=first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:

@@ -19,7 +19,24 @@ NONFINITE = 1
 
 MAX_NUMEL = 0xFFFFFFFF
 
-CODEC_IDS = {"identity": 1, "fp16": 2, "bf16": 3, "int8": 4, "topk": 5}
+CODEC_IDS = {
+    "identity": 1,
+    "fp16": 2,
+    "bf16": 3,
+    "int8": 4,
+    "topk": 5,
+    "int4": 6,
+    "qsgd": 7,
+    "natural": 8,
+    "terngrad": 9,
+    "onebit": 10,
+    "block_threshold": 11,
+    "randomk": 12,
+    "powersgd": 13,
+    "shared_int": 14,
+    "partition": 15,
+    "chain": 16,
+}
 """Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")
@@ -53,6 +70,13 @@ def write_flagged(out: Out, codec: int, numel: int) -> int:
     """The whole payload of something non-finite; returns its size."""
     _put(out, codec, VERSION, NONFINITE, 0, numel, 0, 0)
     return HEADER_NBYTES
+
+
+def on_host(memory: Out) -> memoryview:
+    """For codecs without kernels for a device, which nobody asks to run there (placement.py)."""
+    if isinstance(memory, torch.Tensor):
+        raise ValueError(f"payload memory on {memory.device}, allowed for this codec is host memory")
+    return memory
 
 
 def _put(out: Out, *fields: int) -> None:

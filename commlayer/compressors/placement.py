@@ -10,12 +10,18 @@ from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.dense import Bf16, Fp16, Identity
 from commlayer.compressors.device import launcher
 from commlayer.compressors.feedback import ErrorFeedback
+from commlayer.compressors.int4 import Int4
 from commlayer.compressors.int8 import Int8
+from commlayer.compressors.natural import Natural
+from commlayer.compressors.onebit import OneBit
+from commlayer.compressors.qsgd import Qsgd
+from commlayer.compressors.randomk import RandomK
+from commlayer.compressors.terngrad import Terngrad
 from commlayer.compressors.topk import TopK
 
 log = logging.getLogger("commlayer")
 
-WITH_KERNELS = (Identity, Fp16, Bf16, Int8, TopK)
+WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, Natural, Terngrad, OneBit, TopK, RandomK)
 
 
 def runs_on(codec: Codec, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Positions of sparse entries as bytes: the smaller of Elias-Fano and a bitmap. Knows sizes; the bit work is the kernels'."""
+"""Positions as bytes: the smallest of Elias-Fano, a bitmap and blocks of 16. Knows sizes; the bit work is the kernels'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from commlayer.compressors.codec import Out
 from commlayer.compressors.payload import expect
 from commlayer.errors import CorruptFrame
 
-ELIAS_FANO, BITMAP = 0, 1
+ELIAS_FANO, BITMAP, BLOCKS = 0, 1, 2
+
+
+WORTH_A_LOOK = 16
+"""Fewer positions than this save too little as blocks to count them."""
 
 
 def elias_fano_nbytes(n: int, k: int) -> int:
@@ -23,6 +27,7 @@ def bitmap_nbytes(n: int, k: int = 0) -> int:
 
 
 NBYTES = {ELIAS_FANO: elias_fano_nbytes, BITMAP: bitmap_nbytes}
+DECODERS = {ELIAS_FANO: kernels.ef_decode, BITMAP: kernels.bitmap_decode, BLOCKS: kernels.blocks_decode}
 
 
 def bound(n: int, cap: int) -> int:
@@ -36,6 +41,8 @@ def encode(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
     if k == 0:
         return ELIAS_FANO, 0
     sparse, dense = elias_fano_nbytes(n, k), bitmap_nbytes(n)
+    if k >= WORTH_A_LOOK and (blocks := kernels.blocks_nbytes(idx, n)) < min(sparse, dense):
+        return BLOCKS, kernels.blocks_encode(out[:blocks], idx, n)
     if sparse < dense:
         return ELIAS_FANO, kernels.ef_encode(out[:sparse], idx, n)
     return BITMAP, kernels.bitmap_encode(out[:dense], idx, n)
@@ -44,9 +51,10 @@ def encode(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
 def decode(kind: int, body: Out, k: int, n: int) -> torch.Tensor:
     """int32 positions, strictly increasing and below n; CorruptFrame otherwise."""
     idx = torch.empty(k, dtype=torch.int32, device=body.device if isinstance(body, torch.Tensor) else None)
-    if kind not in NBYTES:
-        raise CorruptFrame(f"payload with positions of kind {kind}, this side knows {ELIAS_FANO} and {BITMAP}")
-    expect("bytes of positions", body.nbytes, NBYTES[kind](n, k) if k else 0)
-    if k:
-        (kernels.ef_decode if kind == ELIAS_FANO else kernels.bitmap_decode)(idx, n, body)
+    if kind not in DECODERS:
+        raise CorruptFrame(f"payload with positions of kind {kind}, this side knows {', '.join(map(str, DECODERS))}")
+    if kind != BLOCKS:
+        expect("bytes of positions", body.nbytes, NBYTES[kind](n, k) if k else 0)
+    if k or body.nbytes:
+        DECODERS[kind](idx, n, body)
     return idx

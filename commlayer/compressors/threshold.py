@@ -12,10 +12,9 @@ sample that disagrees by more than its own noise announces a jump: then a larger
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from commlayer.compressors import kernels
@@ -30,8 +29,8 @@ CALM, CALM_SHARE = 0.003, 8
 SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
 """A sample is at most the larger of the floor and numel / share, so that it stays cheap beside the pass itself."""
 
-LIFT = 0.25
-"""Of the sample's noise, by which the aim is above k."""
+LIFT = 1.0
+"""Of the sample's noise, by which the aim is above k: trimming costs a fraction of looking for more."""
 
 LARGER = 4
 """A sample that replaces the threshold is this many times the usual one."""
@@ -64,6 +63,9 @@ NUMBERS = {
 
 GOLDEN = 0x9E3779B1
 
+Draw = Callable[[int, torch.Tensor], None]
+"""Fills the tensor with magnitudes of this step, spread evenly from the offset on."""
+
 
 class Cut(NamedTuple):
     """This step's threshold and what begin() learned; end() puts it into the state, so a step that fails leaves no trace."""
@@ -80,7 +82,7 @@ def init() -> State:
 
 
 def aim(n: int, k: int) -> int:
-    """How many entries to aim at: more than k by a quarter of the sample's noise, since too many are cheaper than too few."""
+    """How many entries to aim at: more than k by the noise of a sample, since too many are cheaper than too few."""
     expected = sample_sizes(n, k)[0] * k / n
     return min(n, round(k + LIFT * k / math.sqrt(expected)))
 
@@ -115,25 +117,28 @@ def sampling(n: int, k: int, state: State) -> Sampling:
     return Sampling(usual, larger, min(max(round(larger * k / n), 1), larger), usual * k / n, calm)
 
 
-def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State) -> Cut:
-    """Where to cut |g + residual| for a little more than k entries."""
-    n, sample = g.numel(), state["_scratch"]["sample"]
+def begin(k: int, n: int, draw: Draw, state: State) -> Cut:
+    """Where to cut n magnitudes for a little more than k of them."""
+    sample, words = state["_scratch"]["sample"], state["_scratch"]["words"]
     usual, larger, rank, expected, calm = sampling(n, k, state)
     cut, offset = state["threshold"], rotation(n, state)
-    seen = _magnitudes(g, residual, offset, sample[:usual])
+    seen = sample[:usual]
+    draw(offset, seen)
     passed = _passing(seen, cut)
     shift: float | None = None
     if cut <= TINY or abs(passed - expected) > SIGMAS * math.sqrt(expected) + 2:
-        seen = _magnitudes(g, residual, offset, sample[:larger])
-        cut = _quantile(seen, rank)
+        seen = sample[:larger]
+        draw(offset, seen)
+        cut = _quantile(seen, rank, words)
     else:
         trust = state["doubt"] / (state["doubt"] + 1 / expected)
         shift = trust * math.log(max(passed, 0.5) / expected)
         if calm:
             cut = _within(cut * math.exp(shift / state["slope"]))
         else:
-            near = seen[seen >= np.float32(_within(cut / PROBE))]
-            cut = _quantile(near, round(max(passed, 0.5) * math.exp(-shift))) if near.size else _within(cut / PROBE)
+            least = _within(cut / PROBE)
+            near = _passing(seen, least)
+            cut = _quantile(seen, min(round(max(passed, 0.5) * math.exp(-shift)), near), words) if near else least
     slope = state["slope"]
     above, below = _passing(seen, cut * PROBE), _passing(seen, cut / PROBE)
     if 0 < above < below:
@@ -142,14 +147,15 @@ def begin(k: int, g: torch.Tensor, residual: torch.Tensor | None, state: State) 
     return Cut(cut, slope, shift)
 
 
-def again(k: int, v: torch.Tensor, state: State, cut: Cut, passed: int) -> Cut:
-    """A lower cut, after one that only `passed` entries of v reached."""
-    n, sample = v.numel(), state["_scratch"]["sample"]
+def again(k: int, n: int, draw: Draw, state: State, cut: Cut, passed: int) -> Cut:
+    """A lower cut, after one that only `passed` magnitudes reached."""
     k = aim(n, k)
     larger = sample_sizes(n, k)[1]
-    seen = _magnitudes(v, None, rotation(n, state), sample[:larger])
+    seen = state["_scratch"]["sample"][:larger]
+    draw(rotation(n, state), seen)
     by_slope = cut.threshold * math.exp(math.log(max(passed, 0.5) / k) / cut.slope)
-    return Cut(_within(min(by_slope, _quantile(seen, round(larger * k / n)))), cut.slope, None)
+    sampled = _quantile(seen, round(larger * k / n), state["_scratch"]["words"])
+    return Cut(_within(min(by_slope, sampled)), cut.slope, None)
 
 
 def end(k: int, n: int, passed: int, cut: Cut, state: State) -> None:
@@ -171,31 +177,19 @@ def rotation(n: int, state: State) -> int:
     return int(state["step"]) * GOLDEN % n if n else 0
 
 
-def exact(k: int, g: torch.Tensor, residual: torch.Tensor | None) -> float:
-    """The k-th largest magnitude of g + residual, or TINY where fewer than k are above it."""
-    magnitudes = g.abs() if residual is None else (g + residual).abs_()
-    if kernels.on_device(magnitudes):
-        return _usable(float(torch.topk(magnitudes, k).values[-1]))
-    return _quantile(magnitudes.numpy(), k)
-
-
-def _magnitudes(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out: torch.Tensor) -> npt.NDArray[np.float32]:
-    kernels.sample_abs(g, residual, offset, out)
-    return out.cpu().numpy()
-
-
-def _passing(seen: npt.NDArray[np.float32], cut: float) -> int:
-    return int(np.count_nonzero(seen >= np.float32(_within(cut))))
-
-
-def _quantile(seen: npt.NDArray[np.float32], rank: int) -> float:
-    """The rank-th largest, as a threshold."""
-    rank = min(max(rank, 1), seen.size)
-    return _usable(float(np.partition(seen, seen.size - rank)[seen.size - rank]))
-
-
-def _usable(value: float) -> float:
+def exact(k: int, x: torch.Tensor, residual: torch.Tensor | None, words: torch.Tensor) -> float:
+    """The k-th largest magnitude of x + residual, or TINY where fewer than k are above it."""
+    value = kernels.kth_abs(x, residual, min(max(k, 1), x.numel()), words)
     return _within(value) if math.isfinite(value) else HUGE
+
+
+def _quantile(seen: torch.Tensor, rank: int, words: torch.Tensor) -> float:
+    """The rank-th largest, as a threshold."""
+    return exact(rank, seen, None, words)
+
+
+def _passing(seen: torch.Tensor, cut: float) -> int:
+    return kernels.count_above(seen, _within(cut))
 
 
 def _within(value: float) -> float:

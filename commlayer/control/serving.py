@@ -11,7 +11,7 @@ from commlayer.compressors import kernels
 from commlayer.config import Config, join_host
 from commlayer.control import messages
 from commlayer.control.shaping import shaped_by
-from commlayer.control.sums import ops_of, senders_of
+from commlayer.control.sums import CodecOps, ops_of, senders_of
 from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, same_job
@@ -42,6 +42,8 @@ class Serving:
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._transport = TcpTransport(self._hello, self._admit)
         self._server: SumServer | None = None
+        self._ops: dict[int, CodecOps] = {}
+        self._view: View | None = None
         host, bound = self._transport.listen(bind, port)
         self.address = join_host(host, bound)
 
@@ -62,21 +64,33 @@ class Serving:
         world = len(view.members)
         try:
             decoded = _checked_plan(plan, view)
-            ops = ops_of(decoded, server)
+            self._ops = ops_of(decoded, server)
         except ValueError as error:
             self._unfit = str(error)
             self._ready.set()
             raise
-        # What a member may owe is one payload for each bucket; it may be a step ahead of the slowest.
-        self._transport.limit_kept(2 * sum(o.bound for o in ops.values()) + KEPT_SLACK_NBYTES)
-        core = Summation(server, view.generation, dict(ops), senders_of(decoded, world))
+        core = self._core(decoded, server, view.generation, world)
+        self._view = view
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
         self._transport.hello = self._hello
         self._world = world
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, range(world), stall_s=min(STALL_S, self._config.deadline_s / 4),
-                                 recycle=self._transport.pool.give)
+                                 recycle=self._transport.pool.give, replan=self._replan)
         self._ready.set()
+
+    def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
+        # What a member may owe is one payload for each bucket; it may be a step ahead of the slowest.
+        self._transport.limit_kept(2 * sum(o.bound for o in self._ops.values()) + KEPT_SLACK_NBYTES)
+        return Summation(server, generation, dict(self._ops), senders_of(plan, world))
+
+    def _replan(self, plan: bytes, generation: int) -> Summation:
+        """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""
+        assert self._view is not None
+        decoded = _checked_plan(plan, self._view)
+        server = self._hello.rank - SERVER_BASE
+        self._ops = ops_of(decoded, server, self._ops.values())
+        return self._core(decoded, server, generation, self._world)
 
     def wait(self, stop: threading.Event) -> None:
         """Until `stop` is set; the carrier's threads do the work."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import safetensors
 import safetensors.torch
 
-from commlayer.compressors import parse, restore, seed, snapshot, wrap
+from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
+from commlayer.compressors.debts import Debt, owed, pay, spread
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
 
@@ -17,7 +19,7 @@ class CodecOps:
     """See transport.service.Ops."""
 
     def __init__(self, codec: Codec, bucket: Bucket, job: str) -> None:
-        self._codec, self._spec = codec, bucket.spec
+        self._codec, self._spec, self._bucket = codec, bucket.spec, bucket
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
@@ -34,6 +36,17 @@ class CodecOps:
     def undo(self) -> None:
         self._codec.undo_server(self._state)
 
+    def debts(self) -> list[Debt]:
+        """What this server still owes, by tensor elements."""
+        values = owed(self._state, self._spec.numel)
+        return [] if values is None else list(spread(self._bucket.slices, 0, values))
+
+    def take_over(self, debts: Sequence[Debt]) -> None:
+        """Before the first step: owes from now on what these say of its elements."""
+        mine, paid = owed(self._state, self._spec.numel), pay(debts, self._bucket.slices)
+        if mine is not None and paid is not None:
+            mine += paid
+
     def snapshot(self) -> bytes:
         return safetensors.torch.save(snapshot(self._state))
 
@@ -45,10 +58,14 @@ class CodecOps:
         restore(self._state, tensors)
 
 
-def ops_of(plan: Plan, server: int) -> dict[int, CodecOps]:
-    """What server number `server` sums under that plan."""
+def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:
+    """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements."""
     mine = (b for b in plan.buckets if b.path == "service" and b.server == server)
-    return {b.id: CodecOps(wrap(parse(b.codec)), b, plan.job) for b in mine}
+    made = {b.id: CodecOps(codec_of(b), b, plan.job) for b in mine}
+    debts = [debt for old in before for debt in old.debts()]
+    for ops in made.values():
+        ops.take_over(debts)
+    return made
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:

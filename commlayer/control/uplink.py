@@ -29,6 +29,7 @@ class Uplink:
         self._config = config
         self._lock = threading.Lock()
         self._early: CommError | None = None
+        self._generation, self._probes = 1, 0
         self._fail: Fail | None = None
         self._membership: Membership | None = None
         self.transport: Transport
@@ -56,15 +57,16 @@ class Uplink:
         assert self._membership is not None
         return self._membership.view
 
-    def follow(self, fail: Fail, stalled: OnStalled) -> None:
-        """From now on deaths go to `fail`, and what servers wait for to `stalled`."""
+    def follow(self, fail: Fail, stalled: OnStalled, generation: int) -> None:
+        """From now on deaths go to `fail`, and what servers wait for in that generation to `stalled`."""
         with self._lock:
             self._fail = fail
+            self._generation = generation
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:
             told = functools.partial(self._told, s.id, stalled)
-            follow_stalls(self.transport, SERVER_BASE + s.id, self.view.generation, told)
+            follow_stalls(self.transport, SERVER_BASE + s.id, generation, told)
 
     def _told(self, server: int, stalled: OnStalled, said: Stalled) -> None:
         if said.failed:
@@ -105,13 +107,28 @@ class Uplink:
         """Restores it; `step` comes next. See Summation.restore."""
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
-    def _header(self, kind: Kind, bucket: int) -> Header:
-        return Header(kind, self.view.generation, bucket=bucket, sender=self.transport.rank)
+    def probe(self, server: int, up_nbytes: int, down_nbytes: int, deadline_s: float) -> float:
+        """Seconds to send that many bytes to a server and have that many back."""
+        self._probes += 1
+        header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
+        begin = time.perf_counter()
+        self._ask(server, header, bytes(up_nbytes), Kind.PROBE_OK, deadline_s)
+        return time.perf_counter() - begin
 
-    def _ask(self, server: int, header: Header, body: bytes, answer: Kind) -> Message:
+    def send_plan(self, server: int, plan: bytes, generation: int, *, undo: bool) -> None:
+        """The server goes over to that plan, between steps. ValueError with its reason if it cannot."""
+        header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.UNDO if undo else Flag.NONE)
+        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode()
+        if answer:
+            raise ValueError(f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
+
+    def _header(self, kind: Kind, bucket: int) -> Header:
+        return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
+
+    def _ask(self, server: int, header: Header, body: bytes, answer: Kind, deadline_s: float = 0.0) -> Message:
         peer = SERVER_BASE + server
         handle = self.transport.recv(peer, key(header._replace(kind=answer)))
-        deadline = time.monotonic() + self._config.deadline_s
+        deadline = time.monotonic() + (deadline_s or self._config.deadline_s)
         self.transport.wait(self.transport.send(peer, header, body), deadline)
         return self.transport.wait(handle, deadline)
 

@@ -39,7 +39,7 @@ def default_plan(
     if path == "allreduce":
         first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
     collective = path == "allreduce"
-    groups = list(_fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective))
+    groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective))
     # A bucket is ready when its last tensor is; those of buffers when backward is over.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
@@ -47,7 +47,7 @@ def default_plan(
     hosts = spread(sizes, servers) if service else [0] * len(sizes)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = tuple(
-        Bucket(i, group, path, BUFFER_CODEC if _buffer(job, group) else codec, hosts[i], owners[i], _shape(job, group))
+        Bucket(i, group, path, BUFFER_CODEC if _buffer(job, group) else codec, hosts[i], owners[i], shape_of(job, group))
         for i, group in enumerate(groups)
     )
     return Plan(job.digest(), buckets, servers if service else 0, ranks_per_node)
@@ -57,7 +57,7 @@ def _buffer(job: Job, group: Sequence[Slice]) -> bool:
     return job.tensors[group[0].tensor].buffer
 
 
-def _shape(job: Job, group: Sequence[Slice]) -> tuple[int, ...]:
+def shape_of(job: Job, group: Sequence[Slice]) -> tuple[int, ...]:
     """A whole matrix in a bucket of its own keeps its shape."""
     info = job.tensors[group[0].tensor]
     whole = len(group) == 1 and group[0].numel == info.numel
@@ -81,7 +81,7 @@ def cut(tensor: int, numel: int, parts: int) -> tuple[Slice, ...]:
     return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
 
 
-def _fused(
+def fused(
     job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool
 ) -> Iterator[tuple[Slice, ...]]:
     """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow.

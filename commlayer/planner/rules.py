@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from commlayer.planner import paths
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
-PATHS = ("service", "allreduce")
 FLOAT32_NBYTES = 4
 
 
@@ -49,15 +49,18 @@ def _buffers(plan: Plan, job: Job) -> Iterator[str]:
 
 def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
+    served = bucket.path == "service" or "net.push" in bucket.path
     if bucket.id != place:
         yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
-    if bucket.path not in PATHS:
-        yield f"{name}: path {bucket.path!r}, allowed: {', '.join(PATHS)}"
+    try:
+        paths.parse(bucket.path)
+    except ValueError as error:
+        yield f"{name}: {error}"
     if not bucket.codec.strip():
         yield f"{name}: no codec"
-    if bucket.path == "service" and not 0 <= bucket.server < plan.servers:
+    if served and not 0 <= bucket.server < plan.servers:
         yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
-    if bucket.path == "service" and not 0 <= bucket.owner < plan.ranks_per_node:
+    if served and not 0 <= bucket.owner < plan.ranks_per_node:
         yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
     if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
         yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
@@ -66,8 +69,8 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
     for part in backward:
         yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
-    if not backward and bucket.path == "service" and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
-        yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
+    if not backward and served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
+        yield (f"{name}: {bucket.numel} elements, allowed on the way to a server: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
 
 

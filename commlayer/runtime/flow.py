@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
-from commlayer.compressors.codec import Buffer, Codec
+from commlayer.compressors.codec import Buffer, Codec, State
+from commlayer.compressors.debts import Debt, owed, spread
+from commlayer.compressors.feedback import in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 
@@ -33,6 +36,7 @@ class Flow:
         """
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
+        self.in_updates = bucket.path == "service" and in_updates(codec)
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
@@ -54,12 +58,16 @@ class Flow:
             if self.on_device:
                 place(self.state, device)
                 self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=not on_host) for _ in range(2)]
-                self._there = [_in_words(self.bound, device) for _ in range(2)]
+                self._there = [devices.words(self.bound, device) for _ in range(2)]
                 self.payload = self._pinned[0].numpy().data
             else:
                 self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
+        self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
+        """The elements and the state of each encode that codes this worker's own gradients."""
+        self.carry: torch.Tensor | None = None
+        """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
         self.reset()
 
     def reset(self) -> None:
@@ -104,6 +112,9 @@ class Flow:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
         if factor != 1.0:
             self.x.mul_(factor)
+        if self.carry is not None:
+            self.x += self.carry.to(self.x.device)
+            self.carry = None
         self.used, self.weight = used, weight
 
     def write_tail(self) -> None:
@@ -152,6 +163,14 @@ class Flow:
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
 
+    def debts(self) -> list[Debt]:
+        """What this worker owes on the bucket's elements, as views of the states and of what is still to be carried."""
+        found = [] if self.carry is None else list(spread(self.bucket.slices, 0, self.carry))
+        for (low, high), state in self.coders:
+            if (values := owed(state, high - low)) is not None:
+                found += spread(self.bucket.slices, low, values)
+        return found
+
     def undo(self) -> None:
         if self.started:
             self.codec.undo(self.state)
@@ -167,8 +186,3 @@ def _aligned(lead: int, floats: int, *, pinned: bool) -> torch.Tensor:
     raw = torch.empty(ALIGN + lead + 4 * floats + ALIGN, dtype=torch.uint8, pin_memory=pinned)
     skip = -(raw.data_ptr() + lead) % ALIGN
     return raw[skip : skip + lead + 4 * floats]
-
-
-def _in_words(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes on a device whose memory reaches to the next multiple of 4, as kernels that set bits need."""
-    return torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)[:nbytes]

@@ -26,10 +26,10 @@ class Hooks:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], worker: Worker, ready: Callable[[int, torch.Tensor], None],
+        self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
         finish: Callable[[], None], active: Callable[[], bool],
     ) -> None:
-        """`active` says whether the pass is to be synchronised. `worker` hears of a pass that breaks off."""
+        """`active` says whether the pass is to be synchronised. `worker()` hears of a pass that breaks off."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
         self._graph: int | None = None
         self._handles = [
@@ -52,13 +52,14 @@ class Hooks:
             return
         if _inside_checkpoint():
             raise RuntimeError(REENTRANT)
-        self._worker.check()
+        worker = self._worker()
+        worker.check()
         if self._graph is not None:
-            self._worker.fail(RuntimeError(
+            worker.fail(RuntimeError(
                 "a backward pass began before another had ended: that one raised, or this one runs inside it. "
                 "Its step was half announced and cannot be completed: attach again"
             ))
-            self._worker.check()
+            worker.check()
         self._graph = graph
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 

@@ -1,7 +1,8 @@
-"""Reads what there is to average off a model, and the loss scale off a scaler. Knows modules; nothing of plans."""
+"""Reads off a model what there is to average, off scaler and optimizer the units it is in. Knows modules; nothing of plans."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ def job_of(model: nn.Module) -> Job:
         TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), buffer)
         for name, tensor, buffer in named
     ))
+
+
+def learning_rate(optimizer: Any, before: float) -> float:
+    """That of the optimizer's first group; `before` while it is 0, and without an optimizer."""
+    rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else before
+    return rate if 0 < rate < math.inf else before
 
 
 def loss_scale(scaler: Any) -> float:

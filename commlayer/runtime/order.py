@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+
+
+def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapping[int, int]) -> list[int]:
+    """Buckets in the order on the wire: by the first place of their tensors, then by their order so far."""
+    far = len(places)
+    first = [min((places.get(tensor, far) for tensor in span), default=far) for span in spans]
+    return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
 
 
 class ForwardOrder:

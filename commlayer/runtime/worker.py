@@ -18,18 +18,20 @@ import torch
 
 from commlayer.compressors import runs_on
 from commlayer.compressors.codec import Codec
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
-from commlayer.records import Bucket, Job, Plan, Spec
+from commlayer.compressors.debts import Debt, pay
+from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.observe import Recorder
+from commlayer.records import Job, Plan
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
-from commlayer.runtime.lanes import Lane
+from commlayer.runtime.order import by_place
+from commlayer.runtime.service import Service
+from commlayer.runtime.staged import Staged
 from commlayer.runtime.staging import Staging
-from commlayer.transport.groups import Groups, Pending
-from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
+from commlayer.transport.groups import GROUP, Groups, Pending
+from commlayer.transport.protocol import Transport
 
-FOREVER_S = 86400.0
-"""For a wait that others bound: the training thread's deadline latches an error, which ends it."""
 DRAIN_S = 5.0
 """How long a failed step waits for a lane to end the call it is in, before residuals are put right."""
 
@@ -46,8 +48,8 @@ class Worker:
         """`on_device`: buckets whose codec runs where the gradients are, if it can. `recycle` takes back the bodies of
         results that have been decoded; `explain` may know a better error for one.
         """
-        self.job, self.plan, self.rank, self.generation = job, plan, rank, generation
-        self._transport, self._groups, self._recycle = transport, groups, recycle
+        self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
+        self._groups = groups
         self._explain = explain
         self._local = rank % plan.ranks_per_node
         self._shared = plan.ranks_per_node > 1
@@ -57,29 +59,34 @@ class Worker:
                  rank=rank, on_device=b.id in on_device and runs_on(codecs[b.id], device))
             for i, b in enumerate(plan.buckets)
         ]
-        # Whether a step that turns out non-finite must be given back: some codec keeps residuals. The same on all ranks.
-        self._tracked = any(codecs[b.id].init(Spec((0,))) for b in plan.buckets if b.path == "service")
+        # Whether a step that turns out non-finite must be given back. The same on all ranks.
+        self._tracked = any(codecs[b.id].keeps for b in plan.buckets if b.path != "allreduce")
         self._by_tensor: list[list[tuple[Flow, int]]] = [[] for _ in job.tensors]
         for flow in self.flows:
             for i, s in enumerate(flow.bucket.slices):
                 self._by_tensor[s.tensor].append((flow, i))
         self._service = [f for f in self.flows if f.bucket.path == "service"]
         self._mine = [f for f in self.flows if f.coded]
+        self._by_stages = [f for f in self.flows if f.bucket.path not in ("service", "allreduce")]
         self._staging = Staging(device)
         self._conductor = Conductor([f for f in self.flows if self._collective(f)], self._issue)
         self._pending: dict[int, Pending] = {}
-        self._encode = Lane("encode", self._latch)
-        self._decode = Lane("decode", self._latch)
+        self._issued: dict[int, float] = {}
         self._lock = threading.Lock()
         self._all_in = threading.Event()
         self._seen = [False] * len(job.tensors)
         self.error: BaseException | None = None
+        self.places: Mapping[int, int] = {}
+        """Where the forward pass needs each tensor, as far as it was seen."""
         self._abandoned = False
         self.step = 0
         self.weight = 1.0
         self.scale = 1.0
+        self.rate = 1.0
         self._undone = False
-        self._stalled: dict[int, tuple[int, ...]] = {}
+        self.recorder = Recorder()
+        self._to_servers = Service(self, transport, recycle, self._staging)
+        self._staged = Staged.of(self._by_stages, codecs, plan, groups, self.latch, lambda: self.error, self.recorder)
         self._reset()
 
     # ---- a step, from the side of the gradients
@@ -93,6 +100,7 @@ class Worker:
                 "checkpointing with use_reentrant=True does this; pass use_reentrant=False"
             )
         self._seen[tensor] = True
+        self.recorder.tensor(tensor)
         self._feed(tensor, gradient)
 
     def _feed(self, tensor: int, gradient: torch.Tensor | None) -> None:
@@ -115,17 +123,20 @@ class Worker:
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
         begin = time.monotonic()
+        self.recorder.mark("backward")
         self.check()
         for tensor, seen in enumerate(self._seen):
             if not seen:
                 self._feed(tensor, leftovers[tensor])
+        self._staged.share_tails()
         deadline = begin + deadline_s
         try:
             self._wait(deadline)
         except BaseException as error:
-            self._latch(error)
+            self.latch(error)
         self.check()
         self.counters.exposed_s += time.monotonic() - begin
+        self.recorder.mark("summed")
 
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
@@ -137,7 +148,7 @@ class Worker:
         for flow in self.flows:
             if self._tracked and not flow.coded:
                 # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
-                flow.finite = bool(torch.isfinite(flow.x if flow.bucket.path == "allreduce" else flow.x[0]).all())
+                flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
             if flow.buffer and not flow.finite:
                 continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
             finite = finite and flow.finite
@@ -151,18 +162,20 @@ class Worker:
         if self._undone:
             for flow in self._mine:
                 flow.undo()
+            self._staged.undo()
         self.step += 1
         self.counters.steps += 1
         self._reset()
+        self.recorder.next()
 
     def _factor(self, flow: Flow) -> float | torch.Tensor:
         """From the weighted sum to the average."""
         scale = self._scale_of(flow)
         with contextlib.suppress(ZeroDivisionError):
-            return flow.over_weight(scale) if flow.bucket.path == "allreduce" else scale / flow.weight
+            return scale / flow.weight if flow.bucket.path == "service" else flow.over_weight(scale)
         error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
                            "give one a weight")
-        self._latch(error)
+        self.latch(error)
         raise error
 
     def used(self) -> list[bool]:
@@ -179,8 +192,9 @@ class Worker:
         self._seen = [False] * len(self.job.tensors)
         self._conductor.reset()
         self._pending.clear()
-        self._stalled.clear()
-        self._left = len(self._mine)
+        self._to_servers.reset()
+        self._staged.reset()
+        self._left = len(self._mine) + len(self._by_stages)
         self._all_in.clear()
         if not self._left:
             self._all_in.set()
@@ -189,102 +203,54 @@ class Worker:
 
     def _collective(self, flow: Flow) -> bool:
         """Whether it begins with a collective: an all-reduce, or the sum inside the node."""
-        return flow.bucket.path == "allreduce" or self._shared
+        return flow.bucket.path != "service" or self._shared
 
     def _scale_of(self, flow: Flow) -> float:
-        """Gradients are coded without the loss scale, or a change of scale would falsify every residual."""
-        return 1.0 if flow.buffer else self.scale
+        """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
+
+        So may a change of the learning rate: codecs that say so have it inside.
+        """
+        return 1.0 if flow.buffer else self.scale / self.rate if flow.in_updates else self.scale
 
     def _dispatch(self, flow: Flow) -> None:
         if not self._collective(flow):
-            self._encode.put(lambda: self._push(flow, gather=True))
+            self._to_servers.push(flow)
             return
         try:
             self._conductor.ready(flow)
         except BaseException as error:
-            self._latch(error)
+            self.latch(error)
             raise
 
     def _issue(self, flow: Flow) -> None:
         """Called in plan order, on the thread that ran the last hook."""
         self._staging.catch_up(flow)
-        flow.gather(self.weight / self._scale_of(flow), self.weight)
+        self.gather(flow)
         flow.write_tail()
-        if self._groups is None:
-            return  # alone: the sum is what it is
+        staged = flow.bucket.path not in ("service", "allreduce")
+        if self._groups is None:  # alone: the sum is what it is
+            if staged:
+                self.finished(flow)
+            return
+        if staged:
+            self._staged.begin(flow, lambda: self.finished(flow))
+            return
         if flow.bucket.path == "allreduce":
             self._pending[flow.bucket.id] = self._groups.allreduce(flow.all)
+            self._issued[flow.bucket.id] = time.perf_counter()
             return
         pending = self._groups.reduce(flow.all, flow.bucket.owner)
         if flow.bucket.owner == self._local:
-            self._encode.put(lambda: self._push(flow, gather=False, after=pending))
+            self._to_servers.push(flow, pending)
         else:
             self._pending[flow.bucket.id] = pending
 
-    def _push(self, flow: Flow, *, gather: bool, after: Pending | None = None) -> None:
-        """Encode lane."""
-        if self.error is not None:
-            return
-        begin, begin_s = time.perf_counter(), time.monotonic()
-        with self._staging.lane(flow):
-            if after is not None:
-                after.wait(begin_s + FOREVER_S, lambda: self.error)
-                flow.weight = float(flow.tail[-1])
-                flow.used = sum(1 << i for i, flag in enumerate(flow.tail[:-1].tolist()) if flag > 0)
-            if gather:
-                flow.gather(self.weight / self._scale_of(flow), self.weight)
-            self._staging.to_host(flow)
-            nbytes = flow.encode()
-        self.counters.encode_s += time.perf_counter() - begin
-        self._send(flow, 0, nbytes)
+    def gather(self, flow: Flow) -> None:
+        """Gradients to x."""
+        flow.gather(self.weight / self._scale_of(flow), self.weight)
 
-    def _send(self, flow: Flow, r: int, nbytes: int) -> None:
-        assert self._transport is not None
-        server = SERVER_BASE + flow.bucket.server
-        flags = Flag.UNDO if self._undone else Flag.NONE
-        header = Header(
-            Kind.PUSH, self.generation, self.step, flow.bucket.id, round=r, codec=flow.codec.id,
-            sender=self.rank, order=flow.order, flags=flags, weight=flow.weight, used=flow.used,
-        )
-        answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
-        answer.on_done(lambda handle: self._arrived(flow, r, handle))
-        self._transport.send(server, header, flow.payload[:nbytes]).on_done(self._sent)
-        self.counters.sent_nbytes += nbytes
-
-    def _sent(self, handle: Handle) -> None:
-        if (error := handle.error()) is not None:
-            self._latch(error)
-
-    def _arrived(self, flow: Flow, r: int, handle: Handle) -> None:
-        """A receiver thread: hands over and returns."""
-        if (error := handle.error()) is not None:
-            self._latch(error)
-        else:
-            self._decode.put(lambda: self._take(flow, r, handle))
-
-    def _take(self, flow: Flow, r: int, handle: Handle) -> None:
-        """Decode lane."""
-        if self.error is not None:
-            return
-        begin = time.perf_counter()
-        message = handle.message()
-        self.counters.received_nbytes += len(message.body)
-        try:
-            if r + 1 < len(flow.codec.rounds):
-                nbytes = flow.encode_next(r, message.body)
-            else:
-                with self._staging.way_back():
-                    flow.decode(message.body)
-                flow.weight, flow.used = message.header.weight, message.header.used
-        except CorruptFrame as error:
-            who = peer_name(message.peer)
-            raise CorruptFrame(error.what, peer=who, step=self.step, bucket=flow.bucket.id) from None
-        self._recycle(message.body)
-        self.counters.decode_s += time.perf_counter() - begin
-        if r + 1 < len(flow.codec.rounds):
-            self._send(flow, r + 1, nbytes)
-            return
-        self._staging.to_device(flow)
+    def finished(self, flow: Flow) -> None:
+        """Its sum is in x."""
         flow.done = True
         with self._lock:
             self._left -= 1
@@ -300,7 +266,10 @@ class Worker:
         for flow in self.flows:
             if (pending := self._pending.get(flow.bucket.id)) is not None:
                 pending.wait(deadline, lambda: self.error)
+                if flow.bucket.path == "allreduce":
+                    self.recorder.add("all.allreduce", "collectives", flow.bucket.id, self._issued[flow.bucket.id])
                 flow.read_used()
+        self._staged.read_tails(deadline)
         self._staging.join()
         if self._shared:
             assert self._groups is not None
@@ -320,51 +289,56 @@ class Worker:
         """Whether the next gradient is the first of its step."""
         return not any(self._seen)
 
+    def _unit_of(self, flow: Flow) -> float:
+        """What a gradient is multiplied with before it is coded, besides weight and loss scale."""
+        return self.rate if flow.in_updates else 1.0
+
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
-        far = len(places)
-        first = [min((places.get(s.tensor, far) for s in f.bucket.slices), default=far) for f in self.flows]
-        ranked = sorted(range(len(self.flows)), key=lambda i: (first[i], self.flows[i].order))
-        for order, i in enumerate(ranked):
+        self.places = places
+        spans = [[s.tensor for s in f.bucket.slices] for f in self.flows]
+        for order, i in enumerate(by_place(spans, [f.order for f in self.flows], places)):
             self.flows[i].order = order
 
     @property
     def coded(self) -> list[Flow]:
         """The flows that this worker encodes."""
-        return self._mine
+        return self._mine + self._by_stages
 
     @property
     def undone(self) -> bool:
         """Whether the servers still have to hear that the last step was abandoned."""
         return self._undone
 
+    def take_over(self, before: Worker) -> None:
+        """Goes on where a worker of the plan before stopped, and owes what it owed."""
+        self.step, self.weight, self.scale, self.rate = before.step, before.weight, before.scale, before.rate
+        debts = [Debt(d.tensor, d.start, d.values / self._unit_of(flow)) for flow in before.flows for d in flow.debts()]
+        for flow in self.flows:
+            paid = pay(debts, flow.bucket.slices)
+            flow.carry = None if paid is None else paid * self._unit_of(flow)
+        self.counters = before.counters
+        self.recorder = self._staged.recorder = before.recorder
+        self.reorder(before.places)
+
     def settle(self) -> None:
         """The servers have heard it by another way than the next step's frames."""
         self._undone = False
 
-    def buckets_of(self, server: int) -> list[Bucket]:
-        """The buckets that a server sums."""
-        return [f.bucket for f in self._service if f.bucket.server == server]
-
     # ---- failure
 
     def _overdue(self) -> DeadlineExceeded:
-        flow = next((f for f in self._mine if not f.done), self._mine[0])
-        place = {"step": self.step, "bucket": flow.bucket.id}
-        server = peer_name(SERVER_BASE + flow.bucket.server)
-        if not flow.started:
-            return DeadlineExceeded("not summed inside the node before the deadline", peer="a rank of this node", **place)
-        if missing := self._stalled.get(flow.bucket.id, ()):
-            names = ", ".join(peer_name(m) for m in missing)
-            return DeadlineExceeded(f"did not contribute before the deadline ({server} waits for it)", peer=names, **place)
-        return DeadlineExceeded("no result before the deadline", peer=server, **place)
+        flow = next(f for f in self._mine + self._by_stages if not f.done)
+        if flow.bucket.path == "service":
+            return self._to_servers.overdue(flow)
+        return DeadlineExceeded("not exchanged before the deadline", peer=GROUP, step=self.step, bucket=flow.bucket.id)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """A server says whom it waits for."""
         if step == self.step:
-            self._stalled[bucket] = missing
+            self._to_servers.stalled(bucket, missing)
 
-    def _latch(self, error: BaseException) -> None:
+    def latch(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -372,7 +346,7 @@ class Worker:
 
     def fail(self, error: BaseException) -> None:
         """From outside: a peer is known to be gone, or the script broke off in the middle of a step."""
-        self._latch(error)
+        self.latch(error)
 
     def check(self) -> None:
         """Raises the error that has latched. The first time, residuals get back what the broken step sent."""
@@ -382,12 +356,13 @@ class Worker:
             self._abandoned = True
             self.error = self._explain(self.error)
             # A lane that is stuck may be inside a codec: then its residual cannot be put right.
-            if self._encode.drain(DRAIN_S) and self._decode.drain(DRAIN_S):
+            if self._to_servers.drain(DRAIN_S) and self._staged.drain(DRAIN_S):
                 for flow in self._mine:
                     flow.undo()
+                self._staged.undo()
         raise self.error
 
     def close(self) -> None:
-        self._latch(CommError("the session is closed"))
-        self._encode.close(1.0)
-        self._decode.close(1.0)
+        self.latch(CommError("the session is closed"))
+        for way in (self._to_servers, self._staged):
+            way.close(1.0)

@@ -70,7 +70,7 @@ class Groups:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group or start under torchrun")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.timeout_s = ranks_per_node, timeout_s
         if self.world % ranks_per_node:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)

@@ -206,6 +206,15 @@ class Summation:
             cell.rest(step + 1)
         return [Reply(member, header, body) for member in cell.members]
 
+    def undo(self) -> None:
+        """All members have abandoned the last step, and no PUSH will say so."""
+        for cell in self.cells.values():
+            cell.ops.undo()
+
+    def busy(self) -> bool:
+        """Whether a contribution waits for others."""
+        return any(cell.here() for cell in self.cells.values())
+
     def stalled(self, before: float) -> list[Stall]:
         """Sums that have waited since before that time, each with who is missing."""
         found = []

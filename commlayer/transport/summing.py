@@ -15,7 +15,7 @@ import msgspec
 
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.records import Record
-from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport, key, peer_name
+from commlayer.transport.protocol import Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.service import Reply, Stall, Summation
 
 log = logging.getLogger("commlayer")
@@ -23,6 +23,7 @@ log = logging.getLogger("commlayer")
 TICK_S = 0.25
 REPEAT_S = 2.0
 """Whom a sum waits for is said again this often: who is missing may have left since."""
+MAX_PROBE_NBYTES = 16 << 20
 FAREWELL_S = 2.0
 """After a failure of the server: how long its reason may take to the members before their connections end."""
 
@@ -67,15 +68,16 @@ class SumServer:
 
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
-        recycle: Callable[[memoryview], None] = lambda _: None,
+        recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
     ) -> None:
-        """`recycle` takes back the bodies of messages that have been added."""
+        """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
         self._told: dict[int, tuple[Stall, float]] = {}
         self._failing = threading.Lock()
+        self._replan, self._switching = replan, threading.Lock()
         self._failed: CommError | None = None
         self._failed_s = 0.0
         self._closing = threading.Event()
@@ -119,7 +121,37 @@ class SumServer:
             return self._core.snapshot(message)
         if kind == Kind.STATE:
             return self._core.restore(message)
+        if kind == Kind.PROBE:
+            return [self._echo(message)]
+        if kind == Kind.PLAN and self._replan is not None:
+            return [self._switch(message)]
         raise CorruptFrame(f"{Kind(kind).name} is not for a server", peer=peer_name(message.peer))
+
+    def _echo(self, message: Message) -> Reply:
+        h = message.header
+        if h.used > MAX_PROBE_NBYTES:
+            raise CorruptFrame(f"asks for a probe of {h.used} bytes, allowed {MAX_PROBE_NBYTES}", peer=peer_name(message.peer))
+        return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))
+
+    def _switch(self, message: Message) -> Reply:
+        """Between two steps, when no member has anything under way. A plan that cannot be served changes nothing."""
+        h = message.header
+        answer = ""
+        with self._switching:
+            if h.generation != self._core.generation + 1:
+                answer = "" if h.generation == self._core.generation else f"generation {h.generation} does not follow"
+            elif self._core.busy():
+                answer = "a sum is under way"
+            else:
+                assert self._replan is not None
+                if h.flags & Flag.UNDO:
+                    self._core.undo()
+                try:
+                    self._core = self._replan(bytes(message.body), h.generation)
+                except (ValueError, CommError) as error:
+                    answer = str(error)
+        self._told.clear()
+        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
 
     def _release(self, message: Message) -> None:
         self._recycle(message.body)

@@ -61,11 +61,50 @@ int64_t cml_all_finite(const float* x, const float* residual, int64_t n);
  * scale[b] = min(max|x| / 127, FLT_MAX / 128), so that no q, not even -128, decodes to infinity;
  * q[i] = round-half-even(x[i] / scale[b]), cut to [-127, 127].
  * Where max|x| < 127 * 2^-126 the scale would not be a normal number: the block counts as zeros, scale[b] = 0, q = 0.
- * If residual != NULL: v = x[i] + residual[i] is coded and residual[i] = v - scale * q is written back (one pass per block).
- * Returns 1 if all v are finite; 0 if not: then q and residual are as they were, scale holds anything. */
+ * If residual != NULL: v = x[i] + residual[i] is coded and residual[i] = v - scale * q is written back.
+ * One pass over memory: a block is measured and coded while it is in the cache. Returns 1 if all v are finite; 0 if not: then
+ * q and scale hold anything, and residual[i] = v where v is finite, else what it was. (What blocks before the first bad one
+ * had sent is added back, which is exact for rounding to the nearest.) */
 int64_t cml_int8_encode(int8_t* q, float* scale, const float* x, float* residual, int64_t n, int64_t block);
 /* acc[i] += scale[b] * q[i]; with assign != 0: acc[i] = scale[b] * q[i]. */
 void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n, int64_t block, int assign);
+
+/* ---- random numbers: Philox4x32-10, see src/philox.h for which element takes which word ---- */
+
+/* The words of elements first .. first + n - 1 under this key in this step. */
+void cml_philox(uint32_t* words, int64_t n, int64_t first, uint64_t key, uint64_t step);
+
+/* ---- blockwise quantisers: as int8 above in blocks, residual, passes and what they return, but for these ----
+ * Scales are bfloat16, rounded up, cut so that any code times its scale is finite; a block whose scale would be below 2^-126
+ * counts as zeros. Codes are a stream of bytes: code i takes bits [i * bits, (i + 1) * bits), the lowest bit of a byte first;
+ * ceil(n * bits / 8) bytes, the bits past the end are 0. block is a multiple of 8, else CML_ERR_ARGUMENT.
+ * Where rounding is by random numbers, adding back what was sent (0 returned) is exact only up to rounding.
+ *
+ * linear: code q of bits = 2, 3, 4, 5 or 8 as two's complement; top = 2^(bits-1) - 1; scale = size / top, where size is the
+ * largest |v|, or with euclidean != 0 the Euclidean norm of the block. t = v / scale cut to [-top, top].
+ * dither == 0: q = round-half-even(t). Else q = floor(t) + 1 if uniform(word) < t - floor(t), else floor(t). */
+int64_t cml_linear_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, int bits,
+                          int euclidean, int dither, uint64_t key, uint64_t step);
+int64_t cml_linear_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int bits, int assign);
+
+/* ternary: dithered as above with top = 1; size = largest |v|, or where clip > 0 at most clip * the block's root mean square.
+ * Elements go in groups of 160 (the last may have fewer), block is a multiple of 160. A group of c elements takes
+ * m = ceil(c / 5) bytes: byte j holds elements j, j + m, ... of it as digits of weight 1, 3, 9, 27, 81; digit 2 means -1. */
+int64_t cml_ternary_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, float clip,
+                           uint64_t key, uint64_t step);
+int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
+
+/* natural: sign (uppermost bit; 0 for level 0) and level k < 2^(bits-1) of bits = 3, 4, 5 or 8; k > 0 stands for
+ * 2^(base[b] + k - 127), 0 for 0. The uppermost level is the least that reaches the largest |v|, so
+ * base[b] <= 254 - (2^(bits-1) - 1). v goes to one of its two neighbours so that the mean is v: with a the bits of |v|,
+ * the exponent of a + (word >> 9); below level 1, level 1 if uniform(word) < |v| / 2^(base[b] - 126), else 0. */
+int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x, float* residual, int64_t n, int64_t block, int bits,
+                           uint64_t key, uint64_t step);
+int64_t cml_natural_decode(float* acc, const uint8_t* q, const uint8_t* base, int64_t n, int64_t block, int bits, int assign);
+
+/* onebit: the sign bit of v; scale = the mean of |v| over the block, added up in the order of src/blockwise.h. block <= 2^20. */
+int64_t cml_onebit_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block);
+int64_t cml_onebit_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
 
 /* ---- threshold selection: one pass over gradient and residual ----
  * For every i < n: v = g[i] + residual[i] (residual may be NULL: v = g[i], nothing is written back).
@@ -79,9 +118,58 @@ void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n,
  * 0 <= from < n, or from == n == 0; n < 2^32; cap >= 0. */
 int64_t cml_select(const float* g, float* residual, int64_t n, float threshold, int64_t from,
                    uint32_t* idx, float* val, int64_t cap, int64_t* overflow, int32_t* finite);
-/* |g + residual| of `count` elements spread evenly over n (element (offset + floor(j*n/count)) mod n for sample j) to out,
- * finite or not. n, count < 2^32, offset >= 0; n == 0 gives zeros. */
+/* |g + residual| of `count` elements to out, finite or not: fours of neighbours spread evenly over n. Sample j is element
+ * (offset + floor(q*n/groups) + j % 4) mod n with q = j / 4 and groups = ceil(count / 4) made odd. n, count < 2^32,
+ * offset >= 0; n == 0 gives zeros. */
 void cml_sample_abs(const float* g, const float* residual, int64_t n, int64_t offset, int64_t count, float* out);
+
+/* ---- order among magnitudes; scratch is overwritten ---- */
+
+/* *out = the rank-th largest |g + residual| (rank 1: the largest; NaN is above infinity). scratch: n words.
+ * 1 <= rank <= n < 2^32. */
+int64_t cml_kth_abs(const float* g, const float* residual, int64_t n, int64_t rank, uint32_t* scratch, float* out);
+/* How many x[i] >= cut. */
+int64_t cml_count_above(const float* x, int64_t n, float cut);
+/* Keeps the `keep` entries of largest |val| out of `count`, in order; of equals, those from position `from` on, going round.
+ * The others: residual[idx] += val, if residual != NULL. idx increases and is below n: the caller's promise.
+ * scratch: count words. 1 <= keep <= count <= n. Returns keep. */
+int64_t cml_trim(float* residual, int64_t n, uint32_t* idx, float* val, int64_t count, int64_t keep, int64_t from,
+                 uint32_t* scratch);
+
+/* ---- runs: run r covers elements r*run .. min(n, (r+1)*run); run is 8, 16, 32 or 64 ----
+ * The score of a run is the sum of its |v|, added as: lane[l] = v[l] + v[l+8] + ... for l < 8, then the upper half of the
+ * lanes onto the lower, three times. What a short run lacks counts as 0. It may be infinite where all v are finite.
+ *
+ * cml_select_runs: as cml_select, but whole runs are selected, by score >= threshold; `from` is a run. What is selected stays in
+ * the residual as well: cml_scatter_runs puts there what is kept of it. A run with a v that is not finite is not selected.
+ * cml_score_runs: scores of `count` runs spread evenly (run (offset + floor(j*runs/count)) mod runs); n == 0 gives zeros.
+ * cml_gather_runs: val = the elements of the runs, one run after the other. Returns how many; CML_ERR_CAPACITY if > cap.
+ * cml_scatter_runs: acc += val (or acc = val) there. CML_ERR_CORRUPT, acc unchanged, unless ids increase strictly below the
+ * number of runs and cover k elements. */
+int64_t cml_select_runs(const float* g, float* residual, int64_t n, int64_t run, float threshold, int64_t from,
+                        uint32_t* ids, float* scores, int64_t cap, int64_t* overflow, int32_t* finite);
+int64_t cml_score_runs(const float* g, const float* residual, int64_t n, int64_t run, int64_t offset, int64_t count,
+                       float* out);
+int64_t cml_gather_runs(const float* src, int64_t n, int64_t run, const uint32_t* ids, int64_t count, float* val, int64_t cap);
+int64_t cml_scatter_runs(float* acc, int64_t n, int64_t run, const uint32_t* ids, int64_t count, const float* val, int64_t k,
+                         int assign);
+
+/* ---- draws: Philox4x32-10; word i of the stream (key, step) is word i % 4 of block i / 4, the counter being
+ * (block low, block high, step low, step high) ---- */
+
+/* Word 0 of the stream (key, step). */
+uint32_t cml_draw_word(uint64_t key, uint64_t step);
+/* idx[j] = one position of stratum [floor(j*n/k), floor((j+1)*n/k)): its begin + (word j of (seed, 0) * its width >> 32). */
+int64_t cml_draw_strata(uint32_t* idx, int64_t k, int64_t n, uint32_t seed);
+/* val[j] = src[idx[j]]. CML_ERR_CORRUPT, nothing written, unless idx increases below n. */
+int64_t cml_take(const float* src, int64_t n, const uint32_t* idx, float* val, int64_t k);
+
+/* ---- 4-bit values, for gathered entries: as int8, but scale[b] = min(max|x| / 7, FLT_MAX / 8), q cut to [-7, 7] ----
+ * Two's complement; entry i is the low half of byte i / 2 if i is even, else the high half; a half without entry is 0.
+ * block is even. rest[i] = x[i] - scale * q, if rest != NULL. Returns 1, or 0 if an x is not finite: then q, scale and rest
+ * hold anything. */
+int64_t cml_nibbles_encode(uint8_t* q, float* scale, const float* x, float* rest, int64_t n, int64_t block);
+int64_t cml_nibbles_decode(float* out, const uint8_t* q, const float* scale, int64_t n, int64_t block);
 
 /* ---- sparse: idx strictly increasing, every idx < n ---- */
 
@@ -95,7 +183,10 @@ int64_t cml_scatter_add_int8(float* acc, int64_t n, const uint32_t* idx, const i
  * Elias-Fano: low = max(0, floor(log2(n / k))) bits of each, packed LSB first into ceil(k*low/8) bytes; then the unary
  * upper parts as a bit vector of k + (n >> low) + 1 bits: for entry j, bit (idx[j] >> low) + j is set; LSB first.
  * Bitmap: ceil(n/8) bytes, bit i set when i is among them.
- * k == 0 takes no bytes as Elias-Fano. n < 2^32. cml_ef_bound is the exact size.
+ * Blocks: u32 count of the blocks of 16 positions that hold any; their numbers below ceil(n/16), as a bitmap if that is not
+ * larger than Elias-Fano, else so; then for each block, in order, u16 with bit (position % 16) set for its positions.
+ * k == 0 takes no bytes as Elias-Fano or blocks. n < 2^32. cml_ef_bound and cml_blocks_nbytes are exact sizes; the latter takes
+ * idx on trust.
  * *_encode return the bytes written: CML_ERR_ARGUMENT for positions that break the rule, CML_ERR_CAPACITY if more than cap.
  * *_decode return k and check everything before writing: exactly nbytes, k bits set, positions increasing and < n, padding
  * bits zero; else CML_ERR_CORRUPT. */
@@ -104,6 +195,72 @@ int64_t cml_ef_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k,
 int64_t cml_ef_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
 int64_t cml_bitmap_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k, int64_t n);
 int64_t cml_bitmap_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
+int64_t cml_blocks_nbytes(const uint32_t* idx, int64_t k, int64_t n);
+int64_t cml_blocks_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k, int64_t n);
+int64_t cml_blocks_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
+
+/* ---- integers in a scale that all members share: sums need no decoding ----
+ * Block b covers x[b*block .. min(n, (b+1)*block)). max[b] is the upper half of a float32 (bfloat16), the largest magnitude of
+ * the block rounded up, at most the largest finite one; whole numbers compare as the magnitudes do.
+ * L = 2^(bits-1) - 1 for bits 4 or 8; scale = max / L, or 0 where max < L * 2^-126.
+ * t = x * (1 / scale) cut to [-L, L]; dithered q = floor(t) + (u < t - floor(t)), else t rounded half to even; 0 where scale is 0.
+ * u = (word >> 8) * 2^-24, with word i % 4 of Philox4x32-10 of counter (i / 4, 0, step low, step high) and key (low, high).
+ * n integers of `width` bits (4, 8, 12, 16 or 32; two's complement) are packed from the lowest bit of the first byte on, into
+ * ceil(n * width / 8) bytes; what is over in the last byte is 0. */
+
+/* Returns 1 if all of x is finite, 0 if not; then max holds anything. */
+int64_t cml_int_maxima(uint16_t* max, const float* x, int64_t n, int64_t block);
+/* x finite; q of width `bits`. */
+int64_t cml_int_encode(uint8_t* q, const float* x, const uint16_t* max, int64_t n, int64_t block, int bits, int dither,
+                       uint64_t key, uint64_t step);
+/* 1 if every q is within [-L, L] and padding is 0, else 0. */
+int64_t cml_int_legal(const uint8_t* q, int64_t n, int bits);
+/* acc[i] += q[i]; with assign != 0: acc[i] = q[i]. */
+int64_t cml_int_add(int32_t* acc, const uint8_t* q, int64_t n, int bits, int assign);
+/* Every acc[i] must fit `width` bits. */
+int64_t cml_int_pack(uint8_t* out, const int32_t* acc, int64_t n, int width);
+/* out[i] = scale[i / block] * q[i], q of any width. */
+int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* max, int64_t n, int64_t block, int bits, int width);
+
+/* ---- low rank: out[i * n + j] = sum over k of p[k * m + i] * q[k * n + j], added in the order of k; rank >= 1 ---- */
+void cml_outer(float* out, const float* p, const float* q, int64_t m, int64_t n, int64_t rank);
+
+/* ---- schedule: when the tasks of one choice of options end ----
+ * A bucket's options stand together: those of bucket b are bucket_options[b] .. bucket_options[b+1], and choice[b] counts
+ * from the first of them. A list of lists is a flat array and its edges: item i owns [edges[i], edges[i+1]).
+ * Arrays are the caller's; indices are not checked here (the glue does). */
+typedef struct cml_schedule {
+  int32_t buckets, nodes, lanes, steps;
+  int32_t priority;               /* 1: waiting tasks go by the order of buckets in `order`; 0: by readiness */
+  const double* ready;            /* nodes x (buckets + 1): when each gradient is final, last when computing ends; from 0 */
+  const int32_t* ready_order;     /* nodes x buckets: buckets by readiness */
+  const int32_t* order;           /* buckets, the most urgent first */
+  const uint8_t* stale;           /* buckets: due by the end of the next step */
+  const int32_t* lane_node;       /* lanes: the node whose computing a task on this lane delays, or -1 */
+  double tail;                    /* seconds behind the last bucket: the optimizer's step */
+  const int32_t* bucket_options;  /* buckets + 1 */
+  const int32_t* option_tasks;    /* options + 1 */
+  const int32_t* task_lanes;      /* tasks + 1, edges of lane and seconds */
+  const int32_t* lane;
+  const double* seconds;
+  const double* latency;          /* tasks */
+  const int32_t* need;            /* tasks: how many ends and gradients it waits for */
+  const int32_t* task_next;       /* tasks + 1, edges of next */
+  const int32_t* next;            /* tasks, counted from the option's first, that wait for its end */
+  const int32_t* task_gates;      /* tasks + 1, edges of gate */
+  const int32_t* gate;            /* nodes on which the gradient must be final before it starts */
+  int32_t most_tasks;             /* of any choice: the sum over buckets of their longest option */
+} cml_schedule;
+
+int64_t cml_schedule_scratch(const cml_schedule* in); /* bytes, to be aligned to 8 */
+/* Seconds of the last step. start and end, both or neither (NULL), get steps x most_tasks times from the first step's start,
+ * NaN where a task did not begin; the tasks of a choice stand in the order of buckets in `order`. Equal to the Python twin
+ * bit for bit. CML_ERR_ARGUMENT as a double when the tasks of an option wait for one another in a circle. */
+double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end);
+/* out[j]: what cml_schedule_run gives if each of n >= 1 distinct `buckets`, which have equally many options, takes its option
+ * j; infinity where that is sure to be above `limit`. choice is left as it was. */
+void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
+                        void* scratch, double* out);
 
 #ifdef __cplusplus
 }

@@ -1,8 +1,135 @@
-// The glue of int4, dithering, one bit. Computes nothing.
+// The glue of random words, int4 and dithering, ternaries, powers of two, one bit. Computes nothing.
 #include "glue.h"
 
 namespace glue {
+namespace {
 
-void bind_quantisers(nb::module_& m) { static_cast<void>(m); }
+// The arguments that all encoders share, borrowed and measured.
+struct Encode {
+  Encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual)
+      : q_memory("q", q.ptr(), true), scale_memory("scale", scale.ptr(), true), x_memory("x", x.ptr(), false),
+        from(x_memory.array<float>(Kind::f32, &n)), kept("residual", residual, n) {}
+
+  Memory q_memory, scale_memory, x_memory;
+  int64_t n = 0;
+  const float* from;
+  Optional kept;
+};
+
+struct Decode {
+  Decode(nb::handle acc, nb::handle q, nb::handle scale)
+      : acc_memory("acc", acc.ptr(), true), q_memory("q", q.ptr(), false), scale_memory("scale", scale.ptr(), false),
+        to(acc_memory.array<float>(Kind::f32, &n)) {}
+
+  Memory acc_memory, q_memory, scale_memory;
+  int64_t n = 0;
+  float* to;
+};
+
+int64_t stream_nbytes(int64_t n, int bits) {
+  if (bits < 1 || bits > 8) fail(PyExc_ValueError, "bits: got %d, need 1 to 8", bits);
+  return n / 8 * bits + (n % 8 * bits + 7) / 8;
+}
+
+int64_t ternary_nbytes(int64_t n) { return n / 5 + (n % 5 != 0); }  // groups of 160 are 32 bytes: the same in all
+
+void philox(nb::handle words, int64_t first, uint64_t key, uint64_t step) {
+  const Memory memory("words", words.ptr(), true);
+  int64_t n = 0;
+  auto* to = memory.array<uint32_t>(Kind::u32, &n);
+  if (first < 0) fail(PyExc_ValueError, "first: got %lld, must not be negative", static_cast<long long>(first));
+  run(4 * n, [&] { cml_philox(to, n, first, key, step); });
+}
+
+bool linear_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, int bits, bool euclidean,
+                   bool dither, uint64_t key, uint64_t step) {
+  require_block(block);
+  const Encode e(q, scale, x, residual);
+  auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, bits));
+  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
+  return checked("linear_encode", run(4 * e.n, [&] {
+    return cml_linear_encode(codes, scales, e.from, e.kept.data(), e.n, block, bits, euclidean, dither, key, step);
+  })) != 0;
+}
+
+void linear_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, int bits, bool assign) {
+  require_block(block);
+  const Decode d(acc, q, scale);
+  const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, bits));
+  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
+  checked("linear_decode", run(4 * d.n, [&] { return cml_linear_decode(d.to, codes, scales, d.n, block, bits, assign); }));
+}
+
+bool ternary_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, float clip, uint64_t key,
+                    uint64_t step) {
+  require_block(block);
+  const Encode e(q, scale, x, residual);
+  auto* codes = e.q_memory.bytes<uint8_t>(ternary_nbytes(e.n));
+  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
+  return checked("ternary_encode", run(4 * e.n, [&] {
+    return cml_ternary_encode(codes, scales, e.from, e.kept.data(), e.n, block, clip, key, step);
+  })) != 0;
+}
+
+void ternary_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, bool assign) {
+  require_block(block);
+  const Decode d(acc, q, scale);
+  const auto* codes = d.q_memory.bytes<uint8_t>(ternary_nbytes(d.n));
+  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
+  checked("ternary_decode", run(4 * d.n, [&] { return cml_ternary_decode(d.to, codes, scales, d.n, block, assign); }));
+}
+
+bool natural_encode(nb::handle q, nb::handle base, nb::handle x, nb::handle residual, int64_t block, int bits, uint64_t key,
+                    uint64_t step) {
+  require_block(block);
+  const Encode e(q, base, x, residual);
+  auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, bits));
+  auto* bases = e.scale_memory.bytes<uint8_t>(blocks(e.n, block));
+  return checked("natural_encode", run(4 * e.n, [&] {
+    return cml_natural_encode(codes, bases, e.from, e.kept.data(), e.n, block, bits, key, step);
+  })) != 0;
+}
+
+void natural_decode(nb::handle acc, nb::handle q, nb::handle base, int64_t block, int bits, bool assign) {
+  require_block(block);
+  const Decode d(acc, q, base);
+  const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, bits));
+  const auto* bases = d.scale_memory.bytes<uint8_t>(blocks(d.n, block));
+  checked("natural_decode", run(4 * d.n, [&] { return cml_natural_decode(d.to, codes, bases, d.n, block, bits, assign); }));
+}
+
+bool onebit_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block) {
+  require_block(block);
+  const Encode e(q, scale, x, residual);
+  auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, 1));
+  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
+  return checked("onebit_encode", run(4 * e.n, [&] {
+    return cml_onebit_encode(codes, scales, e.from, e.kept.data(), e.n, block);
+  })) != 0;
+}
+
+void onebit_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, bool assign) {
+  require_block(block);
+  const Decode d(acc, q, scale);
+  const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, 1));
+  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
+  checked("onebit_decode", run(4 * d.n, [&] { return cml_onebit_decode(d.to, codes, scales, d.n, block, assign); }));
+}
+
+}  // namespace
+
+void bind_quantisers(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("philox", &philox, "words"_a, "first"_a, "key"_a, "step"_a);
+  m.def("linear_encode", &linear_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a, "bits"_a, "euclidean"_a,
+        "dither"_a, "key"_a = 0, "step"_a = 0);
+  m.def("linear_decode", &linear_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "bits"_a, "assign"_a = false);
+  m.def("ternary_encode", &ternary_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a, "clip"_a, "key"_a, "step"_a);
+  m.def("ternary_decode", &ternary_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "assign"_a = false);
+  m.def("natural_encode", &natural_encode, "q"_a, "base"_a, "x"_a, "residual"_a.none(), "block"_a, "bits"_a, "key"_a, "step"_a);
+  m.def("natural_decode", &natural_decode, "acc"_a, "q"_a, "base"_a, "block"_a, "bits"_a, "assign"_a = false);
+  m.def("onebit_encode", &onebit_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a);
+  m.def("onebit_decode", &onebit_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "assign"_a = false);
+}
 
 }  // namespace glue

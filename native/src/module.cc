@@ -124,26 +124,6 @@ int64_t scatter_add_int8(nb::handle acc, nb::handle idx, nb::handle q, nb::handl
 
 int64_t ef_bound(int64_t n, int64_t k) { return checked("ef_bound: 0 <= k <= n < 2^32", cml_ef_bound(n, k)); }
 
-template <int64_t (*kKernel)(uint8_t*, int64_t, const uint32_t*, int64_t, int64_t)>
-int64_t encode_positions(nb::handle out, nb::handle idx, int64_t n, int64_t at) {
-  const Memory out_memory("out", out.ptr(), true), idx_memory("idx", idx.ptr(), false);
-  int64_t k = 0;
-  const auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
-  auto* to = out_memory.bytes<uint8_t>(0, at);
-  const int64_t cap = out_memory.nbytes() - at;
-  return checked("positions", run(4 * k + n / 8, [&] { return kKernel(to, cap, positions, k, n); }));
-}
-
-template <int64_t (*kKernel)(uint32_t*, int64_t, int64_t, const uint8_t*, int64_t)>
-int64_t decode_positions(nb::handle idx, int64_t n, nb::handle src, int64_t at, int64_t nbytes) {
-  const Memory idx_memory("idx", idx.ptr(), true), src_memory("src", src.ptr(), false);
-  int64_t k = 0;
-  auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
-  const auto* from = src_memory.bytes<uint8_t>(nbytes < 0 ? 0 : nbytes, at);
-  const int64_t have = nbytes < 0 ? src_memory.nbytes() - at : nbytes;
-  return checked("positions", run(4 * k + have, [&] { return kKernel(positions, k, n, from, have); }));
-}
-
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -180,4 +160,5 @@ NB_MODULE(_core, m) {
   bind_quantisers(m);
   bind_sparse(m);
   bind_integers(m);
+  bind_schedule(m);
 }

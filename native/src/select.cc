@@ -1,5 +1,5 @@
 // Selection by threshold in one pass over gradient and residual. Knows no payloads.
-#include "dispatch.h"
+#include "sparse.h"
 
 namespace cml {
 namespace {
@@ -159,22 +159,6 @@ void scan(const float* g, float* residual, int64_t lo, int64_t hi, float thresho
     scan_portable<false>(g, residual, lo, hi, threshold, out);
 }
 
-template <class T>
-void reverse(T* p, int64_t lo, int64_t hi) {
-  for (--hi; lo < hi; ++lo, --hi) {
-    const T a = load(p, lo), b = load(p, hi);
-    store(p, lo, b);
-    store(p, hi, a);
-  }
-}
-
-template <class T>
-void rotate(T* p, int64_t first, int64_t n) {
-  reverse(p, 0, first);
-  reverse(p, first, n);
-  reverse(p, 0, n);
-}
-
 }  // namespace
 }  // namespace cml
 
@@ -203,26 +187,26 @@ extern "C" void cml_sample_abs(const float* g, const float* residual, int64_t n,
     for (int64_t j = 0; j < count; ++j) cml::store(out, j, 0.0f);
     return;
   }
-  // j * n / count in steps: quotient and remainder are carried along, since two divisions a sample cost more than its loads.
-  // No branch depends on the data, and what comes kAhead samples later is asked for now: most samples are cache misses.
-  const int64_t whole = count > 0 ? n / count : 0;
-  const int64_t part = count > 0 ? n % count : 0;
-  int64_t i = offset % n;
-  int64_t rest = 0;
-  constexpr int64_t kAhead = 24;
-  const int64_t ahead = count > 0 ? kAhead * n / count : 0;
-  for (int64_t j = 0; j < count; ++j) {
+  // Samples come in fours of neighbours: a line of memory costs the same for one as for all of them.
+  // q * n / groups in steps: quotient and remainder are carried along, since two divisions cost more than the loads, and
+  // what comes kAhead groups later is asked for now: most are cache misses.
+  const int64_t groups = ((count + 3) / 4) | 1;
+  const int64_t whole = n / groups, part = n % groups;
+  int64_t i = offset % n, rest = 0;
+  constexpr int64_t kAhead = 12;
+  const int64_t ahead = kAhead * n / groups;
+  for (int64_t j = 0; j < count; j += 4) {
     const int64_t later = i + ahead < n ? i + ahead : i;
     __builtin_prefetch(g + later);
-    float v = cml::load(g, i);
-    if (residual) {
-      __builtin_prefetch(residual + later);
-      v += cml::load(residual, i);
+    if (residual) __builtin_prefetch(residual + later);
+    for (int64_t lane = 0; lane < 4 && j + lane < count; ++lane) {
+      const int64_t at = i + lane < n ? i + lane : (i + lane) % n;
+      const float v = residual ? cml::load(g, at) + cml::load(residual, at) : cml::load(g, at);
+      cml::store(out, j + lane, cml::float_of(cml::bits_of(v) & cml::kAbs));
     }
-    cml::store(out, j, cml::float_of(cml::bits_of(v) & cml::kAbs));
     rest += part;
-    const int64_t carry = rest >= count ? 1 : 0;
-    rest -= carry * count;
+    const int64_t carry = rest >= groups ? 1 : 0;
+    rest -= carry * groups;
     i += whole + carry;
     i -= i >= n ? n : 0;
   }

@@ -115,6 +115,67 @@ void int8(int64_t n, int shift) {
   CHECK(cml_int8_encode(nullptr, nullptr, nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT);
 }
 
+// Encodes with and without residual, decodes, and checks that nothing is further off than `most(block maximum)` allows.
+template <class Scale, class Encode, class Decode>
+void quantiser(int64_t n, int shift, int64_t block, int64_t nbytes, float most, Encode encode, Decode decode) {
+  const int64_t blocks = (n + block - 1) / block;
+  auto x = floats(n, shift), residual = floats(n, shift), acc = floats(n, shift), kept = floats(n, 0);
+  for (int64_t i = 0; i < n; ++i) kept.set(i, residual.get(i));
+  Array<uint8_t> q(nbytes, shift);
+  Array<Scale> scale(blocks, shift);
+  CHECK(encode(q.data(), scale.data(), x.data(), residual.data()) == 1);
+  CHECK(encode(q.data(), scale.data(), x.data(), nullptr) == 1);
+  CHECK(decode(acc.data(), q.data(), scale.data(), 0) == CML_OK);
+  CHECK(decode(acc.data(), q.data(), scale.data(), 1) == CML_OK);
+  for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(acc.get(i) - x.get(i)) <= most);
+  if (n == 0) return;
+  x.set(n - 1, std::numeric_limits<float>::quiet_NaN());
+  for (int64_t i = 0; i < n; ++i) residual.set(i, kept.get(i));
+  CHECK(encode(q.data(), scale.data(), x.data(), residual.data()) == 0);
+  for (int64_t i = 0; i + 1 < n; ++i) CHECK(std::fabs(residual.get(i) - (x.get(i) + kept.get(i))) < 1e-5f);
+  CHECK(residual.get(n - 1) == kept.get(n - 1));
+}
+
+void quantisers(int64_t n, int shift) {
+  for (int64_t block : {int64_t{8}, int64_t{32}, int64_t{264}}) {
+    for (int bits : {2, 3, 4, 5, 8}) {
+      const int64_t nbytes = (n * bits + 7) / 8;
+      for (int dither : {0, 1}) {
+        const float most = 1.02f / static_cast<float>((1 << (bits - 1)) - 1) / (dither ? 1.0f : 2.0f);
+        quantiser<uint16_t>(
+            n, shift, block, nbytes, most,
+            [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_linear_encode(q, s, x, r, n, block, bits, 0, dither, 7, 9); },
+            [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_linear_decode(a, q, s, n, block, bits, assign); });
+      }
+      if (bits == 2) continue;
+      quantiser<uint8_t>(
+          n, shift, block, nbytes, 1.0f,
+          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9); },
+          [&](float* a, const uint8_t* q, const uint8_t* s, int assign) { return cml_natural_decode(a, q, s, n, block, bits, assign); });
+    }
+    quantiser<uint16_t>(
+        n, shift, block, (n + 7) / 8, 1.02f,
+        [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_onebit_encode(q, s, x, r, n, block); },
+        [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_onebit_decode(a, q, s, n, block, assign); });
+  }
+  for (int64_t block : {160, 480})
+    for (float clip : {0.0f, 2.5f})
+      quantiser<uint16_t>(
+          n, shift, block, (n + 4) / 5, 1.02f,
+          [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, block, clip, 7, 9); },
+          [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_ternary_decode(a, q, s, n, block, assign); });
+  Array<uint32_t> words(n, shift);
+  for (int64_t first : {0, 1, 4}) cml_philox(words.data(), n, first, 7, 9);
+  CHECK(cml_linear_encode(nullptr, nullptr, nullptr, nullptr, 0, 12, 4, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_linear_decode(nullptr, nullptr, nullptr, 0, 8, 6, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_ternary_encode(nullptr, nullptr, nullptr, nullptr, 0, 32, 0.0f, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_ternary_decode(nullptr, nullptr, nullptr, 0, 32, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_natural_encode(nullptr, nullptr, nullptr, nullptr, 0, 8, 2, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_natural_decode(nullptr, nullptr, nullptr, 0, 8, 2, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_onebit_encode(nullptr, nullptr, nullptr, nullptr, 0, 1 << 21) == CML_ERR_ARGUMENT);
+  CHECK(cml_onebit_decode(nullptr, nullptr, nullptr, 0, 4, 0) == CML_ERR_ARGUMENT);
+}
+
 void select(int64_t n, int shift) {
   const auto g = floats(n, shift);
   for (int64_t cap : {int64_t{0}, int64_t{1}, n / 7, n}) {
@@ -170,6 +231,7 @@ void packed(int64_t n, int64_t k, int64_t nbytes, int shift, Encode encode, Deco
   const auto list = positions(n, k);
   Array<uint32_t> idx(k, shift), back(k, shift), untouched(k, shift);
   for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+  if (nbytes < 0) nbytes = cml_blocks_nbytes(idx.data(), k, n);
   Array<uint8_t> bytes(nbytes, shift);
   if (nbytes > 0) CHECK(encode(bytes.data(), nbytes - 1, idx.data(), k, n) == CML_ERR_CAPACITY);
   CHECK(encode(bytes.data(), nbytes, idx.data(), k, n) == nbytes);
@@ -201,14 +263,120 @@ void packed(int64_t n, int64_t k, int64_t nbytes, int shift, Encode encode, Deco
   }
 }
 
+void integers(int64_t n, int shift) {
+  for (int64_t block : {int64_t{8}, int64_t{9}, int64_t{256}}) {
+    const int64_t blocks = (n + block - 1) / block;
+    auto x = floats(n, shift), back = floats(n, shift);
+    Array<uint16_t> most(blocks, shift);
+    CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 1);
+    for (int bits : {4, 8}) {
+      const float step = 1.01f / static_cast<float>((1 << (bits - 1)) - 1);
+      Array<uint8_t> q((n * bits + 7) / 8, shift);
+      Array<int32_t> acc(n, shift);
+      for (int dither : {1, 0})
+        CHECK(cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1) == CML_OK);
+      CHECK(cml_int_legal(q.data(), n, bits) == 1);
+      CHECK(cml_int_add(acc.data(), q.data(), n, bits, 1) == CML_OK && cml_int_add(acc.data(), q.data(), n, bits, 0) == CML_OK);
+      for (int width : {4, 8, 12, 16, 32}) {
+        if (width <= bits) continue;  // the sum of two needs more
+        Array<uint8_t> out((n * width + 7) / 8, shift);
+        CHECK(cml_int_pack(out.data(), acc.data(), n, width) == CML_OK);
+        CHECK(cml_int_decode(back.data(), out.data(), most.data(), n, block, bits, width) == CML_OK);
+        for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - 2 * x.get(i)) <= step);
+      }
+      if (n == 0) continue;
+      q.set(0, bits == 8 ? 0x80 : 0x08);
+      CHECK(cml_int_legal(q.data(), n, bits) == 0);
+    }
+    if (n == 0) continue;
+    x.set(n / 2, std::numeric_limits<float>::infinity());
+    CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 0);
+  }
+  CHECK(cml_int_maxima(nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT && cml_int_legal(nullptr, 0, 5) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_encode(nullptr, nullptr, nullptr, 0, 8, 12, 0, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_add(nullptr, nullptr, 0, 16, 0) == CML_ERR_ARGUMENT && cml_int_pack(nullptr, nullptr, 0, 6) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_decode(nullptr, nullptr, nullptr, 0, 8, 8, 7) == CML_ERR_ARGUMENT);
+}
+
+void low_rank(int64_t n, int shift) {
+  for (int64_t rank : {int64_t{1}, int64_t{3}}) {
+    const int64_t m = 5;
+    auto p = floats(m * rank, shift), q = floats(n * rank, shift), out = floats(m * n, shift);
+    cml_outer(out.data(), p.data(), q.data(), m, n, rank);
+    for (int64_t i = 0; i < m * n; ++i) CHECK(std::fabs(out.get(i)) <= static_cast<float>(rank));
+  }
+}
+
 void all_positions(int64_t n, int shift) {
   for (int64_t k : {int64_t{0}, int64_t{1}, n / 100, n / 10, n / 2, n}) {
     if (k > n) continue;
     packed(n, k, cml_ef_bound(n, k), shift, cml_ef_encode, cml_ef_decode);
     packed(n, k, (n + 7) / 8, shift, cml_bitmap_encode, cml_bitmap_decode);
+    packed(n, k, -1, shift, cml_blocks_encode, cml_blocks_decode);
   }
   CHECK(cml_ef_bound(n, n + 1) == CML_ERR_ARGUMENT && cml_ef_bound(-1, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_ef_bound(int64_t{1} << 32, 1) == CML_ERR_ARGUMENT && cml_ef_bound(n, -1) == CML_ERR_ARGUMENT);
+}
+
+void order(int64_t n, int shift) {
+  auto g = floats(n, shift), residual = floats(n, shift);
+  Array<uint32_t> scratch(n, shift);
+  float found = 0.0f;
+  for (int64_t rank : {int64_t{1}, n / 50, n / 2, n}) {
+    if (rank < 1 || rank > n) continue;
+    CHECK(cml_kth_abs(g.data(), residual.data(), n, rank, scratch.data(), &found) == CML_OK);
+    CHECK(cml_kth_abs(g.data(), nullptr, n, rank, scratch.data(), &found) == CML_OK);
+    CHECK(cml_count_above(g.data(), n, found) <= rank);
+    const auto list = positions(2 * n, n);
+    Array<uint32_t> idx(n, shift);
+    for (int64_t j = 0; j < n; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+    auto val = floats(n, shift), kept = floats(2 * n, shift);
+    CHECK(cml_trim(kept.data(), 2 * n, idx.data(), val.data(), n, rank, n, scratch.data()) == rank);
+  }
+  CHECK(cml_kth_abs(g.data(), nullptr, n, n + 1, scratch.data(), &found) == CML_ERR_ARGUMENT);
+  CHECK(cml_trim(nullptr, n, nullptr, nullptr, n, n + 1, 0, nullptr) == CML_ERR_ARGUMENT);
+}
+
+void runs(int64_t n, int shift) {
+  for (int64_t run : {int64_t{8}, int64_t{16}, int64_t{64}}) {
+    const int64_t all = (n + run - 1) / run;
+    for (int64_t cap : {int64_t{0}, all / 3, all}) {
+      auto g = floats(n, shift), residual = floats(n, shift), scores = floats(cap, shift), sample = floats(all + 3, shift);
+      if (n > 40) g.set(40, std::numeric_limits<float>::quiet_NaN());
+      Array<uint32_t> ids(cap, shift);
+      int64_t overflow = -1;
+      int32_t finite = -1;
+      const int64_t count = cml_select_runs(g.data(), residual.data(), n, run, 1.0f, all / 2, ids.data(), scores.data(), cap,
+                                            &overflow, &finite);
+      CHECK(count >= 0 && count <= cap && finite == (n > 40 ? 0 : 1));
+      CHECK(cml_score_runs(g.data(), nullptr, n, run, 5, all + 3, sample.data()) == all + 3);
+      auto val = floats(n, shift);
+      const int64_t k = cml_gather_runs(g.data(), n, run, ids.data(), count, val.data(), n);
+      CHECK(k >= 0 && k <= n);
+      CHECK(cml_scatter_runs(residual.data(), n, run, ids.data(), count, val.data(), k, 0) == k);
+      CHECK(cml_scatter_runs(residual.data(), n, run, ids.data(), count, val.data(), k, 1) == k);
+      CHECK(cml_scatter_runs(residual.data(), n, run, ids.data(), count, val.data(), k + 1, 1) == CML_ERR_CORRUPT);
+      if (k > 0) CHECK(cml_gather_runs(g.data(), n, run, ids.data(), count, val.data(), k - 1) == CML_ERR_CAPACITY);
+    }
+  }
+  CHECK(cml_gather_runs(nullptr, 0, 12, nullptr, 0, nullptr, 0) == CML_ERR_ARGUMENT);
+}
+
+void draws_and_nibbles(int64_t n, int shift) {
+  for (int64_t k : {int64_t{0}, int64_t{1}, n / 3, n}) {
+    if (k > n) continue;
+    Array<uint32_t> idx(k, shift);
+    auto from = floats(n, shift), to = floats(k, shift), rest = floats(k, shift), scale = floats((k + 255) / 256, shift);
+    Array<uint8_t> q((k + 1) / 2, shift);
+    CHECK(cml_draw_strata(idx.data(), k, n, draw()) == k);
+    CHECK(cml_take(from.data(), n, idx.data(), to.data(), k) == k);
+    CHECK(cml_nibbles_encode(q.data(), scale.data(), to.data(), rest.data(), k, 256) == 1);
+    CHECK(cml_nibbles_decode(rest.data(), q.data(), scale.data(), k, 256) == k);
+    for (int64_t j = 0; j < k; ++j) CHECK(std::fabs(rest.get(j) - to.get(j)) <= scale.get(j / 256) * 0.5001f);
+    if (k > 0) CHECK(cml_take(from.data(), k - 1, idx.data(), to.data(), k) == CML_ERR_CORRUPT);
+  }
+  CHECK(cml_draw_strata(nullptr, n + 1, n, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_nibbles_encode(nullptr, nullptr, nullptr, nullptr, 0, 3) == CML_ERR_ARGUMENT);
 }
 
 }  // namespace
@@ -223,9 +391,15 @@ int main() {
         checksums(n, shift);
         sums_and_casts(n, shift);
         int8(n, shift);
+        quantisers(n, shift);
         select(n, shift);
         sparse(n, shift);
+        integers(n, shift);
+        low_rank(n, shift);
         all_positions(n, shift);
+        order(n, shift);
+        runs(n, shift);
+        draws_and_nibbles(n, shift);
       }
     }
     std::printf("%s ran\n", cml_isa());

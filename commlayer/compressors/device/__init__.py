@@ -1,5 +1,6 @@
 """The kernels on a CUDA device: names, arguments and results of commlayer._core. Knows no payload headers, no codecs."""
 
+from commlayer.compressors.device.blocks import blocks_decode, blocks_encode, blocks_nbytes
 from commlayer.compressors.device.dense import (
     add_bf16,
     add_f16,
@@ -11,9 +12,12 @@ from commlayer.compressors.device.dense import (
     f32_to_f16,
     int8_decode,
     int8_encode,
+    largest,
     within,
 )
-from commlayer.compressors.device.launch import launcher, serves
+from commlayer.compressors.device.launch import launcher, serves, words
+from commlayer.compressors.device.nibbles import nibbles_decode, nibbles_encode
+from commlayer.compressors.device.order import count_above, kth_abs, trim
 from commlayer.compressors.device.quantise import (
     draw_strata,
     linear_decode,
@@ -45,6 +49,10 @@ __all__ = [
     "bf16_to_f32",
     "bitmap_decode",
     "bitmap_encode",
+    "blocks_decode",
+    "blocks_encode",
+    "blocks_nbytes",
+    "count_above",
     "draw_strata",
     "ef_decode",
     "ef_encode",
@@ -53,11 +61,15 @@ __all__ = [
     "f32_to_f16",
     "int8_decode",
     "int8_encode",
+    "kth_abs",
+    "largest",
     "launcher",
     "linear_decode",
     "linear_encode",
     "natural_decode",
     "natural_encode",
+    "nibbles_decode",
+    "nibbles_encode",
     "onebit_decode",
     "onebit_encode",
     "sample_abs",
@@ -68,5 +80,7 @@ __all__ = [
     "take",
     "ternary_decode",
     "ternary_encode",
+    "trim",
     "within",
+    "words",
 ]

@@ -66,6 +66,23 @@ def within(scales: torch.Tensor, most: float) -> bool:
     return bool(valid.item())
 
 
+def largest(src: torch.Tensor, width: int) -> int:
+    """The largest of the unsigned numbers of `width` bytes, 1 or 2; 0 if there is none."""
+    if src.numel() == 0:
+        return 0
+    return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
+
+
+def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """What an encode returns. It has coded nothing if a flag says so: then the residual takes the finite part of x."""
+    if finite.item():
+        return True
+    if residual is not None:
+        v = residual + x
+        torch.where(torch.isfinite(v), v, residual, out=residual)
+    return False
+
+
 def int8_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     n = x.numel()
     if n == 0:
@@ -75,7 +92,7 @@ def int8_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual:
     warps = blocks * -(-block // SEGMENT)
     start("int8", "int8_most", min(-(-warps * 32 // THREADS), MOST_BLOCKS), most, x, residual, n, block, finite)
     each("int8", "int8_code", n, q, scale, most, x, residual, n, block, finite)
-    return bool(finite.item())
+    return finite_or_absorbed(finite, x, residual)
 
 
 def int8_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:

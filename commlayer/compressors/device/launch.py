@@ -60,6 +60,11 @@ def use(device_type: str, chosen: Launcher) -> Iterator[None]:
             _launchers[device_type] = before
 
 
+def words(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes whose memory reaches to the next multiple of 4, as kernels that set bits need."""
+    return torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)[:nbytes]
+
+
 def start(family: str, kernel: str, grid: int, *args: Argument, threads: int = THREADS) -> None:
     """Queues a kernel with exactly that grid."""
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))

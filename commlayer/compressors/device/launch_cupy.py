@@ -11,6 +11,7 @@ import torch
 from commlayer.compressors.device import sources
 from commlayer.compressors.device.launch import Argument
 
+MASK = (1 << 64) - 1
 OPTIONS = ("--std=c++17", "--fmad=false")
 """A fused multiply-add would round once where the host's kernels round twice."""
 
@@ -38,7 +39,7 @@ def _slot(arg: Argument) -> np.generic:
     if isinstance(arg, float):
         return np.float64(arg)
     if isinstance(arg, int):
-        return np.int64(arg)
+        return np.uint64(arg & MASK)  # keys of random numbers fill all 64 bits
     return np.uint64(0 if arg is None else arg.data_ptr())
 
 

@@ -1,13 +1,13 @@
 """Quantisers with 16-bit scales, and random draws, on a device. Knows no payloads and no codecs.
 
-An encode of something not finite returns False and leaves the residual as it was.
+An encode of something not finite returns False, and the residual took the finite part.
 """
 
 from __future__ import annotations
 
 import torch
 
-from commlayer.compressors.device.dense import yes
+from commlayer.compressors.device.dense import finite_or_absorbed, yes
 from commlayer.compressors.device.launch import each
 
 
@@ -18,7 +18,7 @@ def linear_encode(
     n, finite = x.numel(), yes(x)
     each("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, int(euclidean), finite)
     each("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, int(dither), key, step, finite)
-    return bool(finite.item())
+    return finite_or_absorbed(finite, x, residual)
 
 
 def linear_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, bits: int, assign: bool = False) -> None:
@@ -32,7 +32,7 @@ def ternary_encode(
     n, finite = x.numel(), yes(x)
     each("ternary", "ternary_measure", 32 * -(-n // block), scale, x, residual, n, block, float(clip), finite)
     each("ternary", "ternary_code", -(-n // 5), q, scale, x, residual, n, block, key, step, finite)
-    return bool(finite.item())
+    return finite_or_absorbed(finite, x, residual)
 
 
 def ternary_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:
@@ -46,7 +46,7 @@ def natural_encode(
     n, finite = x.numel(), yes(x)
     each("natural", "natural_measure", 32 * -(-n // block), base, x, residual, n, block, bits, finite)
     each("natural", "natural_code", -(-n // 8), q, base, x, residual, n, block, bits, key, step, finite)
-    return bool(finite.item())
+    return finite_or_absorbed(finite, x, residual)
 
 
 def natural_decode(acc: torch.Tensor, q: torch.Tensor, base: torch.Tensor, block: int, bits: int, assign: bool = False) -> None:
@@ -57,7 +57,7 @@ def onebit_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residua
     n, finite = x.numel(), yes(x)
     each("quantise", "onebit_measure", 32 * -(-n // block), scale, x, residual, n, block, finite)
     each("quantise", "onebit_code", -(-n // 8), q, scale, x, residual, n, block, finite)
-    return bool(finite.item())
+    return finite_or_absorbed(finite, x, residual)
 
 
 def onebit_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:

@@ -17,6 +17,11 @@ TILE = 16 * THREADS
 UNPACK_TILE_NBYTES = 16 * THREADS
 """As in cuda/positions.cu."""
 
+TRIM_TILE = 4 * THREADS
+TRIM_DIGITS = 3
+TRIM_HISTOGRAMS = TRIM_DIGITS * 2048
+"""Of 32 bits. As in cuda/trim.cu."""
+
 ELIAS_FANO, BITMAP, SMALLER = 0, 1, -1
 """Kinds of positions; the last lets the kernel choose."""
 
@@ -34,14 +39,53 @@ def tiles(n: int, start_: int) -> int:
     return -(-(n - start_ // 4 * 4) // TILE) + -(-start_ // TILE)
 
 
-def queue_select(
-    g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int,
-    raw: tuple[torch.Tensor, torch.Tensor], picked: tuple[torch.Tensor, torch.Tensor], found: torch.Tensor, state: torch.Tensor,
+Entries = tuple[torch.Tensor, torch.Tensor]
+"""Positions and values."""
+
+
+def queue_scan(
+    g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, to: Entries, found: torch.Tensor,
+    state: torch.Tensor,
 ) -> None:
-    """Selects into `raw`, then in order of positions into `picked`. `found` and `state` (1 + tiles) hold zeros."""
-    n, cap = g.numel(), min(raw[0].numel(), raw[1].numel())
-    start("select", "select_over", tiles(n, start_), g, residual, n, threshold, start_, *raw, cap, state, found)
-    each("select", "rotate", cap, *picked, *raw, found, cap)
+    """Selects into `to`, in the order of the scan. `found` and `state` (1 + tiles) hold zeros."""
+    n, cap = g.numel(), min(to[0].numel(), to[1].numel())
+    start("select", "select_over", tiles(n, start_), g, residual, n, threshold, start_, *to, cap, state, found)
+
+
+def queue_rotate(to: Entries, from_: Entries, count: torch.Tensor, first: torch.Tensor) -> None:
+    """From the order of the scan to that of the positions; `first` of the entries are from the scan's start on."""
+    cap = min(to[0].numel(), to[1].numel())
+    each("select", "rotate", cap, *to, *from_, count, first, cap)
+
+
+def queue_select(
+    g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, raw: Entries, picked: Entries,
+    found: torch.Tensor, state: torch.Tensor,
+) -> None:
+    """Selects into `raw`, then in order of positions into `picked`. As queue_scan."""
+    queue_scan(g, residual, threshold, start_, raw, found, state)
+    queue_rotate(picked, raw, found, found[2:])
+
+
+def trim_words(cap: int) -> int:
+    """Zeros that `queue_trim` needs."""
+    return TRIM_HISTOGRAMS // 2 + 2 * (1 + _trim_tiles(cap))
+
+
+def _trim_tiles(cap: int) -> int:
+    return -(-cap // TRIM_TILE)
+
+
+def queue_trim(
+    to: Entries, from_: Entries, residual: torch.Tensor | None, k: int, room: int, control: torch.Tensor, words: torch.Tensor
+) -> None:
+    """What stays of a scan's entries, in the same order; the k largest, if they are more than room."""
+    cap = from_[0].numel()
+    histograms, scans = words[: TRIM_HISTOGRAMS // 2], words[TRIM_HISTOGRAMS // 2 :]
+    above, equal = scans.chunk(2)
+    for digit in range(TRIM_DIGITS):
+        each("trim", "trim_count", cap, from_[1], k, cap, room, digit, histograms, control)
+    start("trim", "trim", _trim_tiles(cap), *to, *from_, residual, k, cap, room, histograms, above, equal, control)
 
 
 def select(
@@ -80,6 +124,13 @@ def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: t
     """Packs as many positions as `count` says, at most `most`, behind values of that kind."""
     each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
     each("positions", "pack_positions", most, out, idx, n, count, values, kind)
+
+
+def smaller(n: int, k: int) -> tuple[int, int]:
+    """Kind and exact size of k >= 1 positions below n in the smaller of both kinds."""
+    low = max(0, (n // k).bit_length() - 1)
+    sparse, dense = (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8, (n + 7) // 8
+    return (ELIAS_FANO, sparse) if sparse < dense else (BITMAP, dense)
 
 
 def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from commlayer.compressors.reference.blockwise import encode, most_of
 from commlayer.compressors.reference.memory import Memory, floats, octets_of, read, total, write
 
 SMALLEST = 127.0 * 2.0**-126
@@ -71,23 +72,18 @@ def all_finite(x: Memory, residual: Memory | None = None) -> bool:
 def int8_encode(
     q: Memory, scale: Memory, x: Memory, residual: Memory | None, block: int, q_at: int = 0, scale_at: int = 0
 ) -> bool:
-    v = total(x, residual)
-    if not v.isfinite().all():
-        return False
-    n = v.numel()
-    count = (n + block - 1) // block
-    rows = torch.zeros(count * block, dtype=torch.float32)
-    rows[:n] = v
-    rows = rows.view(count, block)
-    most = rows.abs().amax(1, keepdim=True)
-    scales = torch.where(most < SMALLEST, torch.zeros_like(most), (most / 127.0).clamp(max=MOST_SCALE))
-    whole = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-127, 127).round()
-    quanta = whole.to(torch.int8)
-    write(q, quanta.view(-1)[:n], q_at)
-    write(scale, scales.view(-1), scale_at)
-    if residual is not None:
-        floats(residual).copy_((rows - scales * quanta.float()).view(-1)[:n])
-    return True
+    n = floats(x).numel()
+
+    def code(rows: torch.Tensor) -> torch.Tensor:
+        most = most_of(rows)[:, None]
+        scales = torch.where(most < SMALLEST, torch.zeros_like(most), (most / 127.0).clamp(max=MOST_SCALE))
+        whole = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-127, 127).round()
+        quanta = whole.to(torch.int8)
+        write(q, quanta.view(-1)[:n], q_at)
+        write(scale, scales.view(-1), scale_at)
+        return scales * quanta.float()
+
+    return encode(x, residual, block, code)
 
 
 def int8_values(q: Memory, scale: Memory, n: int, block: int, q_at: int, scale_at: int) -> torch.Tensor:

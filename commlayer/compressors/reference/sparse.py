@@ -38,8 +38,10 @@ def sample_abs(g: Memory, residual: Memory | None, offset: int, out: Memory) -> 
     if v.numel() == 0 or target.numel() == 0:
         target.zero_()
         return
-    steps = torch.arange(target.numel()) * v.numel() // target.numel()
-    target.copy_(v[(offset + steps) % v.numel()].abs())
+    sample = torch.arange(target.numel())
+    groups = (target.numel() + 3) // 4 | 1
+    where = offset + sample // 4 * v.numel() // groups + sample % 4
+    target.copy_(v[where % v.numel()].abs())
 
 
 def _scatter(acc: Memory, idx: Memory, value: torch.Tensor, name: str) -> int:
@@ -81,7 +83,7 @@ def _unpacked(octets: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.unpackbits(octets.numpy(), bitorder="little"))
 
 
-def _checked_positions(idx: Memory, n: int) -> torch.Tensor:
+def checked_positions(idx: Memory, n: int) -> torch.Tensor:
     where = positions(idx)
     if not 0 <= n <= MAX_N or not increasing(where, n):
         raise ValueError(f"positions do not increase below {n}")
@@ -94,7 +96,7 @@ def _put(out: Memory, octets: torch.Tensor, at: int) -> int:
 
 
 def ef_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
-    where = _checked_positions(idx, n)
+    where = checked_positions(idx, n)
     k = len(where)
     if k == 0:
         return 0
@@ -105,7 +107,7 @@ def ef_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
     return _put(out, torch.cat([_packed(lower.to(torch.uint8).view(-1)), _packed(upper)]), at)
 
 
-def _corrupt(k: int, n: int) -> CorruptFrame:
+def corrupt(k: int, n: int) -> CorruptFrame:
     return CorruptFrame(f"positions: bytes are not {k} positions below {n}")
 
 
@@ -113,7 +115,7 @@ def ef_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -1) -
     k = len(positions(idx))
     octets = octets_of(src, at, None if nbytes < 0 else nbytes)
     if k > n or octets.numel() != ef_bound(n, k):
-        raise _corrupt(k, n)
+        raise corrupt(k, n)
     if k == 0:
         return 0
     low = _low_bits(n, k)
@@ -121,18 +123,18 @@ def ef_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -1) -
     lower, upper = _unpacked(octets[:middle]), _unpacked(octets[middle:])
     ones = upper.nonzero().view(-1)
     if lower[k * low :].any() or upper[k + (n >> low) + 1 :].any() or len(ones) != k:
-        raise _corrupt(k, n)
+        raise corrupt(k, n)
     weights = torch.ones(low, dtype=torch.int64) << torch.arange(low)
     where = ((ones - torch.arange(k)) << low) + (lower[: k * low].view(k, low).to(torch.int64) * weights).sum(1)
     if not increasing(where, n):
-        raise _corrupt(k, n)
+        raise corrupt(k, n)
     write(idx, where.to(torch.int32))
     return k
 
 
 def bitmap_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
     bits = torch.zeros(n, dtype=torch.uint8)
-    bits[_checked_positions(idx, n)] = 1
+    bits[checked_positions(idx, n)] = 1
     return _put(out, _packed(bits), at)
 
 
@@ -141,6 +143,6 @@ def bitmap_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -
     octets = octets_of(src, at, None if nbytes < 0 else nbytes)
     bits = _unpacked(octets)
     if octets.numel() != (n + 7) // 8 or bits[n:].any() or int(bits.sum()) != k:
-        raise _corrupt(k, n)
+        raise corrupt(k, n)
     write(idx, bits.nonzero().view(-1).to(torch.int32))
     return k

@@ -1,0 +1,217 @@
+"""Balancing in virtual time: the paper's four GPUs and others, disturbed or not, ours beside LBB and its relatives.
+
+Workers are lines with noise (commlayer.balance.harness), so a run is exact and repeats; only the solve times are measured.
+Every mode meets the same noise. The oracle knows the truth of each step. Communication counts only in the rows that say so.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.balance_plot import Panel, write_svg
+from bench.report import Result
+from commlayer.balance import Communication, Line, shares, solve
+from commlayer.balance.fits import fit_cubic
+from commlayer.balance.harness import Cluster, Disturbance, Mode, Step, moves, slow_after
+from commlayer.balance.harness import run as run_mode
+from commlayer.balance.lbb import Lbb
+from commlayer.balance.models import Cubic
+from commlayer.balance.ours import Ours
+from commlayer.balance.profiling import profile
+from commlayer.balance.relatives import Dlb, Equal, LbBsp, Proportional
+from commlayer.balance.relaxed import Relaxed, local_steps, majority, n_soft, stale_synchronous
+
+PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
+"""(ms per sample, ms of launch) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""
+PAPER = tuple(Line(slope / 1e3, launch / 1e3) for slope, launch in PAPER_MS)
+BATCH = 512
+NOISE = 0.01
+ADDED_S = 0.05
+TURN = 40
+"""Steps that the added 50 ms stay with a worker before the next has them; the first at step 25, as in the paper's figure 7."""
+LBB_COMM_S = 0.1
+"""The communication of an iteration in the logs of the paper's authors: blocking, not overlapped."""
+BACKWARD = 2 / 3
+"""Part of the compute that communication can hide behind: backward takes about twice as long as forward."""
+
+
+def in_turn(workers: int) -> tuple[Disturbance, ...]:
+    return tuple(Disturbance(w, 25 + TURN * w, 25 + TURN * (w + 1), added_s=ADDED_S) for w in range(workers))
+
+
+def mixed(ratio: float) -> tuple[Line, ...]:
+    """Two fast workers and two that are `ratio` times slower."""
+    return (Line(0.5e-3, 5e-3), Line(0.5e-3, 5e-3), Line(0.5e-3 * ratio, 5e-3 * ratio), Line(0.5e-3 * ratio, 5e-3 * ratio))
+
+
+HEAT = (Disturbance(0, 30, 200, factor=2.0, ramp=60), Disturbance(1, 60, 200, factor=1.5, ramp=20))
+SCENARIOS: dict[str, tuple[Cluster, int]] = {
+    "paper, static": (Cluster(PAPER, BATCH, noise=NOISE), 100),
+    "paper, +50 ms in turn": (Cluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE), 25 + 4 * TURN + 20),
+    "paper, thermal ramps": (Cluster(PAPER, BATCH, disturbances=HEAT, noise=NOISE), 220),
+    **{f"{ratio}:1 mix, x2 on one": (
+        Cluster(mixed(ratio), BATCH, disturbances=(Disturbance(0, 30, 70, factor=2.0),), noise=NOISE), 100
+    ) for ratio in (3, 10, 30)},
+}
+
+
+def cubics(cluster: Cluster) -> list[Cubic]:
+    """LBB's profile models: powers of two up to the total, with the cluster's noise."""
+    fitted = []
+    for worker in range(len(cluster.lines)):
+        draw = random.Random(worker)
+        line = cluster.lines[worker]
+        points = profile(lambda batch, line=line, draw=draw: line.time_s(batch) * (1 + NOISE * draw.gauss(0, 1)), cluster.total)  # type: ignore[misc]
+        fitted.append(fit_cubic(points.points).model)
+    return fitted
+
+
+MODES: Mapping[str, Callable[[Cluster], Mode]] = {
+    "equal (SSGD)": lambda c: Equal(len(c.lines), c.total),
+    "DLB, per epoch of 98": lambda c: Dlb(len(c.lines), c.total),
+    "LB-BSP-like": lambda c: LbBsp(len(c.lines), c.total),
+    "OmniLearn-like": lambda c: Proportional(len(c.lines), c.total),
+    "LBB as published": lambda c: Lbb(cubics(c), c.total),
+    "ours": Ours,
+}
+
+RELAXED: Mapping[str, Callable[[Cluster, int], Relaxed]] = {
+    "Local SGD H=8": lambda c, steps: local_steps(c, steps, 8),
+    "one-shot averaging": lambda c, steps: local_steps(c, steps, steps),
+    "1-soft": lambda c, steps: n_soft(c, steps, 1),
+    "2-soft": lambda c, steps: n_soft(c, steps, 2),
+    "4-soft (async)": lambda c, steps: n_soft(c, steps, 4),
+    "SSP slack 3": lambda c, steps: stale_synchronous(c, steps, 3),
+    "EagerSGD-like majority": majority,
+}
+
+
+def run(quick: bool) -> Result:
+    rows: list[dict[str, Any]] = []
+    done: dict[tuple[str, str], list[Step]] = {}
+    for scenario, (cluster, steps) in SCENARIOS.items():
+        for name, made in MODES.items():
+            done[scenario, name] = run_mode(made(cluster), cluster, steps)
+            rows.append(_row(scenario, name, done[scenario, name], cluster.total))
+    rows += [_relaxed_row(name, call) for name, call in RELAXED.items()]
+    comm_rows, vs_lbb = _with_communication()
+    many_row, many = _thousand(10 if quick else 40)
+    ours = [steps for (_, name), steps in done.items() if name == "ours"]
+    recovery = [_recovery(seed) for seed in range(2 if quick else 8)]
+    static = done["paper, static", "ours"]
+    return {
+        "rows": rows + comm_rows + [many_row],
+        "summary": {
+            "paper_fixture_makespan_ms": solve(PAPER, BATCH).makespan_s * 1e3,
+            "paper_fixture_shares": "/".join(map(str, shares(PAPER, BATCH))),
+            "vs_ssgd": _mean_s(done["paper, static", "equal (SSGD)"]) / _mean_s(static),
+            "vs_lbb_disturbed": _mean_s(done["paper, +50 ms in turn", "LBB as published"])
+            / _mean_s(done["paper, +50 ms in turn", "ours"]),
+            **vs_lbb,
+            "recover_iterations_additive50": max(max(one[:3]) for one in recovery),
+            "recover_iterations_additive50_small": max(one[3] for one in recovery),
+            "share_sum_violations": sum(_wrong(steps, BATCH) for steps in ours) + _wrong(many, MANY_TOTAL),
+            "oracle_gap_pct": max(_gap_pct(steps) for steps in ours),
+            "solve_us_4": _solve_us(list(PAPER), BATCH, 200),
+            "solve_us_1000": _solve_us(_many_lines(), MANY_TOTAL, 10),
+        },
+    }
+
+
+def draw(path: Path) -> Path:
+    """Shares, times and straggler effect over the iterations while 50 ms are added in turn: LBB as published beside ours."""
+    cluster, steps = SCENARIOS["paper, +50 ms in turn"]
+    panels = []
+    for name in ("LBB as published", "ours"):
+        seen = run_mode(MODES[name](cluster), cluster, steps)
+        workers = [f"worker {w + 1}" for w in range(len(cluster.lines))]
+        panels.append([
+            Panel(f"{name}: share", {w: [float(s.shares[i]) for s in seen] for i, w in enumerate(workers)}),
+            Panel("compute time, ms", {w: [s.times_s[i] * 1e3 for s in seen] for i, w in enumerate(workers)}),
+            Panel("straggler effect", {"SE": [s.effect for s in seen]}, marks=(0.05, 0.3)),
+        ])
+    target = path.with_suffix(".svg")
+    write_svg(target, panels, "iteration")
+    return target
+
+
+def _mean_s(steps: list[Step]) -> float:
+    return sum(step.iteration_s for step in steps) / len(steps)
+
+
+def _gap_pct(steps: list[Step]) -> float:
+    return 100 * (sum(step.iteration_s for step in steps) / sum(step.oracle_s for step in steps) - 1)
+
+
+def _wrong(steps: list[Step], total: int) -> int:
+    return sum(sum(step.shares) != total for step in steps)
+
+
+def _row(scenario: str, name: str, steps: list[Step], total: int) -> dict[str, Any]:
+    return {
+        "scenario": scenario, "mode": name, "iteration_ms": _mean_s(steps) * 1e3, "samples_per_s": total / _mean_s(steps),
+        "oracle_gap_pct": _gap_pct(steps), "slow_iterations": sum(step.slow for step in steps), "moves": moves(steps),
+        "sum_wrong": _wrong(steps, total), "final": "/".join(map(str, steps[-1].shares)) if len(steps[-1].shares) < 9 else "",
+    }  # fmt: skip
+
+
+def _relaxed_row(name: str, call: Callable[[Cluster, int], Relaxed]) -> dict[str, Any]:
+    told = call(SCENARIOS["paper, static"][0], 98)
+    return {
+        "scenario": "paper, static", "mode": name, "iteration_ms": BATCH / told.samples_per_s * 1e3,
+        "samples_per_s": told.samples_per_s, "updates": told.updates, "staleness": told.staleness_mean,
+        "staleness_max": told.staleness_max, "rate_scale": told.rate_scale,
+    }  # fmt: skip
+
+
+def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The authors' 100 ms of blocking all-reduce, and what is left of it overlapped, then also compressed to a tenth."""
+    cluster = Cluster(PAPER, BATCH, noise=NOISE)
+    ways = {
+        "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(lambda _active: LBB_COMM_S)),
+        "ours, overlapped": (MODES["ours"], Communication(lambda _active: LBB_COMM_S, BACKWARD)),
+        "ours, overlapped, a tenth of the bytes": (MODES["ours"], Communication(lambda _active: LBB_COMM_S / 10, BACKWARD)),
+    }
+    rows, means = [], []
+    for name, (made, communication) in ways.items():
+        steps = run_mode(made(cluster), cluster, 100, communication)
+        rows.append(_row("paper, static, communication emulated", name, steps, BATCH))
+        means.append(_mean_s(steps))
+    return rows, {"vs_lbb_emulated_overlap": means[0] / means[1], "vs_lbb_emulated_compressed": means[0] / means[2]}
+
+
+def _recovery(seed: int) -> list[int]:
+    """Slow iterations, from the first on, after 50 ms were added to each worker in turn."""
+    cluster = Cluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE, seed=seed)
+    steps = run_mode(Ours(cluster), cluster, 25 + 4 * TURN)
+    return [slow_after(steps, 25 + TURN * w, 25 + TURN * (w + 1)) for w in range(4)]
+
+
+MANY_TOTAL = 64_000
+
+
+def _many_lines() -> list[Line]:
+    draw = random.Random(1)
+    return [Line(draw.uniform(0.3e-3, 9e-3), draw.uniform(1e-3, 50e-3)) for _ in range(1000)]
+
+
+def _thousand(steps: int) -> tuple[dict[str, Any], list[Step]]:
+    """A thousand workers, fifty of which slow down in the third step."""
+    slower = tuple(Disturbance(worker, 3, 1000, factor=2.0) for worker in range(0, 1000, 20))
+    cluster = Cluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
+    seen = run_mode(Ours(cluster), cluster, steps)
+    return _row("1,000 workers, x2 on fifty", "ours", seen, MANY_TOTAL), seen
+
+
+def _solve_us(models: list[Line], total: int, times: int) -> float:
+    """The least of several: other load only adds."""
+    best = float("inf")
+    for _ in range(times):
+        begin = time.perf_counter()
+        shares(models, total)
+        best = min(best, time.perf_counter() - begin)
+    return best * 1e6

@@ -1,0 +1,70 @@
+"""The tuner against a grid over the same space, on both proxy tasks: how near its best comes in 30 trials. Knows no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from bench import report
+from commlayer.balance import tuner
+from commlayer.balance.tuner_engines import engine
+from commlayer.balance.tuner_space import Settings, Space, default_space
+from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.demo import proxies
+
+TASKS = {"digits": proxies.digits, "chars": proxies.chars}
+TRIALS, SEEDS = 30, 3
+BUDGET = 0.02
+RATIOS, RATIOS_QUICK = 16, 6
+"""Of the grid, evenly spaced in logarithm."""
+
+
+def run(quick: bool) -> report.Result:
+    """A row for each task and seed."""
+    torch.set_num_threads(1)
+    rows = [row for name in TASKS for row in tune_vs_grid(name, RATIOS_QUICK if quick else RATIOS, 1 if quick else SEEDS)]
+    worst = max(row["behind_pct"] for row in rows)
+    return {"rows": rows, "summary": {"trials": TRIALS, "tuner_behind_grid_pct_max": worst, "tuner_within_5_pct": worst <= 5.0}}
+
+
+def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
+    """`behind_pct`: how much dearer the tuner's best is than the grid's; negative where it found a better one."""
+    space, proxy = default_space(), TASKS[task]
+    known: dict[str, Trial] = {}
+
+    def look_up(settings: Settings) -> Trial:
+        """Proxies are repeatable: the grid and all seeds share what has been run."""
+        key = repr(sorted(settings.items()))
+        if key not in known:
+            known[key] = tuner.run(proxy, settings)
+        return known[key]
+
+    points = grid(space, ratios)
+    dense = look_up(tuner.first(space))
+    floor = min(tuner.price(look_up(p), dense, BUDGET) for p in points)
+    rows = []
+    for seed in range(seeds):
+        with TemporaryDirectory() as folder:
+            search = Search(task, space, BUDGET, seed)
+            store = Store(Path(folder) / "trials.jsonl", search)
+            made = engine("auto", space, seed)
+            list(tuner.tune(proxy, store, search, made, TRIALS))
+            found = min(store.trials, key=lambda t: tuner.price(t, dense, BUDGET))
+        price = tuner.price(found, dense, BUDGET)
+        rows.append({"task": task, "seed": seed, "engine": type(made).__name__, "grid_points": len(points), "grid_s": floor,
+                     "tuner_s": price, "behind_pct": 100 * (price / floor - 1), "found": str(found.settings)})
+    return rows
+
+
+def grid(space: Space, ratios: int) -> list[Settings]:
+    """Every choice with every other, the ratio in steps; the same settings once."""
+    points: list[list[float]] = [[]]
+    for d in space.dimensions:
+        n = len(d.choices) or ratios
+        units = [(i + 0.5) / n if d.choices else i / (n - 1) for i in range(n)]
+        points = [[*p, u] for p in points for u in units]
+    made = {repr(s): s for s in map(space.at, points)}
+    return list(made.values())

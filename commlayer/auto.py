@@ -1,0 +1,219 @@
+"""The plan that nobody asked for: measures the first steps, plans on rank 0, goes over to it, and again when it is stale.
+
+All ranks count steps alike, so what they do together (probes, the exchange of what they measured, the word whether there is a
+plan) happens at steps that each knows by itself. Planning runs on a thread of rank 0 beside the training.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from msgspec import structs
+
+from commlayer import planner
+from commlayer.connect import Connection, switch
+from commlayer.observe import Drift
+from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
+from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.records import Job, Plan, digest
+from commlayer.runtime import calibrate, probe
+from commlayer.runtime.timing import timing_of
+from commlayer.runtime.worker import Worker
+
+log = logging.getLogger("commlayer")
+
+WARM_STEPS = 2
+"""They find thresholds, buffers and the forward order: their times are no model of later ones."""
+MEASURED_STEPS = 5
+PROBE_S = 2.0
+"""Of all probes together."""
+WORTH = 0.05
+"""A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
+FIRST_ASK, LAST_ASK = 2, 64
+"""Steps between two askings whether there is a plan: twice as many each time."""
+LOCAL = 1e11
+"""bits per second above which a probe went through no network: the server is on this machine."""
+
+INTRA_BPS, INTRA_ALPHA_S = 4e10, 2e-5
+"""Between ranks of one node, through its memory: nobody has measured it."""
+
+NOTHING, SWITCH, MEASURE = 0, 1, 2
+
+
+class Row(NamedTuple):
+    """What one rank measured."""
+
+    compute_s: float
+    step_s: float
+    up_bps: float
+    down_bps: float
+    alpha_s: float
+
+
+class Auto:
+    """`after_step` is called by every rank after each step."""
+
+    def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S) -> None:
+        self._connection, self._job, self._probe_s = connection, job, probe_s
+        self._steps, self._next, self._gap = 0, 0, FIRST_ASK
+        self._measure_from = WARM_STEPS
+        self._answer: Plan | None = None
+        self._thread: threading.Thread | None = None
+        self._drift: Drift | None = None
+        self._stale = False
+        self._ended = 0.0
+        self._recent: list[float] = []
+        self.decisions: list[str] = []
+        """What was decided, at which step, and why."""
+
+    def after_step(self) -> None:
+        worker = self._connection.worker
+        assert worker is not None
+        self._steps += 1
+        self._watch()
+        if self._steps == self._measure_from:
+            worker.recorder.switch(on=True)
+        elif self._steps == self._measure_from + MEASURED_STEPS + 1:
+            self._begin_planning(worker)
+            self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
+        elif self._steps == self._next:
+            self._ask()
+
+    # ---- measuring
+
+    def _watch(self) -> None:
+        """How long steps take now, against what was predicted; on rank 0 alone."""
+        now = time.perf_counter()
+        if self._ended:
+            self._recent = [*self._recent[-2:], now - self._ended]
+            if self._drift is not None and self._drift.observe(median(self._recent)):
+                self._stale = True
+                self._say(f"the plan is stale: steps take {1e3 * median(self._recent):.1f} ms, "
+                          f"{1e3 * self._drift.predicted_s:.1f} ms were predicted")
+        self._ended = now
+
+    def _begin_planning(self, worker: Worker) -> None:
+        """All ranks: probe links one after the other, tell each other; rank 0 goes on alone."""
+        made, groups = self._connection, self._connection.groups
+        assert groups is not None
+        steps = worker.recorder.steps
+        worker.recorder.switch(on=False)
+        timing = timing_of(steps, len(self._job.tensors), worker.places)
+        row = Row(timing.forward_s + timing.backward_s, median(s.marks["end"] for s in steps), *self._probe())
+        rows = [Row(*r) for r in groups.gather_all(torch.tensor(row, dtype=torch.float64)).tolist()]
+        if made.rank == 0:
+            job = Job(self._job.tensors, self._job.batch, timing, self._job.name)
+            plan = worker.plan
+            self._thread = threading.Thread(target=self._plan, args=(job, plan, rows), name="commlayer-planner", daemon=True)
+            self._thread.start()
+
+    def _probe(self) -> tuple[float, float, float]:
+        """(up, down, latency) of this node's link: the nodes' first ranks measure in turn, so none measures another's."""
+        made, groups = self._connection, self._connection.groups
+        assert groups is not None
+        assert made.uplink is not None
+        found = (0.0, 0.0, 0.0)
+        nodes = groups.world // groups.ranks_per_node
+        for node in range(nodes):
+            if (groups.node, groups.local) == (node, 0) and made.uplink.view.servers:
+                link = probe.link(functools.partial(made.uplink.probe, 0), self._probe_s / nodes)
+                found = link.up_bps, link.down_bps, link.alpha_s
+            groups.barrier()
+        return found
+
+    # ---- planning, on rank 0
+
+    def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
+        try:
+            cluster = self._cluster(rows)
+            profile = _profile(cluster)
+            policy = Policy(devices=("cpu",))
+            made = planner.plan(job, cluster, profile, policy)
+            now_s = planner.simulate(current, job, cluster, profile, policy).step_s
+            measured_s = median(row.step_s for row in rows)
+        except Exception as error:
+            self._say(f"no plan: {type(error).__name__}: {error}")
+            return
+        gain = 1.0 - made.step_s / now_s
+        said = (f"a plan of {len(made.buckets)} buckets for {1e3 * made.step_s:.1f} ms a step; the one in force takes "
+                f"{1e3 * measured_s:.1f} ms, {1e3 * now_s:.1f} ms by the same prices")
+        if gain < WORTH:
+            self._drift = Drift(measured_s)
+            self._say(f"kept the plan in force: found {said}")
+            return
+        self._say(f"found {said}")
+        self._answer = made
+
+    def _cluster(self, rows: list[Row]) -> Cluster:
+        """Nodes as measured. A server's own node has no link to it that could be measured: it gets the best of the others'."""
+        groups, uplink = self._connection.groups, self._connection.uplink
+        assert groups is not None
+        assert uplink is not None
+        firsts = rows[:: groups.ranks_per_node]
+        seen = [r for r in firsts if 0 < min(r.up_bps, r.down_bps) <= LOCAL]
+        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen)) if seen else None
+        homes = {s.node for s in uplink.view.servers}
+        fastest_s = min(r.compute_s for r in rows)
+        nodes = []
+        for number, row in enumerate(firsts):
+            own = row in seen and number not in homes
+            link = Link(row.up_bps, row.down_bps, row.alpha_s) if own or best is None else best
+            mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
+            nodes.append(Node(
+                f"node{number}", groups.ranks_per_node, "cpu", link, INTRA_BPS, INTRA_ALPHA_S,
+                speed=fastest_s / max(r.compute_s for r in mine), server=number in homes,
+            ))
+        return Cluster(tuple(nodes))
+
+    # ---- changing over
+
+    def _ask(self) -> None:
+        """All ranks: has rank 0 a plan, or does it want everything measured again?"""
+        groups = self._connection.groups
+        assert groups is not None
+        word = torch.tensor([self._word()], dtype=torch.int64)
+        groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
+        self._gap = min(2 * self._gap, LAST_ASK)
+        self._next = self._steps + self._gap
+        if int(word) == SWITCH:
+            plan, self._answer = self._answer, None
+            switch(self._connection, plan)
+            assert self._connection.plan is not None
+            self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
+            self._recent.clear()
+            self._say(f"went over to plan {digest(self._connection.plan)}")
+        elif int(word) == MEASURE:
+            self._measure_from = self._steps + 1
+
+    def _word(self) -> int:
+        if self._connection.rank != 0:
+            return NOTHING
+        if self._answer is not None:
+            return SWITCH
+        if self._stale and not (self._thread is not None and self._thread.is_alive()):
+            self._stale, self._drift = False, None
+            return MEASURE
+        return NOTHING
+
+    def _say(self, what: str) -> None:
+        self.decisions.append(f"step {self._steps}: {what}")
+        if self._connection.rank == 0:
+            log.info("step %d: %s", self._steps, what)
+
+
+def _profile(cluster: Cluster) -> Profile:
+    """The tables' costs, with those of the CPU's codecs as they are here."""
+    tables = profile_from_tables(cluster, DEFAULT_CODECS)
+    measured = {cost.codec: cost for cost in calibrate.measure(DEFAULT_CODECS)}
+    costs = tuple(
+        structs.replace(cost, encode=mine.encode, decode=mine.decode, nbytes=mine.nbytes)
+        if cost.device == "cpu" and (mine := measured[cost.codec]) else cost
+        for cost in tables.codecs
+    )
+    return structs.replace(tables, codecs=costs, source="measured")

@@ -1,0 +1,68 @@
+"""How much work each machine gets, and with which settings. Knows no torch, no clock and no network.
+
+Each name loads its module when it is first used, so that a training script pays for no solver and a planner for no sampler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlayer.balance.balancer import Balancer as Balancer
+    from commlayer.balance.balancer import Policy as Policy
+    from commlayer.balance.dealer import Dealer as Dealer
+    from commlayer.balance.events import Decision as Decision
+    from commlayer.balance.events import Joined as Joined
+    from commlayer.balance.events import Measurement as Measurement
+    from commlayer.balance.events import Note as Note
+    from commlayer.balance.events import Outcome as Outcome
+    from commlayer.balance.events import Vanished as Vanished
+    from commlayer.balance.models import Cubic as Cubic
+    from commlayer.balance.models import Line as Line
+    from commlayer.balance.models import Piecewise as Piecewise
+    from commlayer.balance.sampler import Sampler as Sampler
+    from commlayer.balance.solve import Communication as Communication
+    from commlayer.balance.solve import Solution as Solution
+    from commlayer.balance.solve import shares as shares
+    from commlayer.balance.solve import solve as solve
+
+_MODULES = {
+    "balancer": ("Balancer", "Policy"),
+    "dealer": ("Dealer",),
+    "events": ("Decision", "Joined", "Measurement", "Note", "Outcome", "Vanished"),
+    "models": ("Cubic", "Line", "Piecewise"),
+    "sampler": ("Sampler",),
+    "solve": ("Communication", "Solution", "shares", "solve"),
+}
+_HOMES = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Balancer",
+    "Communication",
+    "Cubic",
+    "Dealer",
+    "Decision",
+    "Joined",
+    "Line",
+    "Measurement",
+    "Note",
+    "Outcome",
+    "Piecewise",
+    "Policy",
+    "Sampler",
+    "Solution",
+    "Vanished",
+    "shares",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'commlayer.balance' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,95 @@
+"""Uneven and changing batches from a stream that can only be read once, in order. Knows shares; no torch, no index.
+
+What a stream cannot give, beside `Sampler`: every worker reads all items (and throws away what others train); the stream must
+come in the same order everywhere; a vanished worker's items are not handed out again; resuming reads again what was trained.
+A DataLoader around the stream, with batch_size=None, may prepare items ahead, in order: with at most one worker process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from commlayer.balance.handout import Averaging, Handout, parts_of
+from commlayer.balance.ledger import text_of
+from commlayer.balance.schedule import Announcement, Schedule, apportion, check_sizes, checked_shares
+from commlayer.errors import RecordError
+from commlayer.records import Record, decode
+
+
+class State(Record, frozen=True):
+    """Where a stream stands: the same on all workers."""
+
+    batch: int
+    step: int
+    items: int
+    schedule: list[Announcement]
+
+
+class Dealer:
+    """Deals a stream's items to the workers, `batch` of them a step. `fraction` and `last` as those of Sampler."""
+
+    def __init__(self, stream: Iterable[Any], batch: int, *, shares: Sequence[int] | Mapping[int, int], rank: int,
+                 collate: Callable[[list[Any]], Any], least: int = 1, cap: int = 0) -> None:
+        """`collate` makes a batch of a list of items, as a DataLoader's collate_fn does."""
+        check_sizes(batch, 0, least=least, cap=cap)
+        self._stream, self._collate, self.batch, self.rank = stream, collate, batch, rank
+        self._least, self._cap = least, cap
+        self._schedule = Schedule(checked_shares(shares, batch, least))
+        self._handout = Handout()
+        self.step = self._read = self._dealt = 0
+
+    @property
+    def fraction(self) -> float:
+        return self._handout.fraction
+
+    @property
+    def last(self) -> bool:
+        return self._handout.last
+
+    def announce(self, step: int, shares: Sequence[int] | Mapping[int, int]) -> None:
+        """From that step on these shares hold; all workers hear it before they come to that step."""
+        named = checked_shares(shares, self.batch, self._least)
+        if step <= self.step:
+            raise ValueError(f"announce: step {step} is under way or over, allowed: step {self.step + 1} or later")
+        self._schedule.add(Announcement(step, named))
+
+    def follow(self, session: Averaging | None = None, *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
+        """This worker's batches to the end of the stream, from where training stands."""
+        items = itertools.islice(iter(self._stream), self._read, None)
+        try:
+            while held := list(itertools.islice(items, self.batch)):
+                shares = self._schedule.shares(self.step)
+                counts = shares if len(held) == self.batch else apportion(len(held), shares)
+                start = sum(count for worker, count in counts.items() if worker < self.rank)
+                own = held[start : start + counts.get(self.rank, 0)]
+                nothing = list(itertools.islice(itertools.cycle(held), self._least))
+                parts = list(parts_of(self.step, own, nothing, least=self._least, cap=self._cap))
+                self._dealt = len(held)
+                yield from self._handout.run([(self._collate(mine), part) for part, mine in parts], session, weigh)
+                self._commit()
+            self._read = 0
+        finally:
+            if self._handout.applied():
+                self._commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands."""
+        if self._handout.applied():
+            self._commit()
+        return {"dealer": text_of(State(self.batch, self.step, self._read, self._schedule.since(self.step)))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        kept = decode(str(state.get("dealer", "")).encode(), State, "state of a dealer")
+        if kept.batch != self.batch:
+            raise RecordError(f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}")
+        self.step, self._read, self._schedule = kept.step, kept.items, Schedule.of(kept.schedule)
+        self._handout.over()
+
+    def _commit(self) -> None:
+        if self._handout.out:
+            self._handout.over()
+            self.step += 1
+            self._read += self._dealt
+            self._schedule.forget(self.step)

@@ -1,0 +1,81 @@
+"""What goes into the balancer and what it says. Records only; knows no models and decides nothing."""
+
+from __future__ import annotations
+
+from commlayer.balance.models import Line
+from commlayer.records import Record
+
+
+class Measurement(Record, frozen=True):
+    """A worker's compute seconds in a step. A worker without share may report a batch that it computed for itself."""
+
+    worker: int
+    batch: int
+    compute_s: float
+
+
+class Joined(Record, frozen=True):
+    """A worker that can take part from now on; without a line it is first given as little as is allowed."""
+
+    worker: int
+    cap: int | None = None
+    line: Line | None = None
+
+
+class Vanished(Record, frozen=True):
+    """A worker that is gone, for whatever reason."""
+
+    worker: int
+
+
+Input = Measurement | Joined | Vanished
+
+
+class Decision(Record, frozen=True):
+    """New shares for all members from a future step on, why, and what they should bring."""
+
+    step: int
+    from_step: int
+    workers: tuple[int, ...]
+    shares: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    reason: str
+    before_s: float
+    """Expected time of an iteration with the shares in force; infinite where they cannot be computed any more."""
+    after_s: float
+
+    @property
+    def gain_s(self) -> float:
+        return self.before_s - self.after_s
+
+    @property
+    def by_worker(self) -> dict[int, int]:
+        return dict(zip(self.workers, self.shares, strict=True))
+
+    def share_of(self, worker: int) -> int:
+        return self.shares[self.workers.index(worker)] if worker in self.workers else 0
+
+
+class Outcome(Record, frozen=True):
+    """What a decision brought: the median of the first iterations under it against what it expected."""
+
+    step: int
+    decided: int
+    """The step of the decision."""
+    expected_s: float
+    measured_s: float
+    reason: str
+
+    @property
+    def error(self) -> float:
+        return self.measured_s / self.expected_s - 1
+
+
+class Note(Record, frozen=True):
+    """Something noticed that changed no share: a refused measurement, a suspected spike, nobody left."""
+
+    step: int
+    text: str
+
+
+Event = Decision | Outcome | Note

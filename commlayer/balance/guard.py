@@ -1,0 +1,204 @@
+"""How hard to compress: as hard as the bandwidth asks, no harder than accuracy bears. Knows measurements; no torch, no clock.
+
+Per observation it says which ratio shall hold and why. Accuracy goes first: what is seen of a gradient (cosine and norm of the
+compressed against the exact one), of the residual and of the loss may only raise the ratio; the bandwidth moves it between that
+floor and dense.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from commlayer.records import Record
+
+BACK_OFF, ALLOW = 2.0, 1.25
+"""Quickly back, slowly on: an error in accuracy costs more than one in speed."""
+CALM = 5
+"""Observations without complaint before more is allowed."""
+SMOOTH = 0.3
+MAX_PRICE = 0.01
+"""Part of the time that comparing with exact gradients over all workers may take."""
+
+
+class Limits(Record, frozen=True):
+    """What the user bears. Bounds that are 0 follow from the budget, as measured in training (docs/tuning.md)."""
+
+    budget: float = 0.05
+    """Relative excess of the loss: 0.005 is half a per cent."""
+    lowest: float = 0.001
+    highest: float = 1.0
+    """Range of the ratio."""
+    cosine: float = 0.0
+    """Least cosine of what a step sends with its gradient."""
+    residual: float = 0.0
+    """Largest norm of the residual, in gradients."""
+
+    @property
+    def least_cosine(self) -> float:
+        """
+        >>> Limits(budget=0.005).least_cosine, Limits(budget=0.05).least_cosine
+        (0.883, 0.183)
+        """
+        return self.cosine or min(0.95, max(0.05, round(0.57 - 0.7 * math.log10(self.budget / 0.014), 3)))
+
+    @property
+    def most_residual(self) -> float:
+        """What is kept back lags: each gradient of it cost some 1.25 % of the loss.
+
+        >>> Limits(budget=0.05).most_residual
+        4.0
+        """
+        return self.residual or self.budget / 0.0125
+
+
+class Fidelity(NamedTuple):
+    """What a sampled bucket shows of one step: the sent against the exact."""
+
+    cosine: float
+    norm_ratio: float
+    residual_ratio: float
+    """Norm of the residual over that of the gradient."""
+
+
+class Decision(NamedTuple):
+    """The ratio to announce, and why."""
+
+    ratio: float
+    reason: str
+    changed: bool
+
+
+class Guard:
+    """The ratio in force and how it got there. `floor` is what accuracy allows, `ratio` what holds."""
+
+    def __init__(self, ratio: float, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        if not 0 < self.limits.lowest <= ratio <= self.limits.highest <= 1:
+            raise ValueError(f"ratio {ratio:g}: allowed is {self.limits.lowest:g} to {self.limits.highest:g}, within 0 to 1")
+        self.ratio = self.floor = ratio
+        self._calm = 0
+        self._residual, self._drained_from = math.nan, 0.0
+
+    def observe(self, fidelity: Fidelity, loss: Slope, needed: float) -> Decision:
+        """`needed`: the ratio at which the links keep up. `fidelity` is the worst of the sampled buckets."""
+        if math.isfinite(fidelity.residual_ratio):
+            # It swings by two or three times from step to step; the bound is on its mean.
+            old = fidelity.residual_ratio if math.isnan(self._residual) else self._residual
+            self._residual = old + SMOOTH * (fidelity.residual_ratio - old)
+        complaint = self._complaint(fidelity, loss)
+        if complaint:
+            self._calm = 0
+            # From what holds, not from an old floor below it: the floor has to have an effect now.
+            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * BACK_OFF)
+        elif not self._drained_from:
+            self._calm += 1
+            if self._calm >= CALM and self.floor > self.limits.lowest:
+                self._calm = 0
+                self.floor = max(self.limits.lowest, self.floor / ALLOW)
+        target = min(self.limits.highest, max(self.floor, needed))
+        # Small moves are not worth an announcement, unless accuracy asks.
+        if target == self.ratio or (not complaint and abs(math.log(target / self.ratio)) < math.log(ALLOW) * 0.99):
+            return Decision(self.ratio, complaint or "within the budget and the bandwidth", False)
+        before, self.ratio = self.ratio, target
+        return Decision(target, complaint or self._moved(before, needed), True)
+
+    def _complaint(self, seen: Fidelity, loss: Slope) -> str:
+        least = self.limits.least_cosine
+        if not all(map(math.isfinite, seen)):
+            return "a comparison with the exact gradient was not finite"
+        if seen.cosine < least:
+            return f"cosine {seen.cosine:.2f} of sent and exact gradient is below {least:.2f}"
+        if seen.norm_ratio > 1.0 / least:
+            return f"what is sent has {seen.norm_ratio:.1f} times the gradient's norm"
+        if self._residual <= self.limits.most_residual:
+            self._drained_from = 0.0
+        elif seen.residual_ratio > 0.9 * self._drained_from:
+            # Otherwise it drains since the last complaint, which takes its time.
+            self._drained_from = seen.residual_ratio
+            return f"the residual has grown to {self._residual:.1f} gradients, above {self.limits.most_residual:.3g}"
+        if loss.risen(self.limits.budget):
+            return f"the loss has risen by {loss.rise:.1%}, above the budget of {self.limits.budget:.1%}"
+        return ""
+
+    def _moved(self, before: float, needed: float) -> str:
+        if self.ratio > before:
+            return f"the links carry a ratio of {needed:.3g}"
+        if needed > self.floor:
+            return f"the links carry no more than a ratio of {needed:.3g}"
+        return f"accuracy has borne {before:.3g} without complaint"
+
+
+class Slope:
+    """Whether a noisy loss rises: a fast mean against the lowest that a slow one has reached."""
+
+    def __init__(self, fast: float = 0.1, slow: float = 0.02) -> None:
+        self._fast, self._slow = fast, slow
+        self._near = self._far = self._wobble = 0.0
+        self._lowest = math.inf
+        self._n = 0
+
+    def add(self, loss: float) -> None:
+        """The loss of a step; one that is not finite is left to the step's own handling."""
+        if not math.isfinite(loss):
+            return
+        self._n += 1
+        fast, slow = max(self._fast, 1 / self._n), max(self._slow, 1 / self._n)
+        self._wobble += fast * (abs(loss - self._near) - self._wobble) if self._n > 1 else 0.0
+        self._near += fast * (loss - self._near)
+        self._far += slow * (loss - self._far)
+        self._lowest = min(self._lowest, self._far)
+
+    @property
+    def rise(self) -> float:
+        """Relative to the lowest."""
+        return 0.0 if self._n == 0 else (self._near - self._lowest) / max(abs(self._lowest), 1e-9)
+
+    def risen(self, budget: float) -> bool:
+        """By more than the budget, and more than the mean wobbles of itself."""
+        noise = 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9)
+        return self._n >= 1 / self._slow and self.rise > budget + noise
+
+
+class Bandwidth:
+    """Bytes per second of a link, from transfers that happened. Follows a lasting change in a few, ignores a single outlier."""
+
+    def __init__(self, weight: float = 0.3, outlier: float = 3.0, patience: int = 3) -> None:
+        self._weight, self._outlier, self._patience = weight, outlier, patience
+        self._strange: list[float] = []
+        self.nbytes_per_s = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """A transfer; one without bytes or time says nothing."""
+        if nbytes <= 0 or not 0 < seconds < math.inf:
+            return
+        rate = nbytes / seconds
+        if self.nbytes_per_s == 0.0:
+            self.nbytes_per_s = rate
+            return
+        if max(rate / self.nbytes_per_s, self.nbytes_per_s / rate) > self._outlier:
+            self._strange.append(rate)
+            if len(self._strange) >= self._patience:
+                # So many in a row are no outliers: the link has changed.
+                self.nbytes_per_s = sorted(self._strange)[len(self._strange) // 2]
+                self._strange.clear()
+            return
+        self._strange.clear()
+        self.nbytes_per_s += self._weight * (rate - self.nbytes_per_s)
+
+    def ratio_for(self, numel: int, nbytes_per_entry: float, available_s: float) -> float:
+        """The largest ratio whose payload of `numel` gradients passes in that time; 1 while nothing is known of the link."""
+        if self.nbytes_per_s == 0.0 or numel == 0:
+            return 1.0
+        return min(1.0, self.nbytes_per_s * max(0.0, available_s) / (nbytes_per_entry * numel))
+
+
+def comparisons_every(compare_s: float, step_s: float, part: float = MAX_PRICE) -> int:
+    """Steps from one comparison over all workers to the next, so that they take at most that part of the time.
+
+    >>> comparisons_every(0.05, 0.2)
+    25
+    """
+    if compare_s < 0 or step_s <= 0:
+        raise ValueError(f"comparing takes {compare_s:g} s, a step {step_s:g} s: allowed are 0 or more, and more than 0")
+    return max(1, math.ceil(compare_s / (part * step_s) - 1e-9))

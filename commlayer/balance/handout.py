@@ -1,0 +1,103 @@
+"""Hands batches to a training loop: tells the session what each weighs, accumulates parts of a step. Knows no torch by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Averaging(Protocol):
+    """What is needed of a session."""
+
+    def weight(self, n: float) -> None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class Part(NamedTuple):
+    """A batch that was drawn: all of a worker's samples of a step, or one of several micro-batches."""
+
+    step: int
+    samples: int
+    """That count: 0 for a batch that only keeps its worker in the step."""
+    repeats: int
+    """How often each sample is in it, so that it reaches the least size."""
+    last: bool
+
+
+class Handout:
+    """The step under way. `fraction` and `last` are for the loop's body."""
+
+    def __init__(self) -> None:
+        self.fraction, self.last = 1.0, True
+        self.out = False
+        """Whether a step's last batch is with the loop, and the step not accounted for."""
+        self._session: Averaging | None = None
+        self._steps_before = 0.0
+
+    def run(self, batches: Sequence[tuple[Any, Part]], session: Averaging | None,
+            weigh: Callable[[Any], float] | None) -> Iterator[Any]:
+        """Yields a step's batches. All but the last accumulate without synchronising."""
+        weights = [_weight(batch, part, weigh) for batch, part in batches]
+        total = sum(weights)
+        if session is not None:
+            session.weight(total)
+        self._session, self._steps_before = session, _steps(session)
+        for (batch, part), weight in zip(batches, weights, strict=True):
+            self.fraction = weight / total if total else 1.0 / len(batches)
+            self.last = self.out = part.last
+            with contextlib.nullcontext() if part.last or session is None else session.no_sync():
+                yield batch
+        self.fraction, self.last = 1.0, True
+
+    def applied(self) -> bool:
+        """Whether the step whose last batch is out has been averaged; without a session that is taken for granted."""
+        if not self.out:
+            return False
+        return self._session is None or not self._session.stats() or _steps(self._session) > self._steps_before
+
+    def over(self) -> None:
+        """The step is accounted for."""
+        self.out = False
+
+
+def split(samples: int, cap: int) -> list[int]:
+    """Sizes of the micro-batches: as few as the cap allows (0: no cap), as equal as can be.
+
+    >>> split(10, 4)
+    [4, 3, 3]
+    """
+    parts = -(-samples // cap) if cap else 1
+    return [samples // parts + (i < samples % parts) for i in range(parts)]
+
+
+def parts_of(step: int, own: list[T], nothing: list[T], *, least: int, cap: int) -> Iterator[tuple[Part, list[T]]]:
+    """A worker's samples of a step as its batches. Where it has none the others still wait for it: `nothing` weighs nothing."""
+    if not own:
+        yield Part(step, 0, 1, True), nothing
+        return
+    start, sizes = 0, split(len(own), cap)
+    for i, samples in enumerate(sizes):
+        # Where a batch is too small each sample comes equally often: the mean stays what it is.
+        repeats = -(-least // samples)
+        yield Part(step, samples, repeats, i == len(sizes) - 1), own[start : start + samples] * repeats
+        start += samples
+
+
+def _weight(batch: Any, part: Part, weigh: Callable[[Any], float] | None) -> float:
+    if part.samples == 0:
+        return 0.0
+    weight = float(part.samples) if weigh is None else float(weigh(batch)) / part.repeats
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"weigh: got {weight} for a batch of step {part.step}, allowed: a finite number, 0 or more")
+    return weight
+
+
+def _steps(session: Averaging | None) -> float:
+    return 0.0 if session is None else session.stats().get("steps", 0.0)

@@ -1,0 +1,112 @@
+"""LBB as published (load balanced batching), to compare with: objective, thresholds, window and rounding, defects included.
+
+Kept because they are the paper's: max - min is minimised, not the maximum; the launch cost a0 stays that of the profile, so an
+added offset is read as slope; a fine-tuning step of 1 takes floor(1/2) = 0 from the slowest and gives ceil(1/2) = 1 to the
+fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for a window, whatever happens. Where it is silent
+(rounding, the solver, the length of the window) this follows the released code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import minimize
+
+from commlayer.balance.models import Cubic
+from commlayer.records import Record
+
+
+class LbbSettings(Record, frozen=True):
+    """Thresholds of the straggler effect and the window, in iterations since the last rapid-tuning."""
+
+    fine: float = 0.05
+    rapid: float = 0.3
+    step: int = 1
+    window: int = 30
+
+
+def straggler_effect(times_s: Sequence[float]) -> float:
+    """(longest - shortest) / mean."""
+    return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s))
+
+
+def spread_s(curves: Sequence[Cubic], batches: Sequence[float]) -> float:
+    """max T - min T over all workers: one without share counts with its launch cost T(0)."""
+    times = [curve.time_s(batch) for curve, batch in zip(curves, batches, strict=True)]
+    return max(times) - min(times)
+
+
+def spread_shares(curves: Sequence[Cubic], total: int, caps: Sequence[int | None]) -> list[float]:
+    """Real shares that minimise the spread (the paper's equation 3), by SLSQP from (2, ..., 2) as in the released code."""
+    found = minimize(
+        # In milliseconds: the solver's tolerance is absolute.
+        lambda batches: 1e3 * spread_s(curves, batches),
+        np.full(len(curves), 2.0),
+        method="SLSQP",
+        bounds=[(0, total if cap is None else cap) for cap in caps],
+        constraints={"type": "eq", "fun": lambda batches: float(batches.sum()) - total},
+        options={"maxiter": 1000},
+    )
+    return [float(batch) for batch in found.x]
+
+
+def round_halves(real: Sequence[float]) -> list[int]:
+    """After profiling: the larger half of the shares is rounded up, the smaller half down. The sum may be missed."""
+    order = sorted(range(len(real)), key=lambda i: real[i])
+    low = set(order[: len(real) // 2])
+    return [math.floor(batch) if i in low else math.ceil(batch) for i, batch in enumerate(real)]
+
+
+def weights(shares: Sequence[int], total: int) -> list[float]:
+    """B_i / B, with the B that was set: where the sum has drifted they do not add up to 1."""
+    return [share / total for share in shares]
+
+
+class Lbb:
+    """The coordinator in the training loop. `curves` are the cubic profile models."""
+
+    def __init__(
+        self,
+        curves: Sequence[Cubic],
+        total: int,
+        caps: Sequence[int | None] | None = None,
+        settings: LbbSettings | None = None,
+    ) -> None:
+        self.curves, self.total, self.settings = list(curves), total, settings or LbbSettings()
+        self.caps = list(caps or [None] * len(curves))
+        self._shares = round_halves(spread_shares(self.curves, total, self.caps))
+        self._since_rapid = self.settings.window
+        self.rapid_steps: list[int] = []
+
+    def shares(self, step: int) -> Sequence[int]:
+        return self._shares
+
+    def observe(self, step: int, times_s: Sequence[float]) -> None:
+        """Algorithm 2: nothing, fine-tuning or rapid-tuning, for the next iteration."""
+        self._since_rapid += 1
+        effect = straggler_effect(times_s)
+        if effect < self.settings.fine:
+            return
+        if effect < self.settings.rapid or self._since_rapid < self.settings.window:
+            self._shares = self._fine(times_s)
+        else:
+            self._shares = self._rapid(times_s)
+            self._since_rapid = 0
+            self.rapid_steps.append(step)
+
+    def _fine(self, times_s: Sequence[float]) -> list[int]:
+        shares = list(self._shares)
+        slowest, fastest = int(np.argmax(times_s)), int(np.argmin(times_s))
+        shares[slowest] = max(0, shares[slowest] - self.settings.step // 2)
+        shares[fastest] += -(-self.settings.step // 2)
+        return shares
+
+    def _rapid(self, times_s: Sequence[float]) -> list[int]:
+        """New lines through (0, a0 of the profile) and the last point of each worker."""
+        rough = [
+            Cubic(0.0, 0.0, (time_s - curve.a0_s) / share if share else curve.a1_s, curve.a0_s)
+            for curve, share, time_s in zip(self.curves, self._shares, times_s, strict=True)
+        ]
+        return [round(batch) for batch in spread_shares(rough, self.total, self.caps)]

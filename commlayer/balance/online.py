@@ -1,0 +1,170 @@
+"""A worker's line T(B) = a + s B, followed by recursive least squares with forgetting. Knows one worker, no shares.
+
+While the share stands still, an offset cannot be told from a slope. Two readings of a slow-down are then open: something was
+added to every iteration (a neighbour, a slow disk), or everything takes a factor longer (heat, a shared GPU). The covariance
+after a jump is the mixture of both, mostly the first: reading a factor as an offset moves too much work away, which costs
+little; the converse leaves the slow worker slow. As soon as the share has moved, the second point settles it, because
+forgetting widens the covariance only in the direction that was just measured.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from commlayer.balance.models import Line
+
+Seen = Literal["follows", "suspect", "jumped"]
+
+FACTOR_SHARE = 0.1
+"""Weight of the reading that a jump is a factor; the rest reads it as an offset."""
+FORGET = 0.8
+"""Weight that a measurement keeps per later one: a memory of about five."""
+FORGET_DRIFT = 0.5
+"""The same while the errors have a sign, as under a thermal ramp: a memory of two."""
+DRIFT = 1.5
+"""Mean error, in standard deviations of the noise, from which errors have a sign."""
+GATE = 4.0
+"""Standard deviations beyond which a measurement is not noise."""
+GATE_LEAST = 0.08
+"""And at least this part of the expected time: less is followed as drift."""
+CONFIRM = 2
+"""So many outliers in one direction are a jump; fewer are a spike and change nothing."""
+NOISE = 0.02
+"""Relative noise assumed until it is known."""
+MOVED = 0.15
+"""The share has moved when it changed by this part (and by one sample): then offset and slope are told apart."""
+
+
+def checked_time(worker: int, time_s: float) -> float:
+    """The measured seconds, or one line naming the worker."""
+    if not 0 < time_s < math.inf:
+        raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; it is left out")
+    return time_s
+
+
+class OnlineLine:
+    """Follows one worker. `start` is its profile line; without one the first measurement is read as mostly slope."""
+
+    def __init__(self, start: Line | None = None) -> None:
+        self._a = start.intercept_s if start else 0.0
+        self._s = start.slope_s if start else 0.0
+        self._known = start is not None
+        self._p = (0.0, 0.0, 0.0)
+        self._fresh = True
+        self._doubted = False
+        self._noise_s2 = 0.0
+        self._error_s = 0.0
+        self._bias = 0.0
+        self._outliers: list[tuple[int, float]] = []
+        self._jumped_at: int | None = None
+
+    @property
+    def known(self) -> bool:
+        return self._known
+
+    @property
+    def line(self) -> Line:
+        return Line(self._s, self._a)
+
+    @property
+    def ambiguous(self) -> bool:
+        """Since the last jump the share has not moved, so its offset and slope are a guess."""
+        return self._jumped_at is not None
+
+    def observe(self, batch: int, time_s: float) -> Seen:
+        """Takes a measured time for a share above 0."""
+        if not self._known:
+            self._a, self._s, self._known = 0.1 * time_s, 0.9 * time_s / batch, True
+            self._widen(batch, 0.5 * time_s, 0.5)
+            self._fresh, self._jumped_at = False, batch
+            self._noise_s2 = (NOISE * time_s) ** 2
+            return "jumped"
+        expected_s = self._a + self._s * batch
+        if self._fresh:
+            self._widen(batch, 0.05 * expected_s, FACTOR_SHARE)
+            self._noise_s2, self._fresh = (NOISE * expected_s) ** 2, False
+        error_s = time_s - expected_s
+        if self._doubted:
+            self._doubted = False
+            return self._jump(error_s, [(batch, time_s)])
+        spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
+        if abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
+            return self._outlier(batch, time_s, error_s)
+        self._outliers.clear()
+        if self._jumped_at is not None and self._moved(self._jumped_at, batch):
+            self._jumped_at = None
+        self._bias = 0.7 * self._bias + 0.3 * error_s / math.sqrt(self._noise_s2)
+        self._update(batch, time_s, forget=FORGET_DRIFT if abs(self._bias) > DRIFT else FORGET)
+        # From the difference of two errors, which a drift leaves alone, and cut, so that a jump's remainder is no noise.
+        noise_s2 = min((error_s - self._error_s) ** 2 / 2, 4 * self._noise_s2)
+        self._noise_s2 = max(0.9 * self._noise_s2 + 0.1 * noise_s2, (0.002 * expected_s) ** 2)
+        self._error_s = error_s
+        return "follows"
+
+    def doubt(self) -> None:
+        """What was known is old: the next measurement is believed as it comes."""
+        self._doubted = True
+        self._outliers.clear()
+
+    def _outlier(self, batch: int, time_s: float, error_s: float) -> Seen:
+        if self._outliers and (self._outliers[-1][1] > self._a + self._s * self._outliers[-1][0]) != (error_s > 0):
+            self._outliers.clear()
+        self._outliers.append((batch, time_s))
+        if len(self._outliers) < CONFIRM:
+            return "suspect"
+        points, self._outliers = self._outliers, []
+        return self._jump(error_s, points)
+
+    def _jump(self, error_s: float, points: list[tuple[int, float]]) -> Seen:
+        first, last = points[0][0], points[-1][0]
+        self._bias = self._error_s = 0.0
+        self._widen(last, error_s, FACTOR_SHARE)
+        for batch, time_s in points:
+            self._update(batch, time_s, forget=1.0)
+        self._jumped_at = None if self._moved(first, last) else last
+        return "jumped"
+
+    @staticmethod
+    def _moved(before: int, batch: int) -> bool:
+        return abs(batch - before) >= max(1.0, MOVED * before)
+
+    def _widen(self, batch: int, error_s: float, factor_share: float) -> None:
+        """Covariance of a jump of error_s seen at `batch`: the mixture of the two readings, added to what was open before."""
+        expected_s = max(self._a + self._s * batch, 1e-12)
+        rate = error_s / expected_s
+        q = factor_share
+        self._p = (
+            self._p[0] + (1 - q) * error_s**2 + q * (rate * self._a) ** 2,
+            self._p[1] + q * rate**2 * self._a * self._s,
+            self._p[2] + q * (rate * self._s) ** 2,
+        )
+
+    def _variance(self, batch: int) -> float:
+        return self._p[0] + 2 * batch * self._p[1] + batch**2 * self._p[2]
+
+    def _update(self, batch: int, time_s: float, forget: float) -> None:
+        aa, ab, bb = self._p
+        va, vb = aa + ab * batch, ab + bb * batch
+        spread = va + vb * batch
+        if spread <= 0:
+            return
+        # Forgetting in the measured direction only: elsewhere nothing new is known, so nothing old is given up.
+        more = (1 / forget - 1) / spread
+        aa, ab, bb = aa + more * va * va, ab + more * va * vb, bb + more * vb * vb
+        va, vb, spread = va / forget, vb / forget, spread / forget
+        gain = 1 / (spread + self._noise_s2)
+        error_s = time_s - self._a - self._s * batch
+        self._a += va * gain * error_s
+        self._s += vb * gain * error_s
+        self._p = (max(aa - gain * va * va, 0.0), ab - gain * va * vb, max(bb - gain * vb * vb, 0.0))
+        self._bound(batch)
+
+    def _bound(self, batch: int) -> None:
+        """Neither launch cost nor time per sample is below zero; the time at the present share stays as it was found."""
+        now_s = max(self._a + self._s * batch, 1e-9)
+        least = 1e-3 * now_s / batch
+        if self._a < 0:
+            self._a, self._s = 0.0, now_s / batch
+        elif self._s < least:
+            self._s, self._a = least, now_s - least * batch

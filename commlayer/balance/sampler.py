@@ -1,0 +1,209 @@
+"""Batches of uneven and changing size from one index stream an epoch, each sample once. Knows shares, no speeds and no torch.
+
+A torch DataLoader takes it as its batch_sampler. Every worker of the job has one with the same arguments but `rank`:
+
+    sampler = commlayer.balance.Sampler(dataset, batch=512)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+    for batch in sampler.follow(loader, session):
+        (loss_of(batch) * sampler.fraction).backward()      # fraction is 1 unless there is a cap
+        if sampler.last:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from commlayer.balance.course import KEEP_STEPS, Course
+from commlayer.balance.handout import Averaging, Handout, Part, parts_of, split
+from commlayer.balance.ledger import Ledger, text_of
+from commlayer.balance.schedule import Announcement, Schedule, apportion, check_sizes, checked_shares, even_shares
+from commlayer.balance.shuffle import Permutation
+from commlayer.config import read_launch
+from commlayer.errors import RecordError
+from commlayer.records import Record, decode
+
+
+class State(Record, frozen=True):
+    """A sampler as a value: the same on all workers at the same step."""
+
+    length: int
+    batch: int
+    seed: int
+    epoch: int
+    step: int
+    ledger: dict[str, str]
+    schedule: list[Announcement]
+
+
+class Sampler:
+    """This worker's batches of indices. What a step of all workers uses is the same whatever each has drawn ahead."""
+
+    def __init__(
+        self, data: Sized | int, batch: int, *, shares: Sequence[int] | Mapping[int, int] | None = None,
+        rank: int | None = None, world: int | None = None, seed: int = 0, shuffle: bool = True, least: int = 1, cap: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        """`batch` samples a step over all workers, split by `shares` (None: evenly over `world`).
+
+        `least`: smallest batch a model can take, 2 with BatchNorm. `cap`: most samples that this worker holds at once (0: no
+        limit); a larger share comes in micro-batches. Rank and world are torchrun's where they are not given.
+        """
+        self.length = data if isinstance(data, int) else len(data)
+        self.batch, self.seed, self._shuffle = batch, seed, shuffle
+        launch = read_launch() if rank is None or (world is None and shares is None) else None
+        self.rank: int = rank if rank is not None else launch.rank if launch else 0
+        workers = world if world is not None else launch.world if launch else 1
+        self._least, self._cap, self._drop = least, cap, drop_last
+        check_sizes(batch, workers if shares is None else 0, least=least, cap=cap)
+        if self.length < batch:
+            raise ValueError(f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
+        named = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
+        self._schedule = Schedule(named)
+        self.epoch = 0
+        self._queue: deque[Part] = deque()
+        self._handout = Handout()
+        self._begin(Ledger(self.length), 0)
+
+    # ---- for the loop
+
+    @property
+    def step(self) -> int:
+        """The next step to train, counted over all epochs."""
+        return self._trained.step
+
+    @property
+    def drawn(self) -> int:
+        """The first step that this worker has not drawn yet: shares may be announced for it and later ones."""
+        return self._ahead.step
+
+    @property
+    def fraction(self) -> float:
+        """What the loss of the batch at hand is to be multiplied by: its part of this worker's weight in the step."""
+        return self._handout.fraction
+
+    @property
+    def last(self) -> bool:
+        """Whether the batch at hand is this worker's last of the step, after which the optimizer steps."""
+        return self._handout.last
+
+    def share(self, step: int) -> int:
+        """This worker's samples in a full step."""
+        return self._schedule.shares(step).get(self.rank, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins that epoch. One that is under way (a resumed one) goes on."""
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch}: allowed is 0 or more")
+        if epoch != self.epoch or self._trained.finished():
+            self.epoch = epoch
+            self._begin(Ledger(self.length), self.step)
+
+    def announce(self, step: int, shares: Sequence[int] | Mapping[int, int], *, lost: Mapping[int, int] | None = None) -> None:
+        """From that step on these shares hold. All workers hear it, before any of them has drawn the step.
+
+        `lost`: vanished worker -> the first step that was averaged without it. What it was given since is handed out again.
+        """
+        named = checked_shares(shares, self.batch, self._least)
+        if step < self.drawn:
+            raise ValueError(f"announce: step {step} has been drawn already, allowed: step {self.drawn} or later")
+        for worker, first in (lost or {}).items():
+            if not step - KEEP_STEPS <= first <= step:
+                raise ValueError(f"announce: worker {worker} lost from step {first}, allowed: {step - KEEP_STEPS} to {step}")
+        self._schedule.add(Announcement(step, named, dict(lost or {})))
+
+    def follow(self, loader: Iterable[Any], session: Averaging | None = None, *,
+               weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
+        """The loader's batches to the end of the epoch; tells the session each step's weight and the ledger what was trained.
+
+        `weigh`: a batch's weight, such as its number of tokens; its number of samples where that is None.
+        """
+        if self._trained.finished():
+            self.set_epoch(self.epoch + 1)
+        try:
+            while not self._trained.finished():  # more than once only where a loss came after all was drawn
+                yield from self._pass(loader, session, weigh)
+        finally:
+            self._account()
+
+    def _pass(self, loader: Iterable[Any], session: Averaging | None, weigh: Callable[[Any], float] | None) -> Iterator[Any]:
+        self._queue.clear()
+        parts: list[tuple[Any, Part]] = []
+        for batch in loader:
+            if not self._queue:
+                raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
+            parts.append((batch, self._queue.popleft()))
+            if parts[-1][1].last:
+                yield from self._handout.run(parts, session, weigh)
+                self._commit()
+                parts = []
+
+    # ---- for the DataLoader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """From the first step that is not trained to the end of the epoch."""
+        self._queue.clear()
+        ahead = self._ahead = self._trained.copy()
+        while not ahead.over():
+            step = ahead.step
+            given = ahead.advance(self._trained.step - KEEP_STEPS)
+            own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self._least)])
+            for part, indices in parts_of(step, own, nothing, least=self._least, cap=self._cap):
+                self._queue.append(part)
+                yield indices
+
+    def __len__(self) -> int:
+        """Batches from here to the end of the epoch, at the shares of now."""
+        full, rest = self._trained.steps_left()
+        short = apportion(rest, self._schedule.shares(self.step)).get(self.rank, 0)
+
+        def batches(samples: int) -> int:
+            return len(split(max(1, samples), self._cap))
+
+        return full * batches(self.share(self.step)) + (batches(short) if rest else 0)
+
+    # ---- mid-epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands: plain values, the same on every worker after the same step."""
+        self._account()
+        ledger = self._trained.ledger.state_dict()
+        state = State(self.length, self.batch, self.seed, self.epoch, self.step, ledger, self._schedule.since(self.step))
+        return {"sampler": text_of(state)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, by this or any other worker of the job."""
+        kept = decode(str(state.get("sampler", "")).encode(), State, "state of a sampler")
+        for name in ("length", "batch", "seed"):
+            if getattr(kept, name) != getattr(self, name):
+                raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
+        self.epoch = kept.epoch
+        self._schedule = Schedule.of(kept.schedule)
+        self._begin(Ledger.from_state(kept.ledger), kept.step)
+
+    def _begin(self, ledger: Ledger, step: int) -> None:
+        self._indices = Permutation(self.length, self.seed, self.epoch) if self._shuffle else Straight()
+        self._trained = Course(ledger, self._schedule, step, self.batch, drop=self._drop)
+        self._ahead = self._trained
+        self._handout.over()
+
+    def _account(self) -> None:
+        if self._handout.applied():
+            self._commit()
+
+    def _commit(self) -> None:
+        """The trained course goes the way that drawing went, one step."""
+        if self._handout.out:
+            self._handout.over()
+            self._trained.advance(self.step - KEEP_STEPS)
+            self._schedule.forget(self.step)
+
+
+class Straight:
+    """The stream in the dataset's own order."""
+
+    def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        return [index for start, stop in ranges for index in range(start, stop)]

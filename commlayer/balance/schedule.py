@@ -1,0 +1,118 @@
+"""Which shares hold from which step on, and who is lost: announcements, checked. Knows no samples and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from commlayer.records import Record
+
+Shares = dict[int, int]
+"""Worker -> its part of a step's samples."""
+
+
+class Announcement(Record, frozen=True):
+    """From `step` on these shares hold; what a lost worker was given from a step on goes out again."""
+
+    step: int
+    shares: Shares
+    lost: dict[int, int] = msgspec.field(default_factory=dict)
+    """Worker -> the first step that it had no part in."""
+
+
+def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least: int) -> Shares:
+    """Shares by worker; a sequence counts workers from 0."""
+    named = dict(shares) if isinstance(shares, Mapping) else dict(enumerate(shares))
+    for worker, share in named.items():
+        if not isinstance(share, int) or isinstance(share, bool) or share < 0:
+            raise ValueError(f"shares: worker {worker} got {share!r}, allowed: whole numbers, 0 or more")
+        if 0 < share < least:
+            raise ValueError(f"shares: worker {worker} got {share}, allowed: 0, or at least {least} (the setting `least`)")
+    if sum(named.values()) != batch:
+        raise ValueError(f"shares: {list(named.values())} sum to {sum(named.values())}, allowed: the batch, which is {batch}")
+    return named
+
+
+def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
+    """The sizes that do not change; `workers` is 0 where explicit shares say who there is."""
+    if batch < max(1, workers):
+        raise ValueError(f"batch {batch}: allowed is {max(1, workers)} or more" + ", one for each worker" * (workers > 0))
+    if least < 1:
+        raise ValueError(f"least {least}: allowed is 1 or more")
+    if cap and cap < 2 * least - 1:
+        raise ValueError(f"cap {cap}: allowed is 0 (none) or at least {2 * least - 1}, so that parts of a share reach {least}")
+
+
+def even_shares(batch: int, workers: int) -> list[int]:
+    """As equal as can be, the first ones larger.
+
+    >>> even_shares(8, 3)
+    [3, 3, 2]
+    """
+    return [batch // workers + (i < batch % workers) for i in range(workers)]
+
+
+def apportion(total: int, shares: Mapping[int, int]) -> Shares:
+    """`total` split in proportion to the shares, by largest remainder; ties go to the smaller number.
+
+    >>> apportion(5, {0: 6, 1: 2, 2: 0})
+    {0: 4, 1: 1, 2: 0}
+    """
+    whole = sum(shares.values())
+    parts = {w: total * share // whole for w, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda w: (-(total * shares[w] % whole), w))
+    for worker in by_remainder[: total - sum(parts.values())]:
+        parts[worker] += 1
+    return parts
+
+
+class Schedule:
+    """The announcements of a job, in the order of their steps."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._all = [Announcement(0, shares)]
+        self.newest_step = -1
+        """Of the announcement that came last: the next one is for a later step."""
+
+    @classmethod
+    def of(cls, announcements: Sequence[Announcement]) -> Schedule:
+        """What `since` gave."""
+        made = cls({})
+        made._all, made.newest_step = list(announcements), announcements[-1].step or -1
+        return made
+
+    def add(self, announcement: Announcement) -> None:
+        """They come in the order of their steps, one for a step, so that workers that hear them late agree all the same."""
+        step = announcement.step
+        if step <= self.newest_step:
+            raise ValueError(f"announce: step {step} is not after step {self.newest_step}, announced before")
+        self.newest_step = step
+        same = self._all.pop() if self._all[-1].step == step else announcement
+        self._all.append(Announcement(step, announcement.shares, same.lost | announcement.lost))
+
+    def shares(self, step: int) -> Shares:
+        """What holds at that step."""
+        return next(a.shares for a in reversed(self._all) if a.step <= step)
+
+    def losses(self, step: int) -> dict[int, int]:
+        """What is announced for exactly that step."""
+        return next((a.lost for a in self._all if a.step == step), {})
+
+    def pull(self, step: int) -> dict[int, int]:
+        """Makes announced losses that began before `step` hold from it on, with their shares and all that was due before."""
+        due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]
+        if not due:
+            return {}
+        self._all = [a for a in self._all if not step <= a.step <= due[-1].step]
+        self._all = sorted([*self._all, Announcement(step, due[-1].shares)], key=lambda a: a.step)
+        return {worker: first for a in due for worker, first in a.lost.items()}
+
+    def since(self, step: int) -> list[Announcement]:
+        """What matters from that step on: the one in force, and all later ones."""
+        force = next(i for i, a in reversed(list(enumerate(self._all))) if a.step <= step)
+        return self._all[force:]
+
+    def forget(self, step: int) -> None:
+        """Drops what is over by that step."""
+        self._all = self.since(step)

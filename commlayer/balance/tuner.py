@@ -1,0 +1,90 @@
+"""Searches settings on short proxy runs: fast, and within the loss budget. Knows engines, stores and a function; no torch.
+
+The first trial is dense: what every other one is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from commlayer.balance.tuner_loss import LossModel, LossPoint, codec_name
+from commlayer.balance.tuner_space import DENSE, Settings, Space, spelled
+from commlayer.balance.tuner_store import Search, Store, Trial
+
+if TYPE_CHECKING:
+    from commlayer.balance.tuner_engines import Engine
+
+Proxy = Callable[[Settings], Mapping[str, Any]]
+"""Trains for a short time with these settings: {"seconds": ..., "loss": ...}."""
+
+STEEP = 50.0
+"""How a loss over the budget counts: one per cent more as half as much time again."""
+
+
+def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[Trial]:
+    """Runs trials until there are so many, those of an earlier call counted in; yields each new one."""
+    for i, trial in enumerate(store.trials):
+        engine.tell(trial.settings, score(store.trials[: i + 1], search.budget))
+    while len(store.trials) < trials:
+        settings = engine.ask() if store.trials else first(search.space)
+        store.add(run(proxy, settings))
+        if len(store.trials) == 1 and store.trials[0].error:
+            raise ValueError(f"the dense run failed, with which all others are compared: {store.trials[0].error}")
+        engine.tell(settings, score(store.trials, search.budget))
+        yield store.trials[-1]
+
+
+def first(space: Space) -> Settings:
+    """Dense, at the middle of what else there is."""
+    return space.plain({d.name: DENSE if d.name == "codec" else d.at(0.5) for d in space.dimensions})
+
+
+def run(proxy: Proxy, settings: Settings) -> Trial:
+    """One trial; settings under which the proxy breaks are bad settings, not the end."""
+    try:
+        found = proxy(spelled(settings))
+        seconds, loss = float(found["seconds"]), float(found["loss"])
+    except Exception as error:
+        return Trial(settings, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
+    if not (0 < seconds < math.inf and math.isfinite(loss)):
+        return Trial(settings, 0.0, 0.0, f"got {seconds} s and loss {loss}, allowed: finite numbers, seconds above 0")
+    return Trial(settings, seconds, loss)
+
+
+def excess(trial: Trial, dense: Trial) -> float:
+    """How much larger the loss is than dense training's, relative to it."""
+    return (trial.loss - dense.loss) / max(abs(dense.loss), 1e-9)
+
+
+def price(trial: Trial, dense: Trial, budget: float) -> float:
+    """What is minimised: the seconds, made longer where the loss is over the budget."""
+    return trial.seconds * (1 + STEEP * max(0.0, excess(trial, dense) - budget))
+
+
+def score(trials: Sequence[Trial], budget: float) -> float:
+    """Of the last one, for an engine: the logarithm of its price; a failed one is as bad as the worst."""
+    *others, last = trials
+    if last.error:
+        return max((math.log(price(t, trials[0], budget)) for t in others if not t.error), default=0.0)
+    return math.log(price(last, trials[0], budget))
+
+
+def best(trials: Sequence[Trial], budget: float) -> Trial:
+    """The fastest within the budget; dense training always is."""
+    within = [t for t in trials if not t.error and excess(t, trials[0]) <= budget]
+    return min(within, key=lambda t: t.seconds)
+
+
+def loss_model(trials: Sequence[Trial]) -> LossModel:
+    """What the trials say of codecs. The batch changes the loss, too: each trial is compared with the best of its batch."""
+    good = [t for t in trials if not t.error]
+    points = []
+    for trial in good:
+        peers = [t for t in good if t.settings.get("batch") == trial.settings.get("batch")]
+        least = min(peers, key=lambda t: t.loss)
+        spelling = str(trial.settings["codec"])
+        ratio = float(trial.settings.get("ratio", 1.0)) if "{ratio}" in spelling else 1.0
+        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, least))))
+    return LossModel(tuple(points))

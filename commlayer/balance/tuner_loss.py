@@ -1,0 +1,77 @@
+"""What a codec costs in loss, by its ratio, as proxy runs showed it. Knows numbers only; a planner reads it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from commlayer.records import Record, decode, encode
+
+
+class LossPoint(Record, frozen=True):
+    """A measurement: relative excess over dense training, 0.01 for one per cent."""
+
+    codec: str
+    """Its name, such as "topk"."""
+    ratio: float
+    penalty: float
+
+
+class LossModel(Record, frozen=True):
+    """Penalties between measured ratios by interpolation over log(ratio); never less for a smaller ratio."""
+
+    points: tuple[LossPoint, ...]
+
+    def penalty(self, codec: str, ratio: float = 1.0) -> float:
+        """Of a codec by name or spelling; infinite for one that nobody measured, or below the smallest ratio measured."""
+        curve = self._curve(codec_name(codec))
+        if not curve or ratio < curve[0][0] * (1 - 1e-9):
+            return math.inf
+        if ratio >= curve[-1][0]:
+            return curve[-1][1]
+        (r0, p0), (r1, p1) = next(pair for pair in itertools.pairwise(curve) if ratio <= pair[1][0])
+        return p0 + (p1 - p0) * max(0.0, math.log(ratio / r0)) / math.log(r1 / r0)
+
+    def least_ratio(self, codec: str, budget: float) -> float | None:
+        """The smallest ratio whose penalty is within the budget; None where no measured one is."""
+        curve = self._curve(codec_name(codec))
+        inside = [i for i, (_, penalty) in enumerate(curve) if penalty <= budget]
+        if not inside:
+            return None
+        i = inside[0]
+        if i == 0:
+            return curve[0][0]
+        (r0, p0), (r1, p1) = curve[i - 1], curve[i]
+        return float(r1 * (r0 / r1) ** ((budget - p1) / (p0 - p1)))
+
+    def _curve(self, name: str) -> list[tuple[float, float]]:
+        """By rising ratio, penalties falling: of what noise makes rise, the larger."""
+        ratios = sorted({p.ratio for p in self.points if p.codec == name}, reverse=True)
+        curve: list[tuple[float, float]] = []
+        for ratio in ratios:
+            same = [p.penalty for p in self.points if p.codec == name and p.ratio == ratio]
+            curve.append((ratio, max(sum(same) / len(same), curve[-1][1] if curve else 0.0)))
+        return curve[::-1]
+
+
+def codec_name(spelling: str) -> str:
+    """The name of the innermost codec: "topk" of "error_feedback(topk(ratio=0.01))"."""
+    return str(re.findall(r"([a-z_0-9]+)(?=\(|$)", spelling)[-1])
+
+
+def write(path: Path, model: LossModel) -> None:
+    """As a JSON file."""
+    path.write_bytes(encode(model) + b"\n")
+
+
+def read(path: Path) -> LossModel:
+    """What `write` wrote."""
+    return decode(path.read_bytes(), LossModel, str(path))
+
+
+def merged(models: Sequence[LossModel]) -> LossModel:
+    """The measurements of several tunings."""
+    return LossModel(tuple(point for model in models for point in model.points))

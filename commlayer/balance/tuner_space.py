@@ -1,0 +1,85 @@
+"""What a tuner may choose: dimensions as records, and settings as points in the unit cube. Knows no engine and no proxy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from commlayer.records import Record
+
+Settings = dict[str, Any]
+"""What a proxy run gets: a value by dimension, with `codec` spelled out."""
+
+
+class Dimension(Record, frozen=True):
+    """`low` to `high` on a logarithmic scale, or a choice."""
+
+    name: str
+    low: float = 0.0
+    high: float = 0.0
+    choices: tuple[str | int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Coordinates that it takes: one for each choice of words, since words have no order."""
+        return len(self.choices) if self.choices and isinstance(self.choices[0], str) else 1
+
+    def coordinates(self, value: Any) -> list[float]:
+        if not self.choices:
+            return [math.log(value / self.low) / math.log(self.high / self.low)]
+        if self.width > 1:
+            # Half, so that another codec is as far as half the range of a number.
+            return [0.5 * (value == choice) for choice in self.choices]
+        return [self.choices.index(value) / max(1, len(self.choices) - 1)]
+
+    def at(self, u: float) -> Any:
+        """The value at that part of the range."""
+        if self.choices:
+            return self.choices[min(len(self.choices) - 1, int(u * len(self.choices)))]
+        return float(f"{self.low * (self.high / self.low) ** u:.4g}")
+
+
+class Space(Record, frozen=True):
+    """All dimensions. `codec` is a choice of spellings in which {ratio} stands for the ratio."""
+
+    dimensions: tuple[Dimension, ...]
+
+    def at(self, units: list[float]) -> Settings:
+        """The raw settings at a point of the unit cube, one coordinate for each dimension."""
+        return self.plain({d.name: d.at(u) for d, u in zip(self.dimensions, units, strict=True)})
+
+    def plain(self, settings: Settings) -> Settings:
+        """Settings that mean the same are the same: the ratio of a codec without one is the highest."""
+        ratio = next((d for d in self.dimensions if d.name == "ratio"), None)
+        if ratio is not None and "{ratio}" not in str(settings.get("codec", "{ratio}")):
+            return settings | {"ratio": ratio.high}
+        return settings
+
+    def coordinates(self, settings: Mapping[str, Any]) -> list[float]:
+        """Where an engine sees these settings."""
+        return [x for d in self.dimensions for x in d.coordinates(settings[d.name])]
+
+    def check(self) -> None:
+        """One line for what no engine could search."""
+        for d in self.dimensions:
+            if not d.choices and not 0 < d.low < d.high < math.inf:
+                raise ValueError(f"{d.name}: got {d.low:g} to {d.high:g}, allowed: a range above 0, such as 0.001:0.1")
+
+
+def spelled(settings: Settings) -> Settings:
+    """With the codec's ratio put in: what a proxy gets."""
+    return settings | {"codec": str(settings["codec"]).replace("{ratio}", f"{settings['ratio']:g}")}
+
+
+CODECS = ("fp16()", "int8()", "topk(ratio={ratio}, values='int8')")
+DENSE = "identity()"
+
+
+def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float] = (0.001, 0.3),
+                  batches: tuple[int, ...] = (64, 128, 256)) -> Space:
+    """Codec, ratio and batch. Local steps and staleness join as further dimensions once the runtime has them."""
+    codec, batch = Dimension("codec", choices=(DENSE, *codecs)), Dimension("batch", choices=batches)
+    made = Space((codec, Dimension("ratio", *ratio), batch))
+    made.check()
+    return made

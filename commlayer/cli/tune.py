@@ -1,0 +1,133 @@
+"""`commlayer tune`: searches codec, ratio and batch on short proxy runs, keeps what it found. Loads no torch for its help."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commlayer.balance import tuner, tuner_loss
+from commlayer.balance.tuner_space import CODECS, Space, default_space, spelled
+from commlayer.balance.tuner_store import Search, Store, Trial
+
+BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
+
+
+def tune(
+    task: Annotated[str, typer.Argument(help="digits, chars, a file.py with proxy(settings), or module:function.")],
+    trials: Annotated[int, typer.Option(help="Proxy runs in all, those already in the store counted in.")] = 30,
+    budget: Annotated[float, typer.Option(help="How much larger the loss may be than dense training's, in per cent.")] = 0.5,
+    codec: Annotated[list[str] | None, typer.Option(help="A codec to try, with {ratio} if it has one; repeatable.")] = None,
+    ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
+    batch: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
+    search: Annotated[str, typer.Option(help="What proposes trials: auto, skopt or gp.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a second call goes on there.")] = Path("tune.jsonl"),
+    out: Annotated[Path, typer.Option(help="The loss model that plans are made with.")] = Path("loss.json"),
+) -> None:
+    """Find the fastest settings within a loss budget, by short proxy runs."""
+    if trials < 1:
+        raise ValueError(f"--trials {trials}: allowed is 1 or more")
+    if not 0 < budget <= 100:
+        raise ValueError(f"--budget {budget:g}: allowed is a percentage above 0, up to 100")
+    for path in (store, out):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
+    space = read_space(tuple(codec or CODECS), ratio, batch)
+    # Numbers load when they are needed: the command's help is to be there at once.
+    from commlayer.balance.tuner_engines import engine
+
+    made, proxy = engine(search, space, seed), load(task)
+    asked = Search(task, space, budget / 100, seed)
+    kept = Store(store, asked)
+    _show(tuner.tune(proxy, kept, asked, made, trials), kept, asked, trials)
+    tuner_loss.write(out, tuner.loss_model(kept.trials))
+    _tell(kept, asked, out)
+
+
+def read_space(codecs: tuple[str, ...], ratio: str, batch: str) -> Space:
+    """What the options ask for, checked; a ValueError names the option."""
+    try:
+        low, high = (float(part) for part in ratio.split(":"))
+    except ValueError:
+        raise ValueError(f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
+    parts = [part.strip() for part in batch.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--batch {batch!r}: allowed are whole numbers with commas between, such as 64,128,256")
+    made = default_space(codecs=codecs, ratio=(low, high), batches=tuple(sorted({int(part) for part in parts})))
+    # Codecs need torch, whose import takes longer than all other checks together.
+    from commlayer.compressors import parse
+
+    for spelling in codecs:
+        try:
+            parse(spelling.replace("{ratio}", f"{high:g}"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--codec: {error}") from None
+    return made
+
+
+def load(task: str) -> tuner.Proxy:
+    """The function that a task names."""
+    named = BUILT_IN.get(task, task)
+    if task in BUILT_IN and importlib.util.find_spec("sklearn") is None:
+        raise ValueError(f'{task}: scikit-learn, whose data it trains on, is missing: pip install "commlayer[bench]"')
+    if named.endswith(".py"):
+        path, name = Path(named), "proxy"
+        found = importlib.util.spec_from_file_location("commlayer_tuned", path) if path.is_file() else None
+        if found is None or found.loader is None:
+            raise ValueError(f"{task}: no such file")
+        module = importlib.util.module_from_spec(found)
+        try:
+            found.loader.exec_module(module)
+        except Exception as error:
+            raise ValueError(f"{task}: {type(error).__name__}: {error}".splitlines()[0]) from None
+    else:
+        where, colon, name = named.partition(":")
+        if not colon:
+            raise ValueError(f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
+        try:
+            module = importlib.import_module(where)
+        except ImportError as error:
+            raise ValueError(f"{task}: {error}") from None
+    proxy = getattr(module, name, None)
+    if not callable(proxy):
+        raise ValueError(f"{task}: has no function {name}(settings) that returns seconds and loss")
+    made: tuner.Proxy = proxy
+    return made
+
+
+def _show(running: Iterator[Trial], kept: Store, asked: Search, trials: int) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(highlight=False)
+    if kept.trials:
+        console.print(f"{kept.path}: going on after {len(kept.trials)} trials", markup=False)
+    columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        row = bar.add_task("proxy runs", total=trials, completed=min(trials, len(kept.trials)))
+        for trial in running:
+            console.print(line(len(kept.trials), trial, kept.trials[0]), markup=False, soft_wrap=True)
+            found = tuner.best(kept.trials, asked.budget)
+            bar.update(row, completed=len(kept.trials), description=f"best {found.seconds:.3g} s")
+
+
+def line(number: int, trial: Trial, dense: Trial) -> str:
+    """One trial, for a person."""
+    settings = spelled(trial.settings)
+    what = f"{number:3}  batch {settings['batch']:<5} {settings['codec']:44}"
+    if trial.error:
+        return f"{what} failed: {trial.error}"
+    return f"{what} {trial.seconds:8.3g} s  loss {trial.loss:.4g} ({tuner.excess(trial, dense):+.2%})"
+
+
+def _tell(kept: Store, asked: Search, out: Path) -> None:
+    found, dense = tuner.best(kept.trials, asked.budget), kept.trials[0]
+    settings = spelled(found.settings)
+    typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}: {found.seconds:.3g} s, "
+               f"dense {dense.seconds:.3g} s; loss {tuner.excess(found, dense):+.2%}")
+    typer.echo(f"trials in {kept.path}, loss model in {out}")

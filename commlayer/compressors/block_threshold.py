@@ -1,0 +1,98 @@
+"""Sends whole runs of neighbours, those of largest summed magnitude: a sixteenth of the positions, contiguous memory.
+
+Knows selection of runs and its body; the residual is the caller's. How the threshold is found: threshold.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from commlayer.compressors import kernels, payload, positions, runs, threshold
+from commlayer.compressors import values as value_kinds
+from commlayer.compressors.codec import Out, State
+from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+
+HEADER = payload.HEADER_NBYTES
+RUNS = (8, 16, 32, 64)
+
+
+class BlockThreshold(OneRound, frozen=True):
+    """About ratio * numel entries per payload, in runs, never a run of zeros. Large tensors get up to 10 % more or less."""
+
+    name: ClassVar[str] = "block_threshold"
+    biased: ClassVar[bool] = True
+
+    ratio: float
+    run: int
+    values: value_kinds.Kind
+
+    def bound(self, spec: Spec) -> int:
+        runs_, cap = self._runs(spec.numel), runs.room(self._runs(spec.numel), self.wanted(spec.numel))
+        return HEADER + value_kinds.nbytes(self.values, min(spec.numel, self.run * cap)) + positions.bound(runs_, cap)
+
+    def wanted(self, numel: int) -> int:
+        """Runs to send."""
+        return min(self._runs(numel), max(1, math.ceil(self.ratio * numel / self.run)))
+
+    def init(self, spec: Spec) -> State:
+        n = check_numel(spec)
+        runs_, k = self._runs(n), self.wanted(n)
+        entries = min(n, self.run * runs.room(runs_, k))
+        memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
+        return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return self.start_fed(x, None, state, out)
+
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
+        """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
+        n, memory = x.numel(), state["_scratch"]
+        ids, finite = runs.pick(self.wanted(n), self.run, x, residual, state)
+        if not finite:
+            return payload.write_flagged(out, self.id, n)
+        count = kernels.gather_runs(x if residual is None else residual, self.run, ids, memory["val"])
+        val, kept = memory["val"][:count], memory["kept"][:count]
+        middle = HEADER + value_kinds.nbytes(self.values, count)
+        if not value_kinds.encode(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
+            return payload.write_flagged(out, self.id, n)
+        kind, nbytes = positions.encode(out[middle:], ids, self._runs(n))
+        payload.write(out, self.id, n, count, aux=value_kinds.KINDS[self.values] << 4 | kind)
+        if residual is not None:
+            kernels.scatter_runs(residual, self.run, ids, kept, assign=True)
+        return middle + nbytes
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        payload.expect("seed", head.seed, 0)
+        payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
+        count, middle = head.entries, value_kinds.nbytes(self.values, head.entries)
+        if head.body.nbytes < middle:
+            raise CorruptFrame(f"block_threshold payload with {head.body.nbytes} bytes of body, {count} values take {middle}")
+        body = head.body[:middle]
+        value_kinds.check(self.values, body, count)
+        ids = positions.decode(head.aux & 15, head.body[middle:], -(-count // self.run), self._runs(numel))
+        short = numel % self.run if len(ids) and int(ids[-1]) == numel // self.run else 0
+        if count:
+            payload.expect("entries in the last run", (count - 1) % self.run + 1, short or self.run)
+        return ids, value_kinds.decode(self.values, body, count)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        ids, val = parts
+        if assign:
+            out.zero_()
+        kernels.scatter_runs(out, self.run, ids, val, assign=False)
+
+    def _runs(self, numel: int) -> int:
+        return -(-numel // self.run)
+
+
+def block_threshold(ratio: float = 0.01, run: int = 16, values: str = "int8") -> BlockThreshold:
+    """The runs of `run` neighbours of largest summed magnitude, until `ratio` of all entries is sent."""
+    fraction, kind = value_kinds.share("block_threshold", ratio), value_kinds.named("block_threshold", values)
+    if not isinstance(run, int) or isinstance(run, bool) or run not in RUNS:
+        raise ValueError(f"block_threshold: run is {run!r}, allowed is one of {', '.join(map(str, RUNS))}")
+    return BlockThreshold(fraction, run, kind)

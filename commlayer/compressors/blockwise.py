@@ -1,0 +1,109 @@
+"""What the blockwise quantisers have in common: a body of scales, then codes. Knows no codes; the residual is the caller's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import Buffer, Out, State
+from commlayer.compressors.dense import check_dense
+from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+
+HEADER = payload.HEADER_NBYTES
+MOST_BLOCK = 1 << 20
+
+MOST16 = 0x7F7F
+"""The largest bfloat16 that is finite, as bits: those of numbers that are not negative are ordered as the numbers are."""
+
+
+class Blockwise(OneRound, frozen=True):
+    """Each codec gives the size of its codes, its kernels, and what its bytes must obey."""
+
+    scale_nbytes: ClassVar[int] = 2
+
+    block: int
+
+    def codes_nbytes(self, numel: int) -> int:
+        raise NotImplementedError
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
+    ) -> bool:
+        """False if x + residual is not finite; the residual then took the finite part."""
+        raise NotImplementedError
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        """CorruptFrame for scales and codes that break the format; their sizes are right."""
+        raise NotImplementedError
+
+    def scales_nbytes(self, numel: int) -> int:
+        return self.scale_nbytes * -(-numel // self.block)
+
+    def bound(self, spec: Spec) -> int:
+        return HEADER + self.scales_nbytes(spec.numel) + self.codes_nbytes(spec.numel)
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return self.start_fed(x, None, state, out)
+
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
+        """`start` of x + residual, writing back what the rounding keeps. Flagged: the residual took the finite part of x."""
+        n = x.numel()
+        middle = HEADER + self.scales_nbytes(n)
+        end = middle + self.codes_nbytes(n)
+        if not self.encode(out[middle:end], out[HEADER:middle], x, residual, state):
+            return payload.write_flagged(out, self.id, n)
+        payload.write(out, self.id, n, n)
+        return end
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        middle = self.scales_nbytes(numel)
+        check_dense(head, numel, middle + self.codes_nbytes(numel))
+        scales, codes = head.body[:middle], head.body[middle:]
+        self.check_body(codes, scales, numel)
+        return codes, scales
+
+
+class Dithered(Blockwise, frozen=True):
+    """Rounds by random numbers of its own stream, so that the mean of what is received is what was sent: unbiased.
+
+    A start that is flagged sends nothing, so it uses no random numbers and does not count as a step.
+    """
+
+    def init(self, spec: Spec) -> State:
+        check_numel(spec)
+        return {"own": 0, "step": 0}
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
+    ) -> bool:
+        finite = self.draw(codes, scales, x, residual, (state["own"], state["step"]))
+        state["step"] += finite
+        return finite
+
+    def draw(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+    ) -> bool:
+        """`encode` with the key and the step of its random numbers."""
+        raise NotImplementedError
+
+
+def check_scales16(name: str, scales: Buffer, most: int) -> None:
+    if kernels.largest(scales, np.uint16) > most:
+        raise CorruptFrame(f"{name} payload with a scale that is negative, not finite or too large")
+
+
+def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
+    used = numel * bits % 8
+    if used and int(codes[-1]) >> used:
+        raise CorruptFrame(f"{name} payload with bits set past its last element")
+
+
+def check_block(name: str, block: int, multiple: int) -> None:
+    if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= MOST_BLOCK or block % multiple:
+        allowed = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
+        raise ValueError(f"{name}: block is {block!r}, allowed is {allowed} from {multiple} to {MOST_BLOCK}")

@@ -1,0 +1,68 @@
+"""What codecs still owe, by tensor elements, so that one plan's residuals are paid under the next. Knows states and slices.
+
+Residuals are called `residual`, wherever in a state they lie. What a worker owes is added to the gradients that it next gathers
+for the same elements, whatever path and codec they take then: nothing is sent for it and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from commlayer.compressors.codec import State
+from commlayer.records import Slice
+
+
+class Debt(NamedTuple):
+    """Values owed on elements [start, stop) of a tensor."""
+
+    tensor: int
+    start: int
+    values: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+
+def owed(state: State, numel: int) -> torch.Tensor | None:
+    """The residual over all elements that are coded, put together where a wrapper keeps it in parts; None if none is kept."""
+    parts = list(_residuals(state))
+    if not parts or sum(p.numel() for p in parts) != numel:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _residuals(state: State) -> Iterator[torch.Tensor]:
+    for name, value in state.items():
+        if name == "residual" and isinstance(value, torch.Tensor):
+            yield value.view(-1)
+        elif isinstance(value, dict):
+            yield from _residuals(value)
+
+
+def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[Debt]:
+    """Values on a bucket's elements from `start` on, as elements of the tensors that its slices name."""
+    at = 0
+    for s in slices:
+        low, high = max(start, at), min(start + values.numel(), at + s.numel)
+        if low < high:
+            yield Debt(s.tensor, s.start + low - at, values[low - start : high - start])
+        at += s.numel
+
+
+def pay(debts: Sequence[Debt], slices: Sequence[Slice]) -> torch.Tensor | None:
+    """The part of the debts that falls on a bucket of these slices, or None."""
+    total: torch.Tensor | None = None
+    at = 0
+    for s in slices:
+        for debt in debts:
+            low, high = max(s.start, debt.start), min(s.stop, debt.stop)
+            if debt.tensor == s.tensor and low < high:
+                if total is None:
+                    total = torch.zeros(sum(part.numel for part in slices))
+                total[at + low - s.start : at + high - s.start] += debt.values[low - debt.start : high - debt.start]
+        at += s.numel
+    return total

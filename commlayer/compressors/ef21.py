@@ -1,0 +1,109 @@
+"""EF21 (Richtarik et al. 2021), both ways: estimates that differences correct, instead of a residual. Knows no format.
+
+A worker sends C(x - estimate) and adds what it sent to its estimate; the server's estimate is the sum of theirs. Back go the
+coded differences to what the workers hold, which is the result: C is applied twice, and the bytes are C's in both directions.
+C must bring every input nearer to zero (topk, int8, onebit do; unbiased codecs of few bits do not).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.feedback import Limited
+from commlayer.compressors.oneround import NAN, accumulator, check_numel
+from commlayer.compressors.wrapper import Wrapper, check_plain
+from commlayer.records import Spec
+
+FADE = 1.0 - 2.0**-12
+"""Estimates fade a little with each step, on both sides alike. What rounding has set apart between the sum of the workers'
+estimates and the server's heals, which nothing else would do."""
+
+MOST = torch.finfo(torch.float32).max
+
+
+class EF21(Wrapper, frozen=True):
+    """State: `estimate`, `held` (the result so far, the same bits at all workers and the server), and the inner state.
+
+    `_sent` and `_added` are as error feedback's. An abandoned step takes its differences back from the estimates; what the
+    workers hold stays, since it is common knowledge, and later differences are to it.
+    """
+
+    name: ClassVar[str] = "ef21"
+    biased: ClassVar[bool] = False
+    keeps: ClassVar[bool] = True
+
+    def init(self, spec: Spec) -> State:
+        n = check_numel(spec)
+        return {"estimate": torch.zeros(n), "held": torch.zeros(n), "inner": self.inner.init(spec),
+                "_sent": None, "_added": None, "_scratch": torch.empty(n)}
+
+    def init_server(self, spec: Spec) -> State:
+        return {**self.init(spec), "inner": self.inner.init_server(spec)}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        state["_sent"] = None
+        estimate = state["estimate"].mul_(FADE)
+        nbytes = self._start(x, estimate, state, out)
+        if self._follow(out[:nbytes], estimate):
+            state["_sent"] = out[:nbytes]
+        return nbytes
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        if not self._follow(result, state["held"]):
+            out.fill_(NAN)
+            return False
+        out.copy_(state["held"])
+        return True
+
+    def undo(self, state: State) -> None:
+        if state["_sent"] is not None:
+            self.inner.decode(state["_sent"], state["inner"], state["_scratch"])
+            state["estimate"] -= state["_scratch"]
+            state["_sent"] = None
+
+    def undo_server(self, state: State) -> None:
+        if state["_added"] is not None:
+            state["estimate"] -= state["_added"]
+            state["_added"] = None
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        state["_added"] = None
+        total, estimate = acc["sum"], state["estimate"].mul_(FADE)
+        if not kernels.all_finite(total, estimate):
+            return payload.write_flagged(out, self.id, total.numel())
+        # Those whose difference is not flagged have added it to their own estimate.
+        estimate += total
+        state["_added"] = total
+        if acc["flagged"][0]:
+            return payload.write_flagged(out, self.id, total.numel())
+        nbytes = self._start(estimate, state["held"], state, out)
+        self._follow(out[:nbytes], state["held"])
+        return nbytes
+
+    def _start(self, x: torch.Tensor, known: torch.Tensor, state: State, out: Out) -> int:
+        """Codes x - known, cut to what the inner codec can hold."""
+        difference = torch.sub(x, known, out=state["_scratch"])
+        if not kernels.all_finite(difference):
+            return payload.write_flagged(out, self.id, x.numel())
+        if isinstance(self.inner, Limited):
+            difference.clamp_(-self.inner.most, self.inner.most)
+        return int(self.inner.start(difference, state["inner"], out))
+
+    def _follow(self, message: Buffer, known: torch.Tensor) -> bool:
+        """known += what the message says. False if it is flagged. The same bits for all who do it."""
+        acc = accumulator(known)
+        self.inner.add(0, message, acc, first=False)
+        if not kernels.all_finite(known):
+            known.clamp_(-MOST, MOST).nan_to_num_()
+        return not acc["flagged"][0]
+
+
+def ef21(inner: Codec) -> EF21:
+    """Around a codec whose payloads are decoded by the server (GATHER)."""
+    if check_plain("ef21", inner).rounds != (Round.GATHER,):
+        raise ValueError(f"ef21: inner is {inner}, allowed is a codec that servers decode (GATHER), such as topk or int8")
+    return EF21(inner)

@@ -1,0 +1,47 @@
+"""Blockwise int4: two elements a byte, one bfloat16 scale per block. Knows its body; the residual is the caller's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from commlayer.compressors import kernels
+from commlayer.compressors.blockwise import MOST16, Blockwise, check_block, check_padding, check_scales16
+from commlayer.compressors.codec import Buffer, Out, State
+
+BITS = 4
+MOST = MOST16 - ((BITS - 1) << 7)
+"""The largest scale: 2^(BITS-1) times it is finite."""
+
+
+class Int4(Blockwise, frozen=True):
+    """Rounds to the nearest of 15 steps of the block's largest magnitude. Nearest rounding is biased: wants error feedback.
+
+    Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization (2022), with fewer bits.
+    """
+
+    name: ClassVar[str] = "int4"
+    biased: ClassVar[bool] = True
+
+    def codes_nbytes(self, numel: int) -> int:
+        return (numel * BITS + 7) // 8
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
+    ) -> bool:
+        return kernels.linear_encode(codes, scales, x, residual, self.block, BITS, euclidean=False, random=None)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        check_scales16(self.name, scales, MOST)
+        check_padding(self.name, codes, numel, BITS)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.linear_decode(out, codes, scales, self.block, BITS, assign=assign)
+
+
+def int4(block: int = 64) -> Int4:
+    """One scale per `block` elements: 4 + 16 / block bits per element."""
+    check_block("int4", block, 8)
+    return Int4(block)

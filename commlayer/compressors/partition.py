@@ -1,0 +1,207 @@
+"""A bucket in slices that are coded apart, each with its own state. Knows lengths; a slice's bytes are the inner codec's."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+import torch
+
+from commlayer.compressors import payload
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.feedback import Sent
+from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
+from commlayer.compressors.several import SeveralRounds
+from commlayer.compressors.wrapper import Wrapper, check_codec
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+
+HEADER = payload.HEADER_NBYTES
+_LENGTH = struct.Struct("<I")
+ELEMENT_NBYTES = 4
+
+
+class Partition(Wrapper, frozen=True):
+    """Exactly one of `parts` (so many, of about one size), `nbytes` (slices of at most so many bytes as float32) and `shapes`
+    (of the tensors in a fused bucket, in order, so that each is coded as what it is) is set.
+
+    One slice that is not finite flags the whole, for all rounds that follow.
+    """
+
+    name: ClassVar[str] = "partition"
+
+    parts: int | None
+    nbytes: int | None
+    shapes: tuple[tuple[int, ...], ...] | None
+
+    @property
+    def id(self) -> int:
+        return payload.CODEC_IDS[self.name]
+
+    def specs(self, numel: int) -> list[Spec]:
+        """Of the slices. ValueError for shapes of another bucket."""
+        if self.shapes is not None:
+            specs = [Spec(shape) for shape in self.shapes]
+            if (total := sum(s.numel for s in specs)) != numel:
+                raise ValueError(f"partition: shapes of {total} elements in all, the bucket has {numel}")
+            return specs
+        if self.parts is not None:
+            count = min(self.parts, max(numel, 1))
+        else:
+            assert self.nbytes is not None
+            count = max(1, -(-numel * ELEMENT_NBYTES // self.nbytes))
+        edges = [numel * i // count for i in range(count + 1)]
+        return [Spec((stop - start,)) for start, stop in pairwise(edges)]
+
+    def bound(self, spec: Spec) -> int:
+        return HEADER + sum(_LENGTH.size + int(self.inner.bound(s)) for s in self.specs(spec.numel))
+
+    def init(self, spec: Spec) -> State:
+        parts = {str(i): self.inner.init(s) for i, s in enumerate(self.specs(check_numel(spec)))}
+        return {"parts": parts, "_numel": spec.numel, "_flagged": False}
+
+    def init_server(self, spec: Spec) -> State:
+        return {"parts": {str(i): self.inner.init_server(s) for i, s in enumerate(self.specs(check_numel(spec)))}}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        slices, states = self._cut(x), list(state["parts"].values())
+        nbytes = self._join(x.numel(), out, lambda i, room: self.inner.start(slices[i], states[i], room))
+        state["_flagged"] = nbytes == HEADER
+        return nbytes
+
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
+        numel, states = state["_numel"], list(state["parts"].values())
+        bodies = self._split(result, numel)
+        if bodies is None:
+            state["_flagged"] = True
+            return payload.write_flagged(out, self.id, numel)
+        nbytes = self._join(numel, out, lambda i, room: self.inner.next(r, bodies[i], states[i], room))
+        state["_flagged"] = nbytes == HEADER
+        return nbytes
+
+    def sent(self, state: State, out: torch.Tensor) -> None:
+        """See feedback.Sent."""
+        if state["_flagged"]:
+            out.zero_()
+            return
+        for part, into in zip(state["parts"].values(), self._cut(out), strict=True):
+            self.inner.sent(part, into)
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        bodies = self._split(result, out.numel())
+        whole = torch.empty_like(out)  # nothing may be written before the last slice has been judged
+        if bodies is not None:
+            slices = zip(bodies, state["parts"].values(), self._cut(whole), strict=True)
+            if sum(self.inner.decode(body, part, into) for body, part, into in slices) == len(bodies):
+                out.copy_(whole)
+                return True
+        out.fill_(NAN)
+        return False
+
+    def undo(self, state: State) -> None:
+        """The inner codec keeps nothing back."""
+
+    def undo_server(self, state: State) -> None:
+        """As `undo`."""
+
+    def zeros(self, spec: Spec, r: int) -> Any:
+        if self.rounds == (Round.GATHER,):
+            return accumulator(torch.zeros(spec.numel))
+        accs = [self.inner.zeros(s, r) for s in self.specs(spec.numel)]
+        return {"parts": accs, "flagged": [False], "numel": spec.numel}
+
+    def vet(self, r: int, payload_: Buffer, acc: Any) -> list[Any] | None:
+        numel, accs = self._accs(acc)
+        bodies = self._split(payload_, numel)
+        return None if bodies is None else [self.inner.vet(r, b, a) for b, a in zip(bodies, accs, strict=True)]
+
+    def put(self, r: int, vetted: list[Any] | None, acc: Any, *, first: bool) -> None:
+        accs = self._accs(acc)[1]
+        for part, body in zip(accs, vetted or [None] * len(accs), strict=True):
+            self.inner.put(r, body, part, first=first)
+        if first:
+            acc["flagged"][0] = False
+        acc["flagged"][0] |= any(part["flagged"][0] for part in accs)
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.put(r, self.vet(r, payload_, acc), acc, first=first)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        numel, accs = self._accs(acc)
+        if acc["flagged"][0]:
+            return payload.write_flagged(out, self.id, numel)
+        states = list(state["parts"].values())
+        return self._join(numel, out, lambda i, room: self.inner.emit(r, accs[i], states[i], room))
+
+    def _accs(self, acc: Any) -> tuple[int, list[Any]]:
+        """(elements, an accumulator for each slice). A dense sum is cut: error feedback's residual is one, too."""
+        if "parts" in acc:
+            return acc["numel"], acc["parts"]
+        return acc["sum"].numel(), [accumulator(part) for part in self._cut(acc["sum"])]
+
+    def _cut(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return list(x.split([s.numel for s in self.specs(x.numel())]))
+
+    def _join(self, numel: int, out: Out, write: Callable[[int, memoryview], int]) -> int:
+        """Header, the length of each slice's payload, the payloads. Flagged as soon as one of them is."""
+        specs = self.specs(numel)
+        at = HEADER + _LENGTH.size * len(specs)
+        flagged, memory = False, payload.on_host(out)
+        for i, spec in enumerate(specs):
+            nbytes = write(i, memory[at:])
+            flagged |= payload.read(memory[at : at + nbytes], self.inner.id, spec.numel).flagged
+            _LENGTH.pack_into(memory, HEADER + _LENGTH.size * i, nbytes)
+            at += nbytes
+        if flagged:
+            return payload.write_flagged(out, self.id, numel)
+        payload.write(out, self.id, numel, 0)
+        return at
+
+    def _split(self, message: Buffer, numel: int) -> list[memoryview] | None:
+        """The slices' payloads, or None of a flagged whole."""
+        head = payload.read(message, self.id, numel)
+        if head.flagged:
+            return None
+        payload.expect("aux", head.aux, 0)
+        payload.expect("seed", head.seed, 0)
+        payload.expect("count", head.entries, 0)
+        count, whole = len(self.specs(numel)), payload.on_host(head.body)
+        if whole.nbytes < _LENGTH.size * count:
+            raise CorruptFrame(f"partition payload with {whole.nbytes} bytes of body, {count} lengths take {4 * count}")
+        lengths = [_LENGTH.unpack_from(whole, _LENGTH.size * i)[0] for i in range(count)]
+        edges = list(accumulate(lengths, initial=_LENGTH.size * count))
+        payload.expect("bytes of body", whole.nbytes, edges[-1])
+        bodies = [whole[start:stop] for start, stop in pairwise(edges)]
+        for body, spec in zip(bodies, self.specs(numel), strict=True):
+            if payload.read(body, self.inner.id, spec.numel).flagged:
+                raise CorruptFrame("partition payload with a flagged slice, expected the whole to be flagged")
+        return bodies
+
+
+def partition(
+    inner: Codec, parts: int | None = None, nbytes: int | None = None, shapes: tuple[tuple[int, ...], ...] | None = None
+) -> Partition:
+    """Codes slices apart. Error feedback and the like go around it; a plan adds them where the inner codec needs them."""
+    codec = check_codec("partition", inner)
+    if not isinstance(inner, OneRound | SeveralRounds):
+        raise ValueError(f"partition: inner is {inner}, allowed is a codec without wrappers; put those around partition")
+    if len(codec.rounds) > 1 and not isinstance(inner, Sent):
+        raise ValueError(f"partition: {inner} has {len(codec.rounds)} rounds and no sent()")
+    if [parts, nbytes, shapes].count(None) != 2:
+        raise ValueError(f"partition: parts is {parts!r}, nbytes {nbytes!r}, shapes {shapes!r}; exactly one must be set")
+    for what, value, least in (("parts", parts, 1), ("nbytes", nbytes, ELEMENT_NBYTES)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"partition: {what} is {value!r}, allowed is a whole number of at least {least}")
+    if shapes is not None and not _are_shapes(shapes):
+        raise ValueError(f"partition: shapes is {shapes!r}, allowed is a tuple of shapes, such as ((64, 33), (64,))")
+    return Partition(codec, parts, nbytes, shapes)
+
+
+def _are_shapes(shapes: object) -> bool:
+    return isinstance(shapes, tuple) and len(shapes) > 0 and all(
+        isinstance(shape, tuple) and all(isinstance(d, int) and not isinstance(d, bool) and d >= 0 for d in shape)
+        for shape in shapes
+    ) and math.prod(len(shape) for shape in shapes) > 0

@@ -1,0 +1,60 @@
+"""Linear dithering: each element becomes one of both neighbouring steps of its block's norm. Knows its body only."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from commlayer.compressors import kernels
+from commlayer.compressors.blockwise import MOST16, Dithered, check_block, check_padding, check_scales16
+from commlayer.compressors.codec import Buffer, Out
+
+BITS = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
+"""Levels and the bits that they fill, sign included."""
+
+NORMS = ("max", "l2")
+
+
+class Qsgd(Dithered, frozen=True):
+    """Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017)."""
+
+    name: ClassVar[str] = "qsgd"
+
+    levels: int
+    norm: str
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.levels]
+
+    def codes_nbytes(self, numel: int) -> int:
+        return (numel * self.bits + 7) // 8
+
+    def draw(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+    ) -> bool:
+        euclidean = self.norm == "l2"
+        return kernels.linear_encode(codes, scales, x, residual, self.block, self.bits, euclidean=euclidean, random=random)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        check_scales16(self.name, scales, MOST16 - ((self.bits - 1) << 7))
+        check_padding(self.name, codes, numel, self.bits)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.linear_decode(out, codes, scales, self.block, self.bits, assign=assign)
+
+
+def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
+    """`levels` steps on either side of zero, of the largest magnitude of `block` elements or of their Euclidean norm.
+
+    Unbiased, so it needs no error feedback, and must not have any where its variance exceeds what it codes (levels=1, or
+    norm="l2" with blocks much longer than the square of levels): such a residual would grow from step to step.
+    """
+    if not isinstance(levels, int) or levels not in BITS or isinstance(levels, bool):
+        raise ValueError(f"qsgd: levels is {levels!r}, allowed is one of {', '.join(map(str, BITS))}, which fill whole bits")
+    if norm not in NORMS:
+        raise ValueError(f"qsgd: norm is {norm!r}, allowed is one of {', '.join(NORMS)}")
+    check_block("qsgd", block, 8)
+    return Qsgd(block, levels, norm)

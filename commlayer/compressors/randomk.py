@@ -1,0 +1,143 @@
+"""Random entries that all members draw alike: only values travel, and a server adds them as they are.
+
+One entry in each of k strata, drawn by the header's seed, which comes from the keys of keys.py and the step. Accumulators hold
+values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result goes out exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from commlayer.compressors import kernels, payload
+from commlayer.compressors import values as value_kinds
+from commlayer.compressors.codec import Buffer, Out, Round, State
+from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.records import Spec
+
+HEADER = payload.HEADER_NBYTES
+VALUES = ("fp32", "fp16", "bf16")
+
+
+class RandomK(OneRound, frozen=True):
+    """ratio * numel entries per payload, chosen without looking. Unbiased: each stands for its stratum, scaled by its size."""
+
+    name: ClassVar[str] = "randomk"
+    rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
+
+    ratio: float
+    values: value_kinds.Kind
+    unbiased: bool
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return not self.unbiased
+
+    def bound(self, spec: Spec) -> int:
+        return HEADER + 4 * self.entries(spec.numel)
+
+    def entries(self, numel: int) -> int:
+        """k."""
+        return min(numel, max(1, math.ceil(self.ratio * numel)))
+
+    def init(self, spec: Spec) -> State:
+        n = check_numel(spec)
+        k = self.entries(n)
+        memory = {"idx": torch.empty(k, dtype=torch.int32), "val": torch.empty(k), "kept": torch.empty(k)}
+        if self.unbiased:
+            memory["sizes"] = (torch.arange(k + 1) * n // max(k, 1)).diff().float()
+        return {"shared": 0, "step": 0, "_scratch": memory}
+
+    def init_server(self, spec: Spec) -> State:
+        return {}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return self.start_fed(x, None, state, out)
+
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
+        """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
+        n = x.numel()
+        idx, val, kept = (state["_scratch"][name] for name in ("idx", "val", "kept"))
+        seed = kernels.draw_word(state["shared"], state["step"])
+        state["step"] += 1
+        if residual is None:
+            finite = kernels.all_finite(x)
+        else:
+            finite = kernels.select(x, residual, math.inf, 0, idx[:0], val[:0])[2]  # nothing reaches infinity: it only adds
+        if not finite:
+            return payload.write_flagged(out, self.id, n)
+        kernels.draw_strata(idx, n, seed)
+        kernels.take(x if residual is None else residual, idx, val)
+        if self.unbiased:
+            val *= state["_scratch"]["sizes"]
+        end = HEADER + value_kinds.nbytes(self.values, idx.numel())
+        fits = not self.unbiased or kernels.all_finite(val)
+        if not fits or not value_kinds.encode(self.values, out[HEADER:end], val, kept, saturate=residual is not None):
+            return payload.write_flagged(out, self.id, n)
+        payload.write(out, self.id, n, idx.numel(), aux=value_kinds.KINDS[self.values] << 4, seed=seed)
+        if residual is not None:
+            kernels.scatter_add(residual, idx, kept.sub_(val))
+        return end
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        val = self._values(head, numel)
+        idx = torch.empty(self.entries(numel), dtype=torch.int32, device=val.device)
+        kernels.draw_strata(idx, numel, head.seed)
+        return idx, val
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        idx, val = parts
+        if assign:
+            out.zero_()
+        kernels.scatter_add(out, idx, val)
+
+    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
+        """out += what a payload says, all elements of the bucket; nothing if it is flagged."""
+        head = payload.read(payload_, self.id, out.numel())
+        if not head.flagged:
+            self.apply(self.check(head, out.numel()), out, assign=False)
+
+    def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
+        total = torch.zeros(self.entries(spec.numel))
+        return {"sum": total, "numel": spec.numel, "seed": [0], "flagged": [False], "none": [True]}
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        total, none = acc["sum"], first or acc["none"][0]
+        head = payload.read(payload_, self.id, acc["numel"])
+        if not head.flagged:
+            val = self._values(head, acc["numel"])
+            if not none:
+                payload.expect("seed", head.seed, acc["seed"][0])
+            total.copy_(val) if none else total.add_(val)
+            acc["seed"][0] = head.seed
+        acc["none"][0] = none and head.flagged
+        acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        """Float32, whatever the members sent: rounding a sum again would lose what no residual keeps."""
+        total: torch.Tensor = acc["sum"]
+        n: int = acc["numel"]
+        if acc["flagged"][0] or not kernels.all_finite(total):
+            return payload.write_flagged(out, self.id, n)
+        payload.write(out, self.id, n, total.numel(), aux=value_kinds.KINDS["fp32"] << 4, seed=acc["seed"][0])
+        end = HEADER + 4 * total.numel()
+        kernels.store_f32(out[HEADER:end], total)
+        return end
+
+    def _values(self, head: payload.Head, numel: int) -> torch.Tensor:
+        """The values of a payload or of a result, checked in full."""
+        kind = "fp32" if head.aux == value_kinds.KINDS["fp32"] << 4 else self.values
+        payload.expect("aux", head.aux, value_kinds.KINDS[kind] << 4)
+        payload.expect("count", head.entries, self.entries(numel))
+        payload.expect("bytes of body", head.body.nbytes, value_kinds.nbytes(kind, head.entries))
+        return value_kinds.decode(kind, head.body, head.entries)
+
+
+def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
+    """Entries at random, the same for all members. unbiased=True scales them and is meant to run without error feedback."""
+    fraction, kind = value_kinds.share("randomk", ratio), value_kinds.named("randomk", values, VALUES)
+    if not isinstance(unbiased, bool):
+        raise ValueError(f"randomk: unbiased is {unbiased!r}, allowed is True or False")
+    return RandomK(fraction, kind, unbiased)

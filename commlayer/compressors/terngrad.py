@@ -1,0 +1,60 @@
+"""-1, 0 or 1 times a scale per block, by random numbers, five elements a byte. Knows its body only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from commlayer.compressors import kernels
+from commlayer.compressors.blockwise import MOST16, Dithered, check_block, check_scales16
+from commlayer.compressors.codec import Buffer, Out
+from commlayer.errors import CorruptFrame
+
+GROUP, DIGITS = 160, 5
+
+
+class Terngrad(Dithered, frozen=True):
+    """Wen, Xu, Yan, Wu, Wang, Chen, Li: TernGrad: Ternary Gradients to Reduce Communication (2017)."""
+
+    name: ClassVar[str] = "terngrad"
+
+    clip: float | None
+
+    def codes_nbytes(self, numel: int) -> int:
+        return -(-numel // DIGITS)
+
+    def draw(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+    ) -> bool:
+        return kernels.ternary_encode(codes, scales, x, residual, self.block, self.clip or 0.0, random=random)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        check_scales16(self.name, scales, MOST16)
+        if kernels.largest(codes, np.uint8) >= 3**DIGITS:
+            raise CorruptFrame("terngrad payload with a byte that is no five ternaries")
+        count = numel % GROUP
+        width = -(-count // DIGITS)
+        last = kernels.octets(codes[self.codes_nbytes(numel) - width :])
+        for byte in range(width):
+            digits = -(-(count - byte) // width)
+            if last[byte] >= 3**digits:
+                raise CorruptFrame("terngrad payload with ternaries past its last element")
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.ternary_decode(out, codes, scales, self.block, assign=assign)
+
+
+def terngrad(block: int = 640, clip: float | None = 2.5) -> Terngrad:
+    """1.6 + 16 / block bits per element. What exceeds `clip` root mean squares of its block is cut there; None cuts nothing.
+
+    Unbiased but for what is cut. Its variance is about what it codes: error feedback around it would not settle.
+    """
+    check_block("terngrad", block, GROUP)
+    number = isinstance(clip, int | float) and not isinstance(clip, bool)
+    if clip is not None and not (number and math.isfinite(clip) and 1 <= clip <= 1000):
+        raise ValueError(f"terngrad: clip is {clip!r}, allowed is None or a number from 1 to 1000 (root mean squares)")
+    return Terngrad(block, None if clip is None else float(clip))

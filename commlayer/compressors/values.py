@@ -1,0 +1,95 @@
+"""Values of sparse codecs as bytes: int8 and int4 with a scale for each block, fp16, bf16, fp32. Knows no positions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from commlayer.compressors import kernels
+from commlayer.compressors.codec import Buffer, Out
+from commlayer.errors import CorruptFrame
+
+Kind = Literal["int8", "fp16", "fp32", "bf16", "int4"]
+
+KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
+"""Numbers on the wire: the high half of a sparse header's aux."""
+
+BLOCK = 256
+"""Entries that share one scale."""
+
+BITS = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
+SCALED = ("int8", "int4")
+MOST = {"fp16": torch.finfo(torch.float16).max, "bf16": torch.finfo(torch.bfloat16).max}
+MOST_SCALE: dict[str, np.floating[Any]] = {"int8": kernels.MOST_SCALE, "int4": np.finfo(np.float32).max / np.float32(8)}
+"""Any integer of the kind times it is finite."""
+
+
+def scales_nbytes(kind: str, count: int) -> int:
+    return 4 * -(-count // BLOCK) if kind in SCALED else 0
+
+
+def nbytes(kind: str, count: int) -> int:
+    """Exact size: the scales, if any, then the entries."""
+    return scales_nbytes(kind, count) + (BITS[kind] * count + 7) // 8
+
+
+def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
+    """kept = val - what the body says. False if a value became infinite; with `saturate` none does, and kept has the rest."""
+    if kind == "fp32":
+        kernels.store_f32(body, val)
+        kept.zero_()
+        return True
+    if kind in SCALED:
+        middle = scales_nbytes(kind, val.numel())
+        if kind == "int4":
+            return kernels.nibbles_encode(body[middle:], body[:middle], val, kept, BLOCK)
+        kept.zero_()
+        return kernels.int8_encode(body[middle:], body[:middle], val, kept, BLOCK)
+    narrow, wide = (kernels.f32_to_f16, kernels.f16_to_f32) if kind == "fp16" else (kernels.f32_to_bf16, kernels.bf16_to_f32)
+    finite = narrow(body, torch.clamp(val, -MOST[kind], MOST[kind], out=kept) if saturate else val)
+    wide(kept, body)
+    torch.sub(val, kept, out=kept)
+    return finite
+
+
+def check(kind: str, body: Buffer, count: int) -> None:
+    """CorruptFrame unless `body`, which is nbytes(kind, count) long, decodes to finite values in the one way there is."""
+    if kind not in SCALED:
+        return
+    if not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
+        raise CorruptFrame(f"{kind} values with a scale that is negative, not finite or too large")
+    if kind == "int4" and count % 2 and int(body[-1]) >> 4:
+        raise CorruptFrame("int4 values with padding that is not zero")
+
+
+def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
+    """The values of a checked body. CorruptFrame if one is not finite."""
+    val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)
+    if not count:
+        return val
+    middle = scales_nbytes(kind, count)
+    if kind == "int8":
+        kernels.int8_decode(val, body[middle:], body[:middle], BLOCK, assign=True)
+    elif kind == "int4":
+        kernels.nibbles_decode(val, body[middle:], body[:middle], BLOCK)
+    else:
+        {"fp32": kernels.copy_f32, "fp16": kernels.f16_to_f32, "bf16": kernels.bf16_to_f32}[kind](val, body)
+        if not kernels.all_finite(val):
+            raise CorruptFrame("sparse payload with a value that is not finite")
+    return val
+
+
+def named(codec: str, kind: object, allowed: tuple[str, ...] = tuple(KINDS)) -> Kind:
+    """`kind` if it is one of those allowed."""
+    if not isinstance(kind, str) or kind not in allowed:
+        raise ValueError(f"{codec}: values is {kind!r}, allowed is one of {', '.join(map(repr, allowed))}")
+    return kind  # type: ignore[return-value]
+
+
+def share(codec: str, ratio: object) -> float:
+    """`ratio` as a float, if it is one that a sparse codec can have."""
+    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+        raise ValueError(f"{codec}: ratio is {ratio!r}, allowed is a number above 0 and up to 1")
+    return float(ratio)

@@ -1,0 +1,97 @@
+"""What wrappers have in common: they are codecs around `inner`, whose bytes they send. Knows no wrapper's purpose."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.oneround import spell
+from commlayer.records import Spec
+
+
+class Wrapper(msgspec.Struct, frozen=True):
+    """Hands everything on. The state of the inner codec is under "inner" in that of the wrapper."""
+
+    name: ClassVar[str] = ""
+    in_place: ClassVar[bool] = False
+    feedback_inside: ClassVar[bool] = False
+    """Whether the feedback that a plan adds belongs around the inner codec: this one changes what is to be sent."""
+
+    inner: Any
+
+    def __str__(self) -> str:
+        return spell(self)
+
+    @property
+    def id(self) -> int:
+        return int(self.inner.id)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        rounds: tuple[Round, ...] = self.inner.rounds
+        return rounds
+
+    @property
+    def biased(self) -> bool:
+        return bool(self.inner.biased)
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.inner.keeps)
+
+    def bound(self, spec: Spec) -> int:
+        return int(self.inner.bound(spec))
+
+    def init(self, spec: Spec) -> State:
+        return {"inner": self.inner.init(spec)}
+
+    def init_server(self, spec: Spec) -> State:
+        return {"inner": self.inner.init_server(spec)}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return int(self.inner.start(x, state["inner"], out))
+
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
+        return int(self.inner.next(r, result, state["inner"], out))
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        return bool(self.inner.decode(result, state["inner"], out))
+
+    def undo(self, state: State) -> None:
+        self.inner.undo(state["inner"])
+
+    def undo_server(self, state: State) -> None:
+        self.inner.undo_server(state["inner"])
+
+    def zeros(self, spec: Spec, r: int) -> Any:
+        return self.inner.zeros(spec, r)
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.inner.add(r, payload_, acc, first=first)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        return int(self.inner.emit(r, acc, state["inner"], out))
+
+
+def check_codec(name: str, inner: object) -> Codec:
+    if not isinstance(inner, Codec):
+        raise ValueError(f"{name}: inner is {inner!r}, allowed is a codec")
+    return inner
+
+
+def check_plain(name: str, inner: object) -> Codec:
+    """A codec of one round that keeps nothing back: what wrappers with a memory of their own go around."""
+    codec = check_codec(name, inner)
+    if codec.keeps or len(codec.rounds) != 1:
+        raise ValueError(f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
+    return codec
+
+
+def check_share(name: str, what: str, value: object) -> float:
+    """A number from 0 up to 1, 1 left out."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(f"{name}: {what} is {value!r}, allowed is a number from 0 up to, and not, 1")
+    return float(value)

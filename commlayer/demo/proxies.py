@@ -1,0 +1,159 @@
+"""Two small trainings for `commlayer tune`: digits, and a model of characters. Several workers in one process, through codecs.
+
+Losses are real; seconds are those of the workers and the link that `Cluster` describes, so that a run is repeatable anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from commlayer.compressors import Codec, parse, wrap
+from commlayer.demo import problem
+from commlayer.records import Spec
+
+
+class Cluster(NamedTuple):
+    """What the seconds are of."""
+
+    workers: int = 4
+    bps: float = 10e6
+    """Of each worker, up and down."""
+    rtt_s: float = 0.005
+    launch_s: float = 0.004
+    sample_s: float = 0.0005
+    """A worker's step takes launch_s, and sample_s for each sample."""
+
+
+Batch = Callable[[int, torch.Generator], problem.Batch]
+"""So many samples at random."""
+
+
+def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
+    """From tensors, with repetition."""
+
+    def batch(n: int, generator: torch.Generator) -> problem.Batch:
+        picked = torch.randint(len(x), (n,), generator=generator)
+        return x[picked], y[picked]
+
+    return batch
+
+
+class Task(NamedTuple):
+    """A training, on so many samples whatever the batch."""
+
+    model: nn.Module
+    batch: Batch
+    test: problem.Batch
+    samples: int
+    rate: float
+    """Learning rate at a batch of 64; larger ones take it times the root of what they are larger."""
+
+
+def digits(settings: dict[str, Any]) -> dict[str, float]:
+    """The demo's problem, small: handwritten digits and an MLP."""
+    data = problem.digits(0)
+
+    return train(Task(problem.mlp(64, 0), picker(*data.train), data.test, 12800, 0.12), settings)
+
+
+LETTERS, CONTEXT = 27, 6
+
+
+class Letters(nn.Module):
+    """The next of 27 letters from the last six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(LETTERS, 12)
+        self.body = nn.Sequential(nn.Linear(12 * CONTEXT, 96), nn.Tanh(), nn.Linear(96, LETTERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(self.table(x).flatten(1))
+        return out
+
+
+def chars(settings: dict[str, Any]) -> dict[str, float]:
+    """A language model of characters, on what scikit-learn says about its data sets."""
+    text = letters()
+
+    def windows(part: torch.Tensor) -> problem.Batch:
+        whole = part.unfold(0, CONTEXT + 1, 1)
+        return whole[:, :-1], whole[:, -1]
+
+    x, y = windows(text)
+    held = torch.arange(len(x)) // 200 % 5 == 0
+    test, (x, y) = (x[held], y[held]), (x[~held], y[~held])
+
+    torch.manual_seed(0)
+    return train(Task(Letters(), picker(x, y), test, 25600, 0.5), settings)
+
+
+def letters() -> torch.Tensor:
+    """a to z as 1 to 26, whatever is between words as one 0."""
+    from sklearn import datasets
+
+    loads = (datasets.load_breast_cancer, datasets.load_diabetes, datasets.load_iris, datasets.load_wine)
+    texts = [load().DESCR for load in loads]
+    words = re.findall("[a-z]+", " ".join(texts).lower())
+    return torch.tensor([string.ascii_lowercase.find(c) + 1 for c in " ".join(words)])
+
+
+def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) -> dict[str, float]:
+    """Trains on so many samples, whatever the batch: what comes out is a test loss and the seconds it would have taken."""
+    torch.set_num_threads(1)  # so small a model gains nothing from more
+    cluster = cluster or Cluster()
+    size = int(settings["batch"]) // cluster.workers
+    generator = torch.Generator().manual_seed(0)
+    parameters = list(task.model.parameters())
+    exchange = Exchange(wrap(parse(str(settings["codec"]))), sum(p.numel() for p in parameters), cluster.workers)
+    optimizer = torch.optim.SGD(parameters, lr=task.rate * (int(settings["batch"]) / 64) ** 0.5)
+    seconds = 0.0
+    for _ in range(task.samples // int(settings["batch"])):
+        gradients = []
+        for _ in range(cluster.workers):
+            x, y = task.batch(size, generator)
+            loss = nn.functional.cross_entropy(task.model(x), y)
+            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
+        mean, nbytes = exchange.mean(gradients)
+        nn.utils.vector_to_parameters(mean, grads := [torch.empty_like(p) for p in parameters])
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        seconds += cluster.launch_s + cluster.sample_s * size + cluster.rtt_s + 8 * nbytes / cluster.bps
+    with torch.no_grad():
+        return {"seconds": seconds, "loss": float(nn.functional.cross_entropy(task.model(task.test[0]), task.test[1]))}
+
+
+class Exchange:
+    """What workers and a server do with one bucket, one after the other."""
+
+    def __init__(self, codec: Codec, numel: int, workers: int) -> None:
+        self.codec, spec = codec, Spec((numel,))
+        self._states = [codec.init(spec) for _ in range(workers)]
+        self._outs = [memoryview(bytearray(codec.bound(spec))) for _ in range(workers)]
+        self._server, self._result = codec.init_server(spec), memoryview(bytearray(codec.bound(spec)))
+        self._accs = [codec.zeros(spec, r) for r in range(len(codec.rounds))]
+        self._sum = torch.empty(numel)
+
+    def mean(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """The mean that every worker gets, and the bytes on a worker's busier direction."""
+        pairs = zip(gradients, self._states, self._outs, strict=True)
+        sizes = [self.codec.start(g, state, out) for g, state, out in pairs]
+        total = 0
+        for r, acc in enumerate(self._accs):
+            for i, (out, n) in enumerate(zip(self._outs, sizes, strict=True)):
+                self.codec.add(r, out[:n], acc, first=i == 0)
+            result = self._result[: self.codec.emit(r, acc, self._server, self._result)]
+            total += max(*sizes, len(result))
+            if r + 1 < len(self._accs):
+                sizes = [self.codec.next(r, result, s, out) for s, out in zip(self._states, self._outs, strict=True)]
+        for state in self._states[1:]:
+            self.codec.decode(result, state, self._sum)
+        self.codec.decode(result, self._states[0], self._sum)
+        return self._sum / len(gradients), total

@@ -1,0 +1,88 @@
+"""The options of a cluster: the paths that its shape and the policy allow, with which codecs, by node and both ways.
+
+Knows the sizes of buckets only as a range. Paths that another beats over all of it are left out, judged by the codecs that
+send most and least; so a two-level cluster's hundreds of paths are priced for two codecs and not for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+from commlayer.planner import grammar
+from commlayer.planner.costs import Prices, bare
+from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.paths import ALIASES, Path, parse, spell
+from commlayer.planner.prune import unbeaten
+from commlayer.planner.ways import DENSE, Option
+
+SIZES = (1 << 8, 1 << 25)
+"""Elements of the smallest and largest buckets."""
+SLOW = 0.6
+"""A node whose uplink is below this share of the median's may take a codec that sends less."""
+
+
+def options(prices: Prices, policy: Policy) -> list[Option]:
+    """Everything that is worth trying; the dense ones first."""
+    cluster, profile = prices.cluster, prices.profile
+    names = allowed_codecs(profile, policy)
+    sent = {cost.codec: cost.nbytes.slope_s for cost in profile.codecs}
+    sums = {cost.codec for cost in profile.codecs if cost.sums}
+    coded = sorted((name for name in names if name != DENSE), key=lambda name: (sent[name], name))
+    made = [Option(path) for path in _dense(prices)]
+    for summing in (False, True):
+        kinds: tuple[grammar.Kind, ...] = ("sum",) if summing else ("flat", "two-level", "service")
+        fitting = [name for name in coded if not summing or name in sums]
+        if not fitting:
+            continue
+        paths = grammar.options(cluster, devices=policy.devices, max_encodes=policy.max_encodes, sums=summing, kinds=kinds,
+                                dense=False)
+        kept = dict.fromkeys(path for judge in (fitting[0], fitting[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
+        made += [Option(_name(path, cluster), name) for path in kept for name in fitting]
+        if not summing:
+            made += _uneven(cluster, coded, [path for path in kept if grammar.served(path)])
+    return made
+
+
+def _dense(prices: Prices) -> Iterator[str]:
+    """Floats: over collectives, and to a server as the codec that sends them as they are."""
+    cluster = prices.cluster
+    plain = grammar.options(cluster, max_encodes=0)
+    yield from (_name(path, cluster) for path in unbeaten(prices, plain, DENSE, *SIZES))
+    if any(cost.codec == DENSE for cost in prices.profile.codecs):
+        served = grammar.options(cluster, devices=("cpu",), max_encodes=1, kinds=("service",), dense=False)
+        yield from (_name(path, cluster) for path in unbeaten(prices, served, DENSE, *SIZES))
+
+
+def _uneven(cluster: Cluster, coded: Sequence[str], served: Sequence[Path]) -> Iterator[Option]:
+    """What only a server can do: send less from slow nodes, or one codec up and another of its family down."""
+    workers = [node for node in cluster.nodes if node.ranks]
+    slow = [node.link.up_bps < SLOW * median(n.link.up_bps for n in workers) for node in workers]
+    families: dict[str, list[str]] = {}
+    for name in coded:
+        families.setdefault(name.partition("(")[0], []).append(name)
+    for path in served:
+        text = _name(path, cluster)
+        for less, more in (pair for family in families.values() for pair in pairwise(family)):
+            if any(slow) and not all(slow):
+                yield Option(text, more, by_node=tuple(less if late else more for late in slow))
+            if any(op.name == "pull" for op in path):
+                yield Option(text, more, down=less)
+                yield Option(text, less, down=more)
+
+
+def _name(path: Path, cluster: Cluster) -> str:
+    """The short name, where there is one."""
+    widest = max(node.ranks for node in cluster.nodes)
+    return next((alias for alias in ALIASES if parse(alias, widest) == path), spell(path))
+
+
+def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
+    """Of the profile, those that the policy names; by name."""
+    known = {cost.codec for cost in profile.codecs}
+    unknown = sorted({bare(codec) for codec in policy.codecs} - known)
+    if unknown:
+        raise ValueError(f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
+                         f"it has: {', '.join(sorted(known))}")
+    return sorted(({bare(codec) for codec in policy.codecs} or known) & known)

@@ -1,0 +1,175 @@
+"""Prices a path: the tasks that a bucket puts on the lanes of the cluster. Knows no job, no order and no choice.
+
+    compute:NODE   backward, and GPU codecs     cpu:NODE[.OWNER]   the codec lane of a rank
+    intra:NODE     between the node's ranks     up:NODE down:NODE  its link     server:NODE   the summation server it hosts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from commlayer.planner.groups import Group, fold
+from commlayer.planner.model import Cluster, CodecCost, Node, Profile, Task
+from commlayer.planner.paths import CODING, Path, parse
+from commlayer.planner.walk import Coded, Step, Walk
+
+WRAPPER = "error_feedback("
+
+
+def bare(codec: str) -> str:
+    """A codec as profiles name it: without error feedback, whose cost is in the figures.
+
+    >>> bare("error_feedback(topk(ratio=0.01))")
+    'topk(ratio=0.01)'
+    """
+    return codec[len(WRAPPER) : -1] if codec.startswith(WRAPPER) and codec.endswith(")") else codec
+
+
+class _Flat(NamedTuple):
+    """A Step as plain numbers: what a bucket's price is computed from."""
+
+    lanes: tuple[tuple[str, float, float], ...]
+    after: tuple[int, ...]
+    latency_floor_s: float
+    latency_slope_s: float
+    op: str
+    nbytes_floor: float
+    nbytes_slope: float
+
+
+class Prices:
+    """Prices of all paths in one cluster. `hosts[s]` is the place in the cluster of server s's node.
+
+    Every path and codec is walked once; a bucket's price is then its lines at the bucket's size. With `spread`, each
+    bucket is cut evenly over all servers, and equal nodes stay one group although they host.
+    """
+
+    def __init__(
+        self, cluster: Cluster, profile: Profile, hosts: Sequence[int] | None = None, *, spread: bool = False,
+    ) -> None:
+        if hosts is None:
+            hosts = [i for i, node in enumerate(cluster.nodes) if node.server][:1]
+        self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), spread
+        self.groups = fold(cluster, self.hosts, spread=spread)
+        _check(self.groups)
+        self._costs = {(c.codec, c.device): c for c in profile.codecs}
+        self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]
+        self._walked: dict[object, tuple[_Flat, ...]] = {}
+
+    def tasks(
+        self, path: Path | str, numel: int, codec: str, *, server: int = 0, owner: int = 0, down: str = "",
+        by_node: tuple[str, ...] = (),
+    ) -> tuple[Task, ...]:
+        """The work of one bucket. `down` and `by_node` as in a Bucket; `server` counts through the hosts."""
+        key = (path, codec, server, owner, down, by_node)
+        flat = self._walked.get(key)
+        if flat is None:
+            flat = self._walked[key] = tuple(_flat(step) for step in self.steps(path, codec, server, owner, down, by_node))
+        return tuple([
+            Task(
+                ((lanes[0][0], lanes[0][1] + lanes[0][2] * numel),) if len(lanes) == 1
+                else tuple([(lane, a + b * numel) for lane, a, b in lanes]),
+                after, la + lb * numel, op, int(na + nb * numel + 0.5),
+            )
+            for lanes, after, la, lb, op, na, nb in flat
+        ])
+
+    def steps(
+        self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
+    ) -> tuple[Step, ...]:
+        """The same as lines over elements."""
+        return tuple(self.walk(path, codec, server, owner, down, by_node).steps)
+
+    def walk(
+        self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
+    ) -> Walk:
+        """How the steps come about."""
+        widest = max(group.node.ranks for group in self.groups)
+        ops = parse(path, widest) if isinstance(path, str) else path
+        served = any(op.name == "push" for op in ops)
+        devices = sorted({op.where for op in ops if op.name in CODING})
+        codecs = self._codecs(codec, by_node)
+        coded = []
+        for group, name in zip(self.groups, codecs, strict=True):
+            up = {device: self.cost(name, device, group.node) for device in devices} if group.workers else {}
+            back = {d: self.cost(down, d, group.node) for d in devices} if down and group.workers else up
+            if served:
+                up = {**up, "server": self.cost(name, "cpu", group.node)}
+            coded.append(Coded(up, back))
+        emit, hosts = None, []
+        if served:
+            hosts = self._served_by(server)
+            emit = self.cost(down or codec, "cpu", self.groups[hosts[0]].node)
+        return Walk(ops, self.groups, coded, emit, self.profile, hosts, owner)
+
+    def cost(self, codec: str, device: str, node: Node) -> CodecCost:
+        """Of a codec on that node's GPU or CPU."""
+        name = bare(codec)
+        found = self._costs.get((name, node.device)) if device == "gpu" else None
+        found = found or self._costs.get((name, device))
+        if found is None:
+            known = ", ".join(sorted({c.codec for c in self.profile.codecs if c.device == device})) or "none"
+            raise ValueError(f"profile {self.profile.source!r} has no cost of {name} on {device}, it has: {known}")
+        return found
+
+    def _served_by(self, server: int) -> list[int]:
+        if self.spread:
+            return [g for g, group in enumerate(self.groups) if group.hosts]
+        if not 0 <= server < len(self.hosts):
+            raise ValueError(f"server {server}: the cluster's plan has servers 0 to {len(self.hosts) - 1}")
+        return [next(g for g, group in enumerate(self.groups) if self.hosts[server] in group.members)]
+
+    def _codecs(self, codec: str, by_node: tuple[str, ...]) -> list[str]:
+        if not by_node:
+            return [codec] * len(self.groups)
+        if len(by_node) != len(self._node_of):
+            raise ValueError(f"by_node: got {len(by_node)} codecs for {len(self._node_of)} nodes with ranks")
+        named = dict(zip(self._node_of, by_node, strict=True))
+        result = []
+        for group in self.groups:
+            mine = {named.get(place, codec) for place in group.members}
+            if len(mine) > 1:
+                raise ValueError(f"by_node: {', '.join(sorted(mine))} on equal nodes ({group.name} and others); "
+                                 "equal nodes are planned as one: give them one codec")
+            result.append(mine.pop())
+        return result
+
+
+def tasks(
+    path: Path | str, numel: int, codec: str, cluster: Cluster, profile: Profile, *, hosts: Sequence[int] | None = None,
+    server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (), spread: bool = False,
+) -> tuple[Task, ...]:
+    """One bucket's price. For many, keep one Prices."""
+    prices = Prices(cluster, profile, hosts, spread=spread)
+    return prices.tasks(path, numel, codec, server=server, owner=owner, down=down, by_node=by_node)
+
+
+def _flat(step: Step) -> _Flat:
+    return _Flat(
+        tuple((lane, line.floor_s, line.slope_s) for lane, line in step.lanes), step.after,
+        step.latency.floor_s, step.latency.slope_s, step.op, step.nbytes.floor_s, step.nbytes.slope_s,
+    )
+
+
+_LIMITS: tuple[tuple[str, Callable[[Node], float], bool], ...] = (
+    ("link.up_bps", lambda n: n.link.up_bps, True),
+    ("link.down_bps", lambda n: n.link.down_bps, True),
+    ("link.alpha_s", lambda n: n.link.alpha_s, False),
+    ("intra_alpha_s", lambda n: n.intra_alpha_s, False),
+    ("speed", lambda n: n.speed, True),
+)
+
+
+def _check(groups: Sequence[Group]) -> None:
+    """Values that no price can be made of."""
+    for group in groups:
+        for name, read, positive in _LIMITS:
+            value = read(group.node)
+            if not (value > 0 if positive else value >= 0):
+                raise ValueError(f"node {group.name}: {name} is {value}, allowed: {'above 0' if positive else '0 or more'}")
+        if group.node.ranks > 1 and not group.node.intra_bps > 0:
+            raise ValueError(f"node {group.name}: intra_bps is {group.node.intra_bps} with {group.node.ranks} ranks, "
+                             "allowed: above 0; say how fast its ranks reach each other")
+    if not any(group.workers for group in groups):
+        raise ValueError("the cluster has no node with ranks: nobody trains")

@@ -1,0 +1,75 @@
+"""The verb `diff`: what another plan does otherwise, by tensor. Makes records; prints nothing."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from commlayer.records import Bucket, Job, Plan, Record
+
+
+class Change(Record, frozen=True):
+    """One tensor that is sent otherwise."""
+
+    tensor: str
+    before: str
+    after: str
+
+
+class Difference(Record, frozen=True):
+    """Two plans of one model, side by side."""
+
+    fields: tuple[tuple[str, str, str], ...]
+    """What differs of the plans as a whole: name, before, after."""
+    changes: tuple[Change, ...]
+    step_s: tuple[float, float]
+    buckets: tuple[int, int]
+
+    @property
+    def equal(self) -> bool:
+        return not self.fields and not self.changes
+
+
+WHOLE = ("servers", "hosts", "ranks_per_node", "local_steps", "schema")
+
+
+def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
+    """By tensor; with the job, by its names."""
+    if before.job != after.job:
+        raise ValueError(f"the plans are of different models: job {before.job} and job {after.job}")
+    fields = tuple(
+        (name, str(getattr(before, name)), str(getattr(after, name)))
+        for name in WHOLE if getattr(before, name) != getattr(after, name)
+    )
+    old, new = _by_tensor(before), _by_tensor(after)
+    changes = tuple(
+        Change(job.tensors[t].name if job else f"tensor {t}", old.get(t, "nothing"), new.get(t, "nothing"))
+        for t in sorted({*old, *new}) if old.get(t) != new.get(t)
+    )
+    return Difference(fields, changes, (before.step_s, after.step_s), (len(before.buckets), len(after.buckets)))
+
+
+def _by_tensor(plan: Plan) -> dict[int, str]:
+    found: dict[int, list[str]] = {}
+    for bucket in plan.buckets:
+        for part in bucket.slices:
+            found.setdefault(part.tensor, []).append(spelled(bucket))
+    return {tensor: _counted(ways) for tensor, ways in found.items()}
+
+
+def _counted(ways: list[str]) -> str:
+    distinct = dict.fromkeys(ways)
+    return "; ".join(way if len(ways) == 1 else f"{ways.count(way)} x {way}" for way in distinct)
+
+
+def spelled(bucket: Bucket) -> str:
+    """How a bucket goes, in a line."""
+    parts = [bucket.codec, "over", bucket.path]
+    parts += [f"down {bucket.down}"] if bucket.down else []
+    parts += ["by node"] if bucket.by_node else []
+    parts += ["a step late"] if bucket.stale else []
+    return " ".join(parts)
+
+
+def without_reasons(plan: Plan) -> Plan:
+    """The decisions alone."""
+    return structs.replace(plan, buckets=tuple(structs.replace(b, why=None) for b in plan.buckets), step_s=0.0, bound_s=0.0)

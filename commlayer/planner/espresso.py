@@ -1,0 +1,96 @@
+"""Espresso's two passes, as reference modes: which tensors to compress and how on GPUs, then which of those on CPUs.
+
+They know a strategy as an option's number per tensor, 0 for "as it is", and what a strategy costs by asking. Tensors are
+numbered in the order in which backward makes them ready. (Wang et al., EuroSys 2023, algorithms 1 and 2.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+
+Price = Callable[[Sequence[int]], float]
+KEEP = 0
+
+
+def gpu_pass(
+    sizes: Sequence[int], options: Sequence[int], price: Price, before_bubbles: Callable[[Sequence[int]], frozenset[int]],
+) -> list[int]:
+    """Algorithm 1: large tensors first, of equal ones the later in backward; each takes the option with which the step is
+    shortest, all others as they stand. Whoever is still uncompressed before a bubble would only widen it, and is left out.
+
+    `options[i]`: how many tensor i has, KEEP among them.
+    """
+    strategy = [KEEP] * len(sizes)
+    left = sorted(range(len(sizes)), key=lambda i: (-sizes[i], -i))
+    best_s = price(strategy)
+    while True:
+        # After every decision: what was compressed opens new bubbles.
+        idle = before_bubbles(strategy)
+        left = [i for i in left if i not in idle]
+        if not left:
+            return strategy
+        tensor = left.pop(0)
+        for option in range(1, options[tensor]):
+            tried = [*strategy[:tensor], option, *strategy[tensor + 1 :]]
+            if (seconds := price(tried)) < best_s:
+                best_s, strategy = seconds, tried
+
+
+def settle(strategy: Sequence[int], options: Sequence[int], price: Price) -> list[int]:
+    """Not Espresso's: single changes, tensor after tensor, until none helps. Algorithm 1 decides on the largest tensors while
+    all others are still uncompressed, and never comes back to them."""
+    best, best_s = list(strategy), price(strategy)
+    still = 0
+    while still < len(best):
+        for tensor in range(len(best)):
+            still += 1
+            for option in range(options[tensor]):
+                tried = [*best[:tensor], option, *best[tensor + 1 :]]
+                if (seconds := price(tried)) < best_s:
+                    best, best_s, still = tried, seconds, 0
+    return best
+
+
+def cpu_pass(
+    sizes: Sequence[int], strategy: Sequence[int], cpu_of: Callable[[int, int], int | None], price: Price, *, most: int = 5000,
+) -> list[int]:
+    """Algorithm 2: of compressed tensors of one size and option, it only matters how many go to CPUs: the earliest, which
+    have the longest to hide it. All counts are tried, or, if there are more than `most` combinations, a group at a time until
+    no group gains.
+
+    `cpu_of(tensor, option)`: the same option on CPUs, if there is one.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for tensor, option in enumerate(strategy):
+        if option != KEEP and cpu_of(tensor, option) is not None:
+            groups.setdefault((sizes[tensor], option), []).append(tensor)
+    members = [groups[key] for key in sorted(groups)]
+
+    def moved(counts: Sequence[int]) -> list[int]:
+        result = list(strategy)
+        for group, count in zip(members, counts, strict=True):
+            for tensor in group[:count]:
+                option = cpu_of(tensor, strategy[tensor])
+                assert option is not None
+                result[tensor] = option
+        return result
+
+    def better(counts: Sequence[int]) -> tuple[float, int]:
+        return price(moved(counts)), sum(counts)
+
+    ranges = [range(len(group) + 1) for group in members]
+    if math.prod(map(len, ranges)) <= most:
+        return moved(min(product(*ranges), key=better))
+    counts = [0] * len(members)
+    best = better(counts)
+    gained = True
+    while gained:
+        gained = False
+        for place, choices in enumerate(ranges):
+            for count in choices:
+                tried = [*counts[:place], count, *counts[place + 1 :]]
+                if (found := better(tried))[0] < best[0]:
+                    best, counts, gained = found, tried, True
+    return moved(counts)

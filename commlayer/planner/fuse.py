@@ -1,0 +1,59 @@
+"""Cuts and fuses a job's tensors into buckets. Knows limits of bytes, but not what is sent how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from commlayer.planner.default import ELEMENT_NBYTES, fused
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Slice
+
+
+class Limits(NamedTuple):
+    """How tensors become buckets. `servers`: how many share a large tensor."""
+
+    fuse_nbytes: int
+    cut_nbytes: int
+    servers: int = 1
+
+
+KIB, MIB = 1 << 10, 1 << 20
+MOST_BUCKETS = 160
+"""Limits grow with the model, so that about so many buckets remain: each has a cost of its own, here and at run time."""
+TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * MIB), Limits(25 * MIB, 100 * MIB))
+"""From overlap (small buckets go out early) to few calls (each pays latency and floors)."""
+
+
+def limits(job: Job, servers: int) -> tuple[Limits, ...]:
+    """The limits worth trying for a model of this size, without repetitions."""
+    floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
+    most = MAX_BUCKET_NBYTES
+    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most), servers) for a, b, _ in TRIED)
+    return tuple(dict.fromkeys(tried))
+
+
+def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
+    """Slices by bucket, in the order in which backward makes them ready; buffers last."""
+    made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, limit.servers, False))
+    return sorted(made, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
+                                           group[0].start))
+
+
+def single(job: Job) -> list[tuple[Slice, ...]]:
+    """Every tensor a bucket of its own, as in Espresso."""
+    return sorted(_whole(job), key=lambda group: (is_buffer(job, group), readiness(job, group), -group[0].tensor))
+
+
+def _whole(job: Job) -> Iterator[tuple[Slice, ...]]:
+    return ((Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors) if info.numel)
+
+
+def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
+    return job.tensors[group[0].tensor].buffer
+
+
+def readiness(job: Job, group: tuple[Slice, ...]) -> float:
+    """Seconds from the start of backward until all of it is final; buffers are announced when backward is over."""
+    if job.timing is None:
+        return 0.0
+    return job.timing.backward_s if is_buffer(job, group) else max(job.timing.ready_s[s.tensor] for s in group)

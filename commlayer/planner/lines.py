@@ -1,0 +1,25 @@
+"""Arithmetic on lines, so that a price is worked out once and then evaluated for every size. Knows no units."""
+
+from __future__ import annotations
+
+from commlayer.planner.model import Line
+
+ZERO = Line(0.0)
+
+
+def plus(*lines: Line) -> Line:
+    return Line(sum(x.floor_s for x in lines), sum(x.slope_s for x in lines))
+
+
+def times(line: Line, factor: float) -> Line:
+    return Line(line.floor_s * factor, line.slope_s * factor)
+
+
+def over(line: Line, fraction: float) -> Line:
+    """The same line where its size is that fraction of the variable."""
+    return Line(line.floor_s, line.slope_s * fraction)
+
+
+def of(line: Line, size: Line) -> Line:
+    """`line` over a size that is a line itself."""
+    return Line(line.floor_s + line.slope_s * size.floor_s, line.slope_s * size.slope_s)

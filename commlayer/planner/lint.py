@@ -1,0 +1,86 @@
+"""The verb `lint`: everything that is wrong with a plan, at once, each line naming the bucket and the rule. Repairs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from commlayer.planner import grammar
+from commlayer.planner.costs import bare
+from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
+from commlayer.planner.model import Cluster, Profile
+from commlayer.planner.paths import parse
+from commlayer.planner.rules import verify, verify_alone
+from commlayer.planner.simulate import hosts_of
+from commlayer.planner.ways import DENSE
+from commlayer.records import SCHEMA, Bucket, Job, Plan
+
+
+def lint(
+    plan: Plan, job: Job | None = None, cluster: Cluster | None = None, profile: Profile | None = None,
+    codec_problem: Callable[[str], str] | None = None,
+) -> list[str]:
+    """All problems. `codec_problem` says what is wrong with the spelling of a codec, or nothing: the planner knows none."""
+    problems = verify_alone(plan) if job is None else verify(plan, job)
+    if plan.schema != SCHEMA:
+        return problems
+    problems += [] if job is None or job.timing is None else list(job_problems(job))
+    problems += [] if cluster is None else [*cluster_problems(cluster), *_places(plan, cluster)]
+    problems += [] if profile is None else profile_problems(profile)
+    for bucket in plan.buckets:
+        problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
+    return problems
+
+
+def _bucket(
+    plan: Plan, bucket: Bucket, job: Job | None, cluster: Cluster | None, profile: Profile | None,
+    codec_problem: Callable[[str], str] | None,
+) -> Iterator[str]:
+    codecs = dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])
+    if codec_problem is not None:
+        yield from (told for codec in codecs if (told := codec_problem(codec)))
+    known = {cost.codec: cost for cost in profile.codecs} if profile else {}
+    if profile is not None:
+        yield from (f"codec {c!r} has no cost in profile {profile.source!r}" for c in codecs if bare(c) not in known)
+    try:
+        path = parse(bucket.path, plan.ranks_per_node)
+    except ValueError as error:
+        yield str(error)
+        return
+    sums = known[bare(bucket.codec)].sums if bare(bucket.codec) in known else None
+    yield from (f"path {bucket.path!r}: {line}" for line in grammar.check(path, cluster, sums=sums))
+    if (bucket.down or bucket.by_node) and not grammar.served(path):
+        yield f"path {bucket.path!r}: down and by_node are for servers, which let every worker send as it likes"
+    if not grammar.encodes(path) and bucket.codec != DENSE:
+        yield f"path {bucket.path!r} codes nothing, but the codec is {bucket.codec!r}"
+    if bucket.by_node and cluster is not None:
+        nodes = sum(1 for node in cluster.nodes if node.ranks)
+        if len(bucket.by_node) != nodes:
+            yield f"by_node has {len(bucket.by_node)} codecs for {nodes} nodes with ranks"
+    families = {bare(codec).partition("(")[0] for codec in bucket.by_node}
+    if len(families) > 1:
+        yield f"by_node mixes {', '.join(sorted(families))}: one server reads one family"
+    buffer = job is not None and any(
+        job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)
+    )
+    if buffer and {*codecs} != {DENSE}:
+        yield f"holds buffers, which are averaged as they are: codec {DENSE!r}, not {bucket.codec!r}"
+    if buffer and bucket.stale:
+        yield "holds buffers, which are never a step late"
+
+
+def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    if plan.hosts and len(plan.hosts) != plan.servers:
+        yield f"hosts names {len(plan.hosts)} nodes for {plan.servers} servers"
+    for host in plan.hosts:
+        if not 0 <= host < len(cluster.nodes):
+            yield f"hosts: node {host}, the cluster has {len(cluster.nodes)}"
+        elif not cluster.nodes[host].server:
+            yield f"hosts: node {cluster.nodes[host].name} cannot host a server"
+    if not plan.hosts and plan.servers:
+        try:
+            hosts_of(plan, cluster)
+        except ValueError as error:
+            yield str(error)
+    odd = sorted({node.ranks for node in cluster.nodes if node.ranks} - {plan.ranks_per_node})
+    if odd and len({node.ranks for node in cluster.nodes if node.ranks}) == 1:
+        yield f"ranks_per_node is {plan.ranks_per_node}, the cluster's nodes have {odd[0]}"

@@ -1,0 +1,155 @@
+"""Options of buckets as flat arrays, which is what the simulator's loops read. Knows no paths, no prices and no plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+from commlayer.planner.model import Task
+
+COMPUTE = "compute"
+"""The lane of a node's gradients: "compute:NODE". What else runs there delays them."""
+STEPS_IF_STALE = 3
+"""A stale bucket's transfer reaches into the next step: after this many the pattern repeats."""
+
+
+class Pace(NamedTuple):
+    """When one node computes what, from the start of its step, without communication."""
+
+    node: str
+    ready_s: tuple[float, ...]
+    """Per bucket: when its gradient is final."""
+    work_s: float
+    """When forward and backward are over."""
+
+
+class Shape(NamedTuple):
+    """Tasks without their numbers: the same for all sizes of bucket."""
+
+    lanes: tuple[tuple[str, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+
+
+class Way(NamedTuple):
+    """One way to send a bucket: a shape, seconds for each of its lanes in a row, latencies of its tasks."""
+
+    shape: Shape
+    seconds: Sequence[float]
+    latency: Sequence[float]
+
+
+class Load(NamedTuple):
+    """One bucket and the ways in which it could be sent."""
+
+    ways: Sequence[Way]
+    urgency: float = 0.0
+    """The smaller, the sooner it goes where several wait: when the next forward pass needs it."""
+    stale: bool = False
+
+
+class Problem(NamedTuple):
+    """The arrays of cml_schedule in native/include/commlayer.h, under its names."""
+
+    nodes: int
+    lanes: tuple[str, ...]
+    steps: int
+    priority: bool
+    ready: list[float]
+    ready_order: list[int]
+    order: list[int]
+    stale: list[int]
+    lane_node: list[int]
+    tail: float
+    bucket_options: list[int]
+    option_tasks: list[int]
+    task_lanes: list[int]
+    lane: list[int]
+    seconds: list[float]
+    latency: list[float]
+    need: list[int]
+    task_next: list[int]
+    next: list[int]
+    task_gates: list[int]
+    gate: list[int]
+    most_tasks: int
+
+    @property
+    def buckets(self) -> int:
+        return len(self.order)
+
+
+def way(tasks: Sequence[Task]) -> Way:
+    """
+    >>> way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5),))
+    Way(shape=Shape(lanes=(('up:a', 'down:b'),), after=((),)), seconds=[2.0, 1.0], latency=[0.5])
+    """
+    shape = Shape(tuple(tuple(lane for lane, _ in task.lanes) for task in tasks), tuple(task.after for task in tasks))
+    return Way(shape, [seconds for task in tasks for _, seconds in task.lanes], [task.latency_s for task in tasks])
+
+
+def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0, priority: bool = True) -> Problem:
+    """Everything that a simulation needs, for any choice among the ways."""
+    ways = [way for load in loads for way in load.ways]
+    distinct = list(dict.fromkeys(way.shape for way in ways))
+    lanes = sorted({lane for shape in distinct for lane in chain.from_iterable(shape.lanes)})
+    number = {lane: i for i, lane in enumerate(lanes)}
+    node_of = {pace.node: i for i, pace in enumerate(paces)}
+    owner = [_owner(lane, node_of) for lane in lanes]
+    flat = {shape: _flat(shape, number, owner, len(paces)) for shape in distinct}
+    flats = [flat[way.shape] for way in ways]
+    buckets = range(len(loads))
+    stale = [int(load.stale) for load in loads]
+    return Problem(
+        nodes=len(paces), lanes=tuple(lanes), steps=STEPS_IF_STALE if any(stale) else 1, priority=priority,
+        ready=[t for pace in paces for t in (*pace.ready_s, pace.work_s)],
+        ready_order=[b for pace in paces for b in sorted(buckets, key=pace.ready_s.__getitem__)],
+        order=sorted(buckets, key=lambda b: loads[b].urgency), stale=stale,
+        lane_node=[owner[i] if lane.startswith(COMPUTE) else -1 for i, lane in enumerate(lanes)], tail=tail_s,
+        bucket_options=_edges(len(load.ways) for load in loads), option_tasks=_edges(len(f.need) for f in flats),
+        task_lanes=_edges(n for f in flats for n in f.held), lane=[i for f in flats for i in f.lane],
+        seconds=[s for way in ways for s in way.seconds], latency=[s for way in ways for s in way.latency],
+        need=[n for f in flats for n in f.need],
+        task_next=_edges(n for f in flats for n in f.followed), next=[i for f in flats for i in f.next],
+        task_gates=_edges(n for f in flats for n in f.gated), gate=[i for f in flats for i in f.gate],
+        most_tasks=sum(max(len(way.shape.after) for way in load.ways) for load in loads),
+    )
+
+
+class _Flat(NamedTuple):
+    """A shape with lanes and nodes by number; held, followed and gated count what each task has in lane, next and gate."""
+
+    held: list[int]
+    lane: list[int]
+    need: list[int]
+    followed: list[int]
+    next: list[int]
+    gated: list[int]
+    gate: list[int]
+
+
+def _flat(shape: Shape, number: dict[str, int], owner: list[int], nodes: int) -> _Flat:
+    next_of: list[list[int]] = [[] for _ in shape.after]
+    gates: list[list[int]] = []
+    for place, (lanes, after) in enumerate(zip(shape.lanes, shape.after, strict=True)):
+        for before in after:
+            next_of[before].append(place)
+        # A first task waits for the gradients of the nodes whose lanes it holds; a task on no node's lane for all of them.
+        mine = sorted({owner[number[lane]] for lane in lanes} - {-1}) or list(range(nodes))
+        gates.append([] if after else mine)
+    return _Flat(
+        held=[len(lanes) for lanes in shape.lanes], lane=[number[lane] for lanes in shape.lanes for lane in lanes],
+        need=[len(after) + len(gate) for after, gate in zip(shape.after, gates, strict=True)],
+        followed=[len(each) for each in next_of], next=[place for each in next_of for place in each],
+        gated=[len(each) for each in gates], gate=[node for each in gates for node in each],
+    )
+
+
+def _owner(lane: str, node_of: dict[str, int]) -> int:
+    """The node of "KIND:NODE" or "KIND:NODE.OWNER"; -1 where it computes nothing."""
+    name = lane.partition(":")[2]
+    return node_of.get(name, node_of.get(name.rpartition(".")[0], -1))
+
+
+def _edges(counts: Iterable[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))

@@ -1,0 +1,227 @@
+"""Finds a good choice of one option per bucket: uniform starts, a beam over sizes, then single changes. Knows no paths.
+
+A choice is better when its step is shorter; among equal steps, when it loses less; then when it keeps the lanes less busy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+from commlayer.planner.schedule import Schedule
+
+EQUAL = 1e-9
+"""Steps that differ by less than this fraction are equal."""
+EXHAUSTIVE = 2000
+"""So many choices or fewer are all tried."""
+PAIRS = 12000
+"""Two buckets are changed at once where that gives no more trials than this."""
+WORTH = 1e-4
+"""The search goes on as long as a round of changes shortens the step by this fraction."""
+TAKERS, GIVERS = 4, 12
+"""Buckets that may take a lossier option, and others that may give up theirs for it, when the loss budget is used up."""
+RELAXED = 3
+"""Options, those that lose least first, which a bucket is offered that may do without its own."""
+
+
+class Space(NamedTuple):
+    """What there is to choose from. Lists are by bucket, then by option."""
+
+    schedule: Schedule
+    loss: Sequence[Sequence[float]]
+    """Of the whole model's budget."""
+    burden: Sequence[Sequence[float]]
+    """Breaks ties: seconds on lanes, and coding counts as more than anything that does not code."""
+    critical: Callable[[Sequence[int]], set[int]]
+    """Buckets whose change could shorten the step of a choice."""
+    classes: Sequence[Sequence[int]]
+    """Buckets that have the same options, the largest first; inside a class by readiness."""
+    max_loss: float = math.inf
+    slack: float = 0.0
+    """Fraction of the step that is given up where something can do without coding or loss for it."""
+
+
+class Found(NamedTuple):
+    """A choice and its price."""
+
+    step_s: float
+    loss: float
+    burden: float
+    choice: tuple[int, ...]
+
+
+def better(a: Found, b: Found) -> bool:
+    if abs(a.step_s - b.step_s) > EQUAL * max(a.step_s, b.step_s):
+        return a.step_s < b.step_s
+    return (a.loss, a.burden, a.choice) < (b.loss, b.burden, b.choice)
+
+
+def search(space: Space, starts: Sequence[Sequence[int]] = (), *, width: int = 3, thorough: bool = True) -> Found:
+    """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
+
+    `thorough` tries all choices where they are few, and pairs of changes where those are few.
+    """
+    return _Search(space, thorough).run(starts, width)
+
+
+def best_start(space: Space, starts: Sequence[Sequence[int]]) -> Found:
+    """The best of those within the budget, and of the one that loses least."""
+    return _Search(space, False).first(starts, 1)[0]
+
+
+class _Search:
+    def __init__(self, space: Space, thorough: bool) -> None:
+        self.space, self.thorough = space, thorough
+        self.counts = [len(losses) for losses in space.loss]
+        self.every = range(len(self.counts))
+        self.within = space.max_loss * (1 + EQUAL) + 1e-12
+
+    def run(self, starts: Sequence[Sequence[int]], width: int) -> Found:
+        if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
+            found = self.price(self.least())
+            for choice in product(*map(range, self.counts)):
+                found = self.keep(found, choice)
+            return found
+        states = self.beam(self.first(starts, width), width)
+        found = states[0]
+        for state in states:
+            improved = self.improve(state)
+            found = improved if better(improved, found) else found
+        return found
+
+    # ---- prices
+
+    def price(self, choice: tuple[int, ...]) -> Found:
+        return self.found(self.space.schedule.run(list(choice)), choice)
+
+    def found(self, step_s: float, choice: tuple[int, ...]) -> Found:
+        loss = sum(self.space.loss[b][o] for b, o in enumerate(choice))
+        return Found(step_s, loss, sum(self.space.burden[b][o] for b, o in enumerate(choice)), choice)
+
+    def allowed(self, choice: Sequence[int]) -> bool:
+        return sum(self.space.loss[b][o] for b, o in enumerate(choice)) <= self.within
+
+    def keep(self, found: Found, choice: tuple[int, ...]) -> Found:
+        """The better of the two, where the other is within the budget."""
+        if not self.allowed(choice):
+            return found
+        other = self.price(choice)
+        return other if better(other, found) else found
+
+    # ---- starts and the beam
+
+    def least(self) -> tuple[int, ...]:
+        """Of each bucket the option that loses least."""
+        return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
+
+    def first(self, starts: Sequence[Sequence[int]], width: int) -> list[Found]:
+        if not starts:
+            starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
+        distinct = dict.fromkeys([self.least(), *map(tuple, starts)])
+        return self.best([self.price(choice) for choice in distinct if self.allowed(choice)], width)
+
+    def best(self, states: list[Found], width: int) -> list[Found]:
+        states = sorted(states, key=lambda s: (s.step_s, s.loss, s.burden, s.choice))
+        kept: list[Found] = []
+        for state in states:
+            if len(kept) < width and all(state.choice != other.choice for other in kept):
+                kept.append(state)
+        return kept
+
+    def beam(self, states: list[Found], width: int) -> list[Found]:
+        """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later half."""
+        for members in self.space.classes:
+            grown = list(states)
+            for state in states:
+                for part in _parts(members):
+                    grown += self.swept(state, part, states[-1].step_s if len(states) == width else math.inf)
+            states = self.best(grown, width)
+        return states
+
+    def swept(self, found: Found, buckets: Sequence[int], limit: float) -> Iterator[Found]:
+        """With each option in turn for all these buckets, where the budget allows it and the step stays within the limit."""
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL))
+        for option, step_s in enumerate(steps):
+            if step_s <= limit * (1 + EQUAL):
+                choice = _with(found.choice, buckets, option)
+                if choice != found.choice and self.allowed(choice):
+                    yield self.found(step_s, choice)
+
+    # ---- local improvement
+
+    def improve(self, found: Found) -> Found:
+        """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
+        moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
+        while True:
+            for move in moves:
+                improved = move(found)
+                if improved.step_s < found.step_s * (1 - WORTH):
+                    found = improved
+                    break
+            else:
+                return self.relax(found)
+
+    def singles(self, found: Found) -> Found:
+        critical = self.space.critical(found.choice)
+        for b in (b for members in self.space.classes for b in members if b in critical):
+            for other in self.swept(found, (b,), found.step_s):
+                found = other if better(other, found) else found
+        return found
+
+    def pairs(self, found: Found) -> Found:
+        if sum(self.counts[a] * self.counts[b] for a, b in combinations(self.every, 2)) > PAIRS:
+            return found
+        for a, b in combinations(self.every, 2):
+            for option in range(self.counts[a]):
+                first = found._replace(choice=_with(found.choice, (a,), option))
+                for other in self.swept(first, (b,), found.step_s):
+                    found = other if better(other, found) else found
+        return found
+
+    def exchanges(self, found: Found) -> Found:
+        """Where the budget is what stops a bucket, another one may give up some of its loss."""
+        if found.loss + max((max(losses) for losses in self.space.loss), default=0.0) <= self.within:
+            return found
+        wanted = []
+        for b in sorted(self.space.critical(found.choice)):
+            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s)):
+                if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
+                    wanted.append((step_s, b, option))
+        givers = [b for members in self.space.classes for b in {members[0], members[-1]}]
+        for _, b, option in sorted(wanted)[:TAKERS]:
+            taken = found._replace(choice=_with(found.choice, (b,), option))
+            for giver in givers[:GIVERS]:
+                for other in self.swept(taken, (giver,), found.step_s):
+                    found = other if giver != b and better(other, found) else found
+        return found
+
+    def relax(self, found: Found) -> Found:
+        """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""
+        limit = found.step_s * (1 + self.space.slack)
+        dearest = [(-self.space.loss[b][o], -self.space.burden[b][o], b) for b, o in enumerate(found.choice)]
+        for _, _, b in sorted(dearest):
+            now = found.choice[b]
+            prices = list(zip(self.space.loss[b], self.space.burden[b], range(self.counts[b]), strict=True))
+            for _, _, option in sorted(price for price in prices if price[:2] < prices[now][:2])[:RELAXED]:
+                other = self.price(_with(found.choice, (b,), option))
+                if other.step_s <= limit or better(other, found):
+                    found = other
+                    break
+        return found
+
+
+def _parts(members: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All of a class, then the halves that are ready first and last."""
+    yield members
+    if len(members) > 1:
+        yield members[: len(members) // 2]
+        yield members[len(members) // 2 :]
+
+
+def _with(choice: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
+    changed = list(choice)
+    for b in buckets:
+        changed[b] = option
+    return tuple(changed)

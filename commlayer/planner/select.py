@@ -1,0 +1,77 @@
+"""The verb `plan`: buckets, and for each a path, codec and place, by search over simulated steps. Knows no runtime."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from commlayer.planner import fuse
+from commlayer.planner.candidates import options
+from commlayer.planner.costs import Prices
+from commlayer.planner.entry import Entry, Inputs
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.reasons import explained
+from commlayer.planner.simulate import simulate
+from commlayer.planner.ways import Ways
+from commlayer.records import Job, Plan
+
+FINALISTS = 2
+"""Sets of limits and hosts that are searched in full, after all have been tried with one option for every bucket."""
+WORTH = 0.02
+"""Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
+
+
+def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
+    """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    inputs = Inputs(job, timing, cluster, profile, policy)
+    tried = [
+        Entry(inputs, ways, limits)
+        for ways in _ways(inputs) for limits in fuse.limits(job, max(1, len(ways.prices.hosts)))
+    ]
+    finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
+    entry = min(finalists, key=lambda entry: entry.found.step_s)
+    local_steps = 2
+    while local_steps <= policy.max_local_steps:
+        # Of what an exchange costs, each of the steps that share it bears its part.
+        rarer = Entry(inputs, entry.ways, entry.limits, local_steps)
+        if rarer.found.step_s / local_steps > entry.found.step_s / entry.local_steps * (1 - WORTH):
+            break
+        entry, local_steps = rarer, 2 * local_steps
+    made = entry.emit()
+    if policy.staleness and local_steps == 2:
+        made = _stale(made, inputs)
+    return explained(made, entry)
+
+
+def _ways(inputs: Inputs) -> list[Ways]:
+    """For each set of hosts its options; where no server is worth it, one set is enough."""
+    made = []
+    for hosts in host_sets(inputs.cluster):
+        # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
+        prices = Prices(inputs.cluster, inputs.profile, hosts, spread=len(hosts) > 1)
+        made.append(Ways(prices, options(prices, inputs.policy)))
+    return made
+
+
+def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Which nodes could run the servers: all that can; the one with the fastest link."""
+    able = [i for i, node in enumerate(cluster.nodes) if node.server]
+    if not able:
+        return [()]
+    fastest = max(able, key=lambda i: (min(cluster.nodes[i].link.up_bps, cluster.nodes[i].link.down_bps), -i))
+    return list(dict.fromkeys([tuple(able), (fastest,)]))
+
+
+def _stale(plan: Plan, inputs: Inputs) -> Plan:
+    """The fewest of the buckets that are ready last whose results may be a step late, if that is worth it."""
+    job, _, cluster, profile, policy = inputs
+    gradients = [b.id for b in plan.buckets if not job.tensors[b.slices[0].tensor].buffer]
+    best, best_s = plan, simulate(plan, job, cluster, profile, policy).step_s
+    for share in (8, 4, 2, 1):
+        late = set(gradients[len(gradients) - -(-len(gradients) // share) :])
+        made = structs.replace(plan, buckets=tuple(structs.replace(b, stale=b.id in late) for b in plan.buckets))
+        step_s = simulate(made, job, cluster, profile, policy).step_s
+        if step_s < best_s * (1 - WORTH):
+            best, best_s = made, step_s
+    return best

@@ -1,0 +1,123 @@
+"""The verb `simulate`: a plan's step as a timeline. Knows how a job's computing and a plan's tasks meet, not what is good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlayer.planner import fuse
+from commlayer.planner.costs import Prices
+from commlayer.planner.groups import Group
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.model import Cluster, Policy, Profile, Task
+from commlayer.planner.problem import Load, Pace, flatten, way
+from commlayer.planner.schedule import schedule
+from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
+
+
+class Span(Record, frozen=True):
+    """One task of one bucket in the simulated step; seconds from the step's start, which is the forward pass's."""
+
+    bucket: int
+    op: str
+    lanes: tuple[str, ...]
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+class Timeline(Record, frozen=True):
+    """One step of every node, side by side."""
+
+    step_s: float
+    """From one forward pass to the next."""
+    compute_s: float
+    """What the slowest node computes in it: a step that needs no communication takes so long."""
+    ready_s: tuple[float, ...]
+    """By bucket: when the slowest node's gradient is final, were nothing in backward's way."""
+    done_s: tuple[float, ...]
+    """By bucket: when its last task ends; that of a stale bucket may lie behind the step's end."""
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication and coding add to computing."""
+        return self.step_s - self.compute_s
+
+
+def simulate(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Timeline:
+    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    prices = Prices(cluster, profile, hosts_of(plan, cluster))
+    tasks = [bucket_tasks(prices, bucket) for bucket in plan.buckets]
+    slices = [bucket.slices for bucket in plan.buckets]
+    paces = pace(job, timing, slices, prices.groups, plan.local_steps)
+    urgency = [urgent(timing, bucket.slices) for bucket in plan.buckets]
+    loads = [Load((way(t),), u, b.stale) for t, u, b in zip(tasks, urgency, plan.buckets, strict=True)]
+    problem = flatten(loads, paces, tail_s=tail(timing, prices.groups), priority=policy.priority)
+    step_s, starts, ends = schedule(problem).trace([0] * len(loads))
+    total = len(starts) // problem.steps
+    at, begun = 0, 0.0
+    if problem.steps > 1:
+        # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
+        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(loads))
+    order = [(b, task) for b in problem.order for task in tasks[b]]
+    spans = tuple(
+        Span(b, task.op, tuple(lane for lane, _ in task.lanes), starts[at + i] - begun, ends[at + i] - begun, task.nbytes)
+        for i, (b, task) in enumerate(order)
+    )
+    ready = [max(p.ready_s[b] for p in paces) for b in range(len(loads))]
+    done = list(ready)
+    for span in spans:
+        done[span.bucket] = max(done[span.bucket], span.end_s)
+    compute_s = max(p.work_s for p in paces) + problem.tail
+    return Timeline(step_s, compute_s, tuple(ready), tuple(done), spans)
+
+
+def per_step(timeline: Timeline, local_steps: int) -> float:
+    """Seconds of one step where so many share an exchange."""
+    return timeline.step_s / local_steps
+
+
+def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The nodes that run the plan's servers: those it names, else the first that can."""
+    able = tuple(i for i, node in enumerate(cluster.nodes) if node.server)
+    if plan.hosts:
+        return plan.hosts
+    if plan.servers > len(able):
+        raise ValueError(f"the plan has {plan.servers} servers, but only {len(able)} nodes of the cluster can host one")
+    return able[: plan.servers]
+
+
+def bucket_tasks(prices: Prices, bucket: Bucket) -> tuple[Task, ...]:
+    """What the bucket's path costs; errors name the bucket."""
+    try:
+        return prices.tasks(bucket.path, bucket.numel, bucket.codec, server=bucket.server, owner=bucket.owner,
+                            down=bucket.down, by_node=bucket.by_node)
+    except ValueError as error:
+        raise ValueError(f"bucket {bucket.id}: {error}") from None
+
+
+def pace(
+    job: Job, timing: Timing, groups: Sequence[tuple[Slice, ...]], nodes: Sequence[Group], local_steps: int = 1,
+) -> tuple[Pace, ...]:
+    """When each kind of node has which bucket's gradient. What local steps exchange is final only when the last is over."""
+    between_s = (local_steps - 1) * (timing.forward_s + timing.backward_s + timing.update_s)
+    work_s = between_s + timing.forward_s + timing.backward_s
+    ready = [
+        work_s + timing.update_s if local_steps > 1 else timing.forward_s + fuse.readiness(job, slices) for slices in groups
+    ]
+    work_s += timing.update_s if local_steps > 1 else 0.0
+    return tuple(
+        Pace(group.name, tuple(at / group.node.speed for at in ready), work_s / group.node.speed)
+        for group in nodes if group.workers
+    )
+
+
+def tail(timing: Timing, nodes: Sequence[Group]) -> float:
+    """The optimizer's step on the slowest node."""
+    return timing.update_s / min(group.node.speed for group in nodes if group.workers)
+
+
+def urgent(timing: Timing, slices: Sequence[Slice]) -> float:
+    """When the next forward pass first needs something of a bucket."""
+    return min(timing.needed_s[s.tensor] for s in slices)

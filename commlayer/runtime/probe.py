@@ -1,0 +1,40 @@
+"""How fast this machine's link is, each way: a few timed transfers to a server. Knows a way to ask for them; no sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from commlayer.planner.model import Link
+
+FIRST_NBYTES = 16 << 10
+LAST_NBYTES = 16 << 20
+PINGS = 4
+ENOUGH = 6.0
+"""A transfer that takes so many round trips tells the rate: what came before it opened the connection's window."""
+
+Ask = Callable[[int, int, float], float]
+"""(bytes up, bytes down, deadline in seconds) -> seconds."""
+
+
+def link(ask: Ask, budget_s: float) -> Link:
+    """Both rates and the latency one way, within about that time; each transfer has it as its deadline several times over."""
+    begin = time.perf_counter()
+    patience_s = 10.0 * budget_s + 10.0
+    round_trip_s = min(ask(1, 1, patience_s) for _ in range(PINGS))
+    up_bps = _rate(lambda n: ask(n, 1, patience_s), round_trip_s, begin + budget_s / 2)
+    down_bps = _rate(lambda n: ask(1, n, patience_s), round_trip_s, begin + budget_s)
+    return Link(up_bps, down_bps, round_trip_s / 2)
+
+
+def _rate(transfer: Callable[[int], float], round_trip_s: float, deadline: float) -> float:
+    """bits per second of the largest transfer that fits the time: sizes grow by what the last one lets expect."""
+    nbytes = FIRST_NBYTES
+    while True:
+        seconds = transfer(nbytes)
+        moved_s = max(seconds - round_trip_s, 1e-6)
+        left_s = deadline - time.perf_counter()
+        grown = min(4 * nbytes, LAST_NBYTES)
+        if seconds > ENOUGH * round_trip_s + 0.01 or grown == nbytes or grown / nbytes * seconds > left_s:
+            return 8 * nbytes / moved_s
+        nbytes = grown

@@ -1,0 +1,258 @@
+"""One bucket whose path is a sequence of collectives with encodes and decodes between them. Knows no lanes, no servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlayer.compressors import seed
+from commlayer.compressors.codec import Codec, Round, State
+from commlayer.compressors.oneround import accumulator
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+from commlayer.runtime.flow import Flow
+from commlayer.runtime.programme import Decode, Encode, Exchange, Range, Segment
+from commlayer.transport.channels import Channel, Channels
+from commlayer.transport.groups import Pending
+
+LENGTH_NBYTES = 16
+"""In front of each payload in its slot: how many bytes of the slot are payload. Wide enough to keep what follows aligned."""
+FOREVER_S = 1e9
+"""A deadline that the training thread's own ends: it latches an error, which ends the wait."""
+
+Error = Callable[[], BaseException | None]
+
+
+class _Coder(NamedTuple):
+    """One payload of one encode: its elements, its codec's state and, for sums of payloads, their accumulator."""
+
+    span: Range
+    spec: Spec
+    state: State
+    acc: dict[str, Any] | None
+
+
+class _Under(NamedTuple):
+    """A collective under way, and what is to be done with what it brings."""
+
+    pending: Pending
+    then: Callable[[], None]
+
+
+class StagedFlow:
+    """One bucket's way on one rank."""
+
+    def __init__(
+        self, flow: Flow, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str, rank: int,
+    ) -> None:
+        self.flow, self.segments, self._codec, self._channels = flow, segments, codec, channels
+        self._coders: dict[int, list[_Coder]] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+        self._held = torch.empty(0, dtype=torch.uint8)
+        """Payload slots at hand: [unit, piece, byte]."""
+        self._started: list[Encode] = []
+        self._round = 0
+        self._under: _Under | None = None
+        for segment in segments:
+            for step in segment.local:
+                if isinstance(step, Encode):
+                    self._prepare(step, job, rank)
+        # For checkpoints, which walk over the states of flows.
+        first = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.first}
+        flow.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in first for c in coders]
+        flow.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
+
+    def _prepare(self, step: Encode, job: str, rank: int) -> None:
+        coders = []
+        for number, span in enumerate(step.units):
+            numel = span[1] - span[0]
+            spec = self.flow.spec if numel == self.flow.numel else Spec((numel,))
+            state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
+            # What several ranks code alike after a decode must come out alike: its key is its place, not its rank.
+            sender = rank if step.first else -2 - span[0]
+            seed(state, f"{job} {step.number} {number if step.first else 0}", self.flow.bucket.id, sender)
+            coders.append(_Coder(span, spec, state, None if step.first else accumulator(torch.zeros(spec.numel))))
+        self._coders[step.number] = coders
+        self._slots[step.number] = torch.zeros((len(coders), 1, self._slot_nbytes(step.widest)), dtype=torch.uint8)
+
+    def _slot_nbytes(self, widest: int) -> int:
+        spec = self.flow.spec if widest == self.flow.numel else Spec((widest,))
+        return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
+
+    def advance(self, stage: int, failed: Error) -> None:
+        """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
+        if self._under is not None:
+            self._under.pending.wait(FOREVER_S, failed)
+            self._under.then()
+            self._under = None
+        for step in self.segments[stage].local:
+            if isinstance(step, Encode):
+                self._encode(step)
+            else:
+                self._decode(step)
+        exchange = self.segments[stage].exchange
+        if exchange is not None:
+            self._under = self._begin(exchange, self._channels[stage, exchange.scope])
+
+    def reset(self) -> None:
+        """Before a step."""
+        self._started.clear()
+        self._round = 0
+        self._under = None
+
+    def undo(self) -> None:
+        """Gives back what the step sent. Before the next step."""
+        for step in self._started:
+            for coder in self._coders[step.number]:
+                (self._codec.undo if step.first else self._codec.undo_server)(coder.state)
+        self._started.clear()
+
+    # ---- local steps
+
+    def _encode(self, step: Encode) -> None:
+        slots = self._slots[step.number]
+        self._started.append(step)
+        for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
+            room = slot.numpy().data[LENGTH_NBYTES:]
+            x = self._x(coder.span)
+            if coder.acc is None:
+                nbytes = self._codec.start(x, coder.state, room)
+            else:
+                coder.acc["sum"].copy_(x)
+                coder.acc["flagged"][0] = not bool(torch.isfinite(x).all())
+                nbytes = self._codec.emit(0, coder.acc, coder.state, room)
+            slot[:8].view(torch.int64)[0] = nbytes
+        self._held = slots
+
+    def _decode(self, step: Decode) -> None:
+        if self._round:
+            coder, slot = self._reduced()
+            self.flow.finite = self._codec.decode(_payload(slot), coder.state, self._x(coder.span))
+            return
+        for span, pieces in zip(step.units, self._held, strict=True):
+            acc = accumulator(self._x(span))
+            for number, piece in enumerate(pieces):
+                self._codec.add(0, _payload(piece), acc, first=number == 0)
+            if acc["flagged"][0]:
+                acc["sum"].fill_(float("nan"))
+                self.flow.finite = False
+
+    # ---- exchanges
+
+    def _begin(self, e: Exchange, channel: Channel) -> _Under:
+        if e.coded:
+            return self._reduce_coded(e, channel) if e.name == "allreduce" else self._move_payloads(e, channel)
+        return self._move_floats(e, channel)
+
+    def _move_floats(self, e: Exchange, channel: Channel) -> _Under:
+        x = self.flow.x
+        whole = x[e.span[0] : e.span[1]]
+        if e.name == "allreduce":
+            return _Under(channel.allreduce(whole), _nothing)
+        if e.name == "reduce":
+            return _Under(channel.reduce(whole, e.root), _nothing)
+        if e.name == "broadcast":
+            return _Under(channel.broadcast(whole, e.root), _nothing)
+        sizes = [high - low for low, high in e.parts]
+        mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
+        if e.name == "reduce_scatter":
+            # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
+            rows = x.new_empty(e.size * mine.numel())
+            pending = channel.alltoall(rows, whole, [mine.numel()] * e.size, sizes)
+            return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
+        most = max(sizes)
+        padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
+        padded[: mine.numel()] = mine
+        pending = channel.allgather(rows, padded)
+
+        def spread() -> None:
+            for row, (low, high) in zip(rows.view(e.size, most), e.parts, strict=True):
+                x[low:high] = row[: high - low]
+
+        return _Under(pending, spread)
+
+    def _move_payloads(self, e: Exchange, channel: Channel) -> _Under:
+        held, slot = self._held, self._slot_nbytes(e.widest)
+        if e.name == "broadcast":
+            if e.place != e.root:
+                held = torch.empty((e.units, e.pieces, slot), dtype=torch.uint8)
+            return _Under(channel.broadcast(held, e.root), lambda: self._hold(held))
+        if e.name == "alltoall":
+            got = torch.empty_like(held)
+            pending = channel.alltoall(got, held.contiguous(), None, None)
+            # [member, unit, piece, byte], the members' payloads of one unit side by side
+            shape = (e.size, e.units // e.size, e.pieces, slot)
+            return _Under(pending, lambda: self._hold(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+        rows = torch.empty((e.size, e.units, e.pieces, slot), dtype=torch.uint8)
+        if e.name == "gather":
+            pending = channel.gather(held.contiguous(), list(rows) if e.place == e.root else None, e.root)
+        else:
+            pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), held.contiguous())
+        if e.merges:
+            return _Under(pending, lambda: self._hold(rows.view(-1, e.pieces, slot)))
+        return _Under(pending, lambda: self._hold(rows.transpose(0, 1).reshape(e.units, -1, slot)))
+
+    def _reduce_coded(self, e: Exchange, channel: Channel) -> _Under:
+        """One round of a SUM or MAX codec: accumulators add up without being decoded."""
+        r, codec = self._round, self._codec
+        coder, slot = self._reduced()
+        room = slot.numpy().data[LENGTH_NBYTES:]
+        spec = coder.spec
+        acc = codec.zeros(spec, r)
+        codec.add(r, _payload(slot), acc, first=True)
+        flag = torch.tensor([bool(acc["flagged"][0])], dtype=torch.uint8)
+        largest = codec.rounds[r] is Round.MAX
+        works = [channel.allreduce(t, largest=largest) for t in acc.values() if isinstance(t, torch.Tensor)]
+        works.append(channel.allreduce(flag, largest=True))
+
+        def merge() -> None:
+            acc["flagged"][0] = bool(flag[0])
+            result = memoryview(bytearray(codec.bound(spec)))
+            nbytes = codec.emit(r, acc, codec.init_server(spec), result)
+            if r + 1 < len(codec.rounds):
+                slot[:8].view(torch.int64)[0] = codec.next(r, result[:nbytes], coder.state, room)
+            else:
+                room[:nbytes] = result[:nbytes]
+                slot[:8].view(torch.int64)[0] = nbytes
+            self._round = r + 1
+
+        return _Under(_All(works), merge)
+
+    def _reduced(self) -> tuple[_Coder, torch.Tensor]:
+        """The one encode of a path whose payloads are all-reduced, and its slot."""
+        (coders,), (slots,) = self._coders.values(), self._slots.values()
+        return coders[0], slots[0, 0]
+
+    def _x(self, span: Range) -> torch.Tensor:
+        return self.flow.host[span[0] : span[1]]
+
+    def _hold(self, payloads: torch.Tensor) -> None:
+        self._held = payloads
+
+
+class _All(Pending):
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def wait(self, deadline: float, failed: Error = lambda: None) -> None:
+        for work in self._works:
+            work.wait(deadline, failed)
+
+
+def _payload(slot: torch.Tensor) -> memoryview:
+    nbytes = int(slot[:8].view(torch.int64)[0])
+    if not 0 <= nbytes <= slot.numel() - LENGTH_NBYTES:
+        raise CorruptFrame(f"payload of {nbytes} bytes in a slot of {slot.numel() - LENGTH_NBYTES}")
+    return slot.contiguous().numpy().data[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""

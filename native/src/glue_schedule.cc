@@ -1,0 +1,171 @@
+// The glue of the planner's simulation: lists become arrays and indices are checked once, when a problem is made.
+#include "glue.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace glue {
+namespace {
+
+using Ints = std::vector<int32_t>;
+using Reals = std::vector<double>;
+
+class Schedule {
+ public:
+  explicit Schedule(nb::object p)
+      : ready_(list<Reals>(p, "ready")), seconds_(list<Reals>(p, "seconds")), latency_(list<Reals>(p, "latency")),
+        ready_order_(list<Ints>(p, "ready_order")), order_(list<Ints>(p, "order")), lane_node_(list<Ints>(p, "lane_node")),
+        bucket_options_(list<Ints>(p, "bucket_options")), option_tasks_(list<Ints>(p, "option_tasks")),
+        task_lanes_(list<Ints>(p, "task_lanes")), lane_(list<Ints>(p, "lane")), need_(list<Ints>(p, "need")),
+        task_next_(list<Ints>(p, "task_next")), next_(list<Ints>(p, "next")), task_gates_(list<Ints>(p, "task_gates")),
+        gate_(list<Ints>(p, "gate")) {
+    for (const int32_t stale : list<Ints>(p, "stale")) stale_.push_back(stale != 0);
+    in_.buckets = size(order_);
+    in_.nodes = nb::cast<int32_t>(p.attr("nodes"));
+    in_.lanes = size(lane_node_);
+    in_.steps = nb::cast<int32_t>(p.attr("steps"));
+    in_.priority = nb::cast<bool>(p.attr("priority")) ? 1 : 0;
+    in_.tail = nb::cast<double>(p.attr("tail"));
+    in_.most_tasks = nb::cast<int32_t>(p.attr("most_tasks"));
+    check();
+    in_.ready = ready_.data(), in_.ready_order = ready_order_.data(), in_.order = order_.data(), in_.stale = stale_.data();
+    in_.lane_node = lane_node_.data(), in_.bucket_options = bucket_options_.data(), in_.option_tasks = option_tasks_.data();
+    in_.task_lanes = task_lanes_.data(), in_.lane = lane_.data(), in_.seconds = seconds_.data();
+    in_.latency = latency_.data(), in_.need = need_.data(), in_.task_next = task_next_.data(), in_.next = next_.data();
+    in_.task_gates = task_gates_.data(), in_.gate = gate_.data();
+    scratch_.resize(static_cast<size_t>(cml_schedule_scratch(&in_) / 8 + 1));
+  }
+
+  double run(const Ints& choice) {
+    check(choice);
+    return told(cml_schedule_run(&in_, choice.data(), scratch_.data(), nullptr, nullptr));
+  }
+
+  nb::tuple trace(const Ints& choice) {
+    check(choice);
+    size_t tasks = 0;
+    for (int32_t b = 0; b < in_.buckets; ++b) {
+      const auto option = static_cast<size_t>(bucket_options_[b] + choice[b]);
+      tasks += static_cast<size_t>(option_tasks_[option + 1] - option_tasks_[option]);
+    }
+    Reals start(tasks * static_cast<size_t>(in_.steps)), end(start.size());
+    const double step_s = told(cml_schedule_run(&in_, choice.data(), scratch_.data(), start.data(), end.data()));
+    return nb::make_tuple(step_s, start, end);
+  }
+
+  Reals sweep(Ints choice, const Ints& buckets, double limit) {
+    check(choice);
+    if (buckets.empty()) wrong("buckets");
+    below("buckets", buckets, 0, in_.buckets);
+    Ints seen = buckets;
+    std::sort(seen.begin(), seen.end());
+    if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("buckets");
+    for (const int32_t b : buckets)
+      if (options(b) != options(buckets[0])) wrong("buckets");
+    Reals out(static_cast<size_t>(options(buckets[0])));
+    cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), limit, scratch_.data(), out.data());
+    for (const double step_s : out) told(step_s);
+    return out;
+  }
+
+ private:
+  template <class T>
+  static T list(nb::object p, const char* name) {
+    return nb::cast<T>(p.attr(name));
+  }
+
+  int32_t options(int32_t b) const { return bucket_options_[b + 1] - bucket_options_[b]; }
+
+  template <class T>
+  static int32_t size(const std::vector<T>& values) {
+    return static_cast<int32_t>(values.size());
+  }
+
+  [[noreturn]] static void wrong(const char* name) { fail(PyExc_ValueError, "schedule: %s does not fit the rest", name); }
+
+  static double told(double step_s) {
+    if (step_s < 0) fail(PyExc_ValueError, "the tasks of an option wait for one another in a circle");
+    return step_s;
+  }
+
+  // n lists whose edges rise from 0 to the length of what they cut.
+  static void edges(const char* name, const Ints& values, size_t n, size_t cut) {
+    if (values.size() != n + 1 || values.front() != 0 || static_cast<size_t>(values.back()) != cut) wrong(name);
+    for (size_t i = 0; i < n; ++i)
+      if (values[i] > values[i + 1]) wrong(name);
+  }
+
+  static void below(const char* name, const Ints& values, int32_t least, int32_t limit) {
+    for (const int32_t value : values)
+      if (value < least || value >= limit) wrong(name);
+  }
+
+  static void times(const char* name, const Reals& values) {
+    for (const double value : values)
+      if (!(value >= 0 && std::isfinite(value))) fail(PyExc_ValueError, "schedule: %s holds a time that is negative or not finite", name);
+  }
+
+  void check() const {
+    const size_t options = option_tasks_.empty() ? 0 : option_tasks_.size() - 1, tasks = need_.size();
+    const auto buckets = static_cast<size_t>(in_.buckets), nodes = static_cast<size_t>(in_.nodes);
+    if (in_.nodes < 1 || in_.steps < 1 || stale_.size() != buckets) wrong("stale");
+    if (ready_.size() != nodes * (buckets + 1)) wrong("ready");
+    if (ready_order_.size() != nodes * buckets) wrong("ready_order");
+    if (latency_.size() != tasks || lane_.size() != seconds_.size()) wrong("latency");
+    edges("bucket_options", bucket_options_, buckets, options);
+    edges("option_tasks", option_tasks_, options, tasks);
+    edges("task_lanes", task_lanes_, tasks, lane_.size());
+    edges("task_next", task_next_, tasks, next_.size());
+    edges("task_gates", task_gates_, tasks, gate_.size());
+    below("ready_order", ready_order_, 0, in_.buckets);
+    below("order", order_, 0, in_.buckets);
+    below("lane", lane_, 0, in_.lanes);
+    below("lane_node", lane_node_, -1, in_.nodes);
+    below("gate", gate_, 0, in_.nodes);
+    for (size_t o = 0; o < options; ++o)
+      for (int32_t i = task_next_[option_tasks_[o]]; i < task_next_[option_tasks_[o + 1]]; ++i)
+        if (next_[i] < 0 || next_[i] >= option_tasks_[o + 1] - option_tasks_[o]) wrong("next");
+    int64_t most = 0;
+    for (size_t b = 0; b < buckets; ++b) {
+      int32_t longest = 0;
+      for (int32_t o = bucket_options_[b]; o < bucket_options_[b + 1]; ++o)
+        longest = std::max(longest, option_tasks_[o + 1] - option_tasks_[o]);
+      most += longest;
+    }
+    if (in_.most_tasks < most || most * in_.steps > INT32_MAX / 2) wrong("most_tasks");
+    Ints seen = order_;
+    std::sort(seen.begin(), seen.end());
+    for (int32_t b = 0; b < in_.buckets; ++b)
+      if (seen[static_cast<size_t>(b)] != b) wrong("order");
+    times("ready", ready_), times("seconds", seconds_), times("latency", latency_);
+  }
+
+  void check(const Ints& choice) const {
+    if (size(choice) != in_.buckets) wrong("choice");
+    for (int32_t b = 0; b < in_.buckets; ++b)
+      if (choice[b] < 0 || choice[b] >= options(b)) wrong("choice");
+  }
+
+  cml_schedule in_{};
+  Reals ready_, seconds_, latency_;
+  Ints ready_order_, order_, lane_node_, bucket_options_, option_tasks_, task_lanes_, lane_, need_, task_next_, next_,
+      task_gates_, gate_;
+  std::vector<uint8_t> stale_;
+  Reals scratch_;
+};
+
+}  // namespace
+
+void bind_schedule(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Schedule>(m, "Schedule")
+      .def(nb::init<nb::object>(), "problem"_a)
+      .def("run", &Schedule::run, "choice"_a)
+      .def("trace", &Schedule::trace, "choice"_a)
+      .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a);
+}
+
+}  // namespace glue

@@ -1,0 +1,313 @@
+// The event loop of the planner's simulation: lanes, each held by one task at a time. Knows no paths and no prices.
+// commlayer/planner/twin.py is the same in Python and says more of why.
+#include "dispatch.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace cml {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// A task that ends after its lanes are free again.
+struct Event {
+  double at;
+  int32_t task;
+};
+
+inline bool later(const Event& a, const Event& b) { return a.at > b.at; }
+
+// Cuts the caller's scratch into arrays; with no scratch it only adds up their size.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t n) {
+    T* made = reinterpret_cast<T*>(base_ + used_);
+    used_ += (n * int64_t{sizeof(T)} + 7) / 8 * 8;
+    return made;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+class Run {
+ public:
+  Run(const cml_schedule& in, void* scratch) : in_(in), arena_(scratch) {
+    const int64_t most = int64_t{in.most_tasks} * in.steps;
+    words_ = (most + 63) / 64;
+    lane_words_ = (in.lanes + 63) / 64;
+    first_ = arena_.take<int32_t>(in.buckets);
+    kind_ = arena_.take<int32_t>(most);
+    bucket_ = arena_.take<int32_t>(most);
+    left_ = arena_.take<int32_t>(most);
+    by_arrival_ = arena_.take<int32_t>(most);
+    heap_ = arena_.take<Event>(most);
+    over_ = arena_.take<int32_t>(most);
+    free_at_ = arena_.take<double>(in.lanes);
+    ends_with_ = arena_.take<int32_t>(in.lanes);
+    waiting_ = arena_.take<uint64_t>(words_ * in.lanes);
+    low_ = arena_.take<int64_t>(in.lanes);
+    check_ = arena_.take<uint64_t>(lane_words_);
+    busy_ = arena_.take<uint8_t>(in.lanes);
+    at_ = arena_.take<int32_t>(in.nodes);
+    offset_ = arena_.take<double>(in.nodes);
+    due_ = arena_.take<double>(in.nodes);
+    open_ = arena_.take<int32_t>(in.steps);
+    open_stale_ = arena_.take<int32_t>(in.steps);
+    totals_ = arena_.take<double>(in.lanes);
+    kept_ = arena_.take<int32_t>(in.buckets);
+  }
+
+  int64_t scratch() const { return arena_.used(); }
+  double* totals() { return totals_; }
+  int32_t* kept() { return kept_; }
+
+  // kNever as soon as a step that stands alone is sure to reach `limit`.
+  double run(const int32_t* choice, double limit, double* start, double* end) {
+    start_ = start;
+    end_ = end;
+    last_ = in_.steps == 1 ? limit - in_.tail : kNever;
+    lay_out(choice);
+    double begun = 0, last = 0;
+    for (int32_t step = 0; step < in_.steps; ++step) {
+      const double over = one_step(step, begun);
+      if (over < 0 || over == kNever) return over;
+      last = over + in_.tail - begun;
+      begun = over + in_.tail;
+    }
+    return last;
+  }
+
+ private:
+  void lay_out(const int32_t* choice) {
+    total_ = 0;
+    for (int32_t place = 0; place < in_.buckets; ++place) {
+      const int32_t b = in_.order[place];
+      const int32_t option = in_.bucket_options[b] + choice[b];
+      first_[b] = total_;
+      for (int32_t task = in_.option_tasks[option]; task < in_.option_tasks[option + 1]; ++task) {
+        kind_[total_] = task;
+        bucket_[total_++] = b;
+      }
+    }
+    const int64_t all = int64_t{total_} * in_.steps;
+    for (int32_t step = 0; step < in_.steps; ++step) {
+      int32_t* left = left_ + int64_t{step} * total_;
+      for (int32_t i = 0; i < total_; ++i) left[i] = in_.need[kind_[i]];
+      if (step > 0) {
+        std::copy(kind_, kind_ + total_, kind_ + int64_t{step} * total_);
+        std::copy(bucket_, bucket_ + total_, bucket_ + int64_t{step} * total_);
+      }
+      open_[step] = open_stale_[step] = 0;
+      for (int32_t i = 0; i < total_; ++i) ++(in_.stale[bucket_[i]] ? open_stale_ : open_)[step];
+    }
+    if (start_ != nullptr) {
+      std::fill(start_, start_ + all, std::numeric_limits<double>::quiet_NaN());
+      std::fill(end_, end_ + all, std::numeric_limits<double>::quiet_NaN());
+    }
+    std::memset(waiting_, 0, static_cast<size_t>(words_ * in_.lanes) * 8);
+    std::memset(check_, 0, static_cast<size_t>(lane_words_) * 8);
+    std::memset(busy_, 0, static_cast<size_t>(in_.lanes));
+    std::fill(low_, low_ + in_.lanes, words_);
+    std::fill(free_at_, free_at_ + in_.lanes, kNever);
+    heap_size_ = 0;
+    arrivals_ = 0;
+  }
+
+  double one_step(int32_t step, double begun) {
+    for (int32_t n = 0; n < in_.nodes; ++n) {
+      at_[n] = 0;
+      offset_[n] = begun;
+      due_[n] = next_due(n);
+    }
+    int32_t computing = in_.nodes;
+    now_ = begun;
+    while (computing > 0 || open_[step] > 0 || (step > 0 && open_stale_[step - 1] > 0)) {
+      double soonest = heap_size_ > 0 ? heap_[0].at : kNever;
+      for (int32_t n = 0; n < in_.nodes; ++n) soonest = std::min(soonest, due_[n]);
+      for (int32_t lane = 0; lane < in_.lanes; ++lane) soonest = std::min(soonest, free_at_[lane]);
+      if (soonest == kNever) return CML_ERR_ARGUMENT;
+      now_ = soonest;
+      if (now_ > last_) return kNever;
+      for (int32_t n = 0; n < in_.nodes; ++n) {
+        while (due_[n] <= now_) {
+          if (at_[n] < in_.buckets)
+            gradient(step, in_.ready_order[int64_t{n} * in_.buckets + at_[n]], n);
+          else
+            --computing;
+          ++at_[n];
+          due_[n] = next_due(n);
+        }
+      }
+      int32_t ended_now = 0;
+      for (int32_t lane = 0; lane < in_.lanes; ++lane) {
+        if (free_at_[lane] > now_) continue;
+        free_at_[lane] = kNever;
+        busy_[lane] = 0;
+        look_at(lane);
+        if (ends_with_[lane] >= 0) over_[ended_now++] = ends_with_[lane];
+      }
+      while (heap_size_ > 0 && heap_[0].at <= now_) {
+        over_[ended_now++] = heap_[0].task;
+        std::pop_heap(heap_, heap_ + heap_size_--, later);
+      }
+      if (ended_now > 1) std::sort(over_, over_ + ended_now);
+      for (int32_t i = 0; i < ended_now; ++i) ended(over_[i]);
+      for (int64_t w = 0; w < lane_words_; ++w) {
+        for (; check_[w] != 0; check_[w] &= check_[w] - 1) serve(static_cast<int32_t>(64 * w + __builtin_ctzll(check_[w])));
+      }
+    }
+    return now_;
+  }
+
+  double next_due(int32_t n) const {
+    if (at_[n] > in_.buckets) return kNever;
+    const int64_t which = at_[n] < in_.buckets ? in_.ready_order[int64_t{n} * in_.buckets + at_[n]] : in_.buckets;
+    return offset_[n] + in_.ready[int64_t{n} * (in_.buckets + 1) + which];
+  }
+
+  void gradient(int32_t step, int32_t b, int32_t node) {
+    for (int32_t i = first_[b]; i < total_ && bucket_[i] == b; ++i) {
+      const int32_t task = kind_[i];
+      for (int32_t g = in_.task_gates[task]; g < in_.task_gates[task + 1]; ++g)
+        if (in_.gate[g] == node) met(step * total_ + i);
+    }
+  }
+
+  void met(int32_t instance) {
+    if (--left_[instance] > 0) return;
+    const int32_t task = kind_[instance];
+    if (in_.task_lanes[task] == in_.task_lanes[task + 1])
+      begin(instance, task);
+    else
+      park(in_.priority != 0 ? instance : arrived(instance), in_.lane[in_.task_lanes[task]], true);
+  }
+
+  int32_t arrived(int32_t instance) {
+    by_arrival_[arrivals_] = instance;
+    return arrivals_++;
+  }
+
+  void look_at(int32_t lane) { check_[lane / 64] |= uint64_t{1} << (lane % 64); }
+
+  void park(int32_t key, int32_t lane, bool look) {
+    waiting_[lane * words_ + key / 64] |= uint64_t{1} << (key % 64);
+    low_[lane] = std::min<int64_t>(low_[lane], key / 64);
+    if (look && busy_[lane] == 0) look_at(lane);
+  }
+
+  // The tasks that wait at a free lane, in their order: each begins, or goes to wait at a lane that is still held.
+  void serve(int32_t lane) {
+    uint64_t* waiting = waiting_ + lane * words_;
+    while (busy_[lane] == 0) {
+      int64_t& w = low_[lane];
+      while (w < words_ && waiting[w] == 0) ++w;
+      if (w == words_) return;
+      const auto key = static_cast<int32_t>(64 * w + __builtin_ctzll(waiting[w]));
+      waiting[w] &= waiting[w] - 1;
+      const int32_t instance = in_.priority != 0 ? key : by_arrival_[key];
+      const int32_t task = kind_[instance];
+      int32_t held = -1;
+      for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1] && held < 0; ++l)
+        if (busy_[in_.lane[l]] != 0) held = in_.lane[l];
+      if (held < 0)
+        begin(instance, task);
+      else
+        park(key, held, false);
+    }
+  }
+
+  void begin(int32_t instance, int32_t task) {
+    double longest = 0;
+    int32_t last = -1;
+    for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1]; ++l)
+      if (last < 0 || in_.seconds[l] > longest) longest = in_.seconds[l], last = in_.lane[l];
+    const bool joined = last >= 0 && in_.latency[task] == 0;
+    for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1]; ++l) {
+      const int32_t lane = in_.lane[l], node = in_.lane_node[lane];
+      busy_[lane] = 1;
+      free_at_[lane] = now_ + in_.seconds[l];
+      ends_with_[lane] = joined && lane == last ? instance : -1;
+      if (node >= 0 && at_[node] <= in_.buckets) {
+        offset_[node] += in_.seconds[l];
+        due_[node] = next_due(node);
+      }
+    }
+    if (!joined) {
+      heap_[heap_size_++] = {now_ + longest + in_.latency[task], instance};
+      std::push_heap(heap_, heap_ + heap_size_, later);
+    }
+    if (start_ != nullptr) start_[instance] = now_;
+  }
+
+  void ended(int32_t instance) {
+    const int32_t step = in_.steps == 1 ? 0 : instance / total_, b = bucket_[instance], task = kind_[instance];
+    if (end_ != nullptr) end_[instance] = now_;
+    --(in_.stale[b] != 0 ? open_stale_ : open_)[step];
+    // `next` counts from the option's first task, which is the bucket's first instance.
+    const int32_t base = step * total_ + first_[b];
+    for (int32_t s = in_.task_next[task]; s < in_.task_next[task + 1]; ++s) met(base + in_.next[s]);
+  }
+
+  const cml_schedule& in_;
+  Arena arena_;
+  int64_t words_, lane_words_, heap_size_ = 0;
+  int32_t total_ = 0, arrivals_ = 0;
+  double now_ = 0, last_ = 0;
+  double *start_ = nullptr, *end_ = nullptr;
+  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_, *ends_with_;
+  Event* heap_;
+  uint64_t *waiting_, *check_;
+  int64_t* low_;
+  uint8_t* busy_;
+  double *offset_, *due_, *totals_, *free_at_;
+};
+
+void add_work(const cml_schedule& in, int32_t option, double sign, double* totals) {
+  for (int32_t task = in.option_tasks[option]; task < in.option_tasks[option + 1]; ++task)
+    for (int32_t l = in.task_lanes[task]; l < in.task_lanes[task + 1]; ++l) totals[in.lane[l]] += sign * in.seconds[l];
+}
+
+}  // namespace
+}  // namespace cml
+
+extern "C" int64_t cml_schedule_scratch(const cml_schedule* in) { return cml::Run(*in, nullptr).scratch(); }
+
+extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end) {
+  return cml::Run(*in, scratch).run(choice, cml::kNever, start, end);
+}
+
+extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
+                                   void* scratch, double* out) {
+  cml::Run run(*in, scratch);
+  double* totals = run.totals();
+  int32_t* kept = run.kept();
+  std::fill(totals, totals + in->lanes, 0.0);
+  for (int32_t b = 0; b < in->buckets; ++b) cml::add_work(*in, in->bucket_options[b] + choice[b], 1, totals);
+  for (int32_t i = 0; i < n; ++i) {
+    kept[i] = choice[buckets[i]];
+    cml::add_work(*in, in->bucket_options[buckets[i]] + kept[i], -1, totals);
+  }
+  // No lane has work before the first gradient. Steps that overlap have no such moment, so nothing is known of them.
+  double first = in->steps == 1 ? cml::kNever : -cml::kNever;
+  for (int64_t node = 0; node < in->nodes && in->steps == 1; ++node)
+    for (int64_t b = 0; b < in->buckets; ++b) first = std::min(first, in->ready[node * (in->buckets + 1) + b]);
+  const int32_t options = in->bucket_options[buckets[0] + 1] - in->bucket_options[buckets[0]];
+  for (int32_t j = 0; j < options; ++j) {
+    for (int32_t i = 0; i < n; ++i) cml::add_work(*in, in->bucket_options[buckets[i]] + j, 1, totals);
+    double most = 0;
+    for (int32_t lane = 0; lane < in->lanes; ++lane) most = std::max(most, totals[lane]);
+    for (int32_t i = 0; i < n; ++i) {
+      cml::add_work(*in, in->bucket_options[buckets[i]] + j, -1, totals);
+      choice[buckets[i]] = j;
+    }
+    // A little less, since sums round.
+    out[j] = (first + most + in->tail) * (1 - 1e-9) >= limit ? cml::kNever : run.run(choice, limit, nullptr, nullptr);
+  }
+  for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = kept[i];
+}

@@ -1,0 +1,153 @@
+"""The ledger's promise: each position of an epoch is done exactly once, whatever shares do, whoever dies, joins or resumes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.balance.ledger import Ledger, merged, size
+from commlayer.balance.shuffle import TABLE, Permutation
+
+LENGTH = 300
+GOLDEN = {1000: (125, 697, 303, 443, 285, 560), 4 * TABLE: (1112160, 746553, 2574298, 2094468, 12460, 1031196)}
+
+
+def positions(ranges: list[tuple[int, int]]) -> list[int]:
+    return [i for start, stop in ranges for i in range(start, stop)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_each_position_is_done_once(data: st.DataObject) -> None:
+    """An independent count of what was applied against what the ledger says is left."""
+    ledger = Ledger(data.draw(st.integers(0, LENGTH)))
+    workers = {0, 1, 2}
+    step, newest = 0, 2
+    given_out: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    applied: list[int] = []
+    for _ in range(data.draw(st.integers(0, 30))):
+        event = data.draw(st.sampled_from(["give", "give", "commit", "die", "join", "resume"]))
+        if event == "give":
+            counts = {w: data.draw(st.integers(0, 40)) for w in sorted(workers)}
+            if sum(counts.values()) <= ledger.left:
+                given_out[step] = ledger.give(step, counts)
+                assert {w: size(r) for w, r in given_out[step].items()} == counts
+                step += 1
+        elif event == "commit" and given_out:
+            oldest = min(given_out)
+            missing = data.draw(st.sets(st.sampled_from(sorted(given_out[oldest])))) if given_out[oldest] else set()
+            ledger.commit(oldest, missing)
+            applied += [i for w, r in given_out.pop(oldest).items() if w not in missing for i in positions(r)]
+        elif event == "die" and len(workers) > 1:
+            dead = data.draw(st.sampled_from(sorted(workers)))
+            workers.discard(dead)
+            before = ledger.left
+            lost = [i for gone in given_out.values() for i in positions(gone.pop(dead, []))]
+            assert ledger.take_back(dead) == len(lost) == ledger.left - before
+        elif event == "join":
+            newest += 1
+            workers.add(newest)
+        elif event == "resume":
+            ledger = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())))
+        assert sorted(applied) == positions(ledger.done)
+    for open_step in sorted(given_out):
+        ledger.commit(open_step)
+        applied += [i for r in given_out[open_step].values() for i in positions(r)]
+    while ledger.left:
+        applied += [i for r in ledger.give(step, {0: min(7, ledger.left)}).values() for i in positions(r)]
+        ledger.commit(step)
+        step += 1
+    assert sorted(applied) == list(range(ledger.length))
+    assert ledger.done == merged([(0, ledger.length)])
+
+
+def test_what_comes_back_goes_out_next() -> None:
+    ledger = Ledger(20)
+    ledger.give(0, {0: 4, 1: 4})
+    ledger.give(1, {0: 4, 1: 4})
+    assert ledger.take_back(1, from_step=1) == 4
+    assert ledger.give(2, {0: 6}) == {0: [(12, 18)]}
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    ledger = Ledger(10)
+    ledger.give(0, {0: 2, 1: 2})
+    twin = ledger.copy()
+    twin.take_back(1)
+    twin.give(1, {0: 8})
+    assert (ledger.left, twin.left) == (6, 0)
+    assert ledger.open[0][1] == [(2, 4)]
+
+
+def test_a_ledger_stays_small() -> None:
+    ledger = Ledger(10**12)
+    for step in range(200):
+        ledger.give(step, {w: 1000 + w for w in range(8)})
+        if step >= 10:
+            ledger.commit(step - 10)
+    assert len(json.dumps(ledger.state_dict())) < 5000
+
+
+@pytest.mark.parametrize(("act", "text"), [
+    (lambda ledger: ledger.give(0, {0: 1}), "step 0 has been given out already"),
+    (lambda ledger: ledger.give(1, {0: 9}), "step 1 asks for 9 positions, 8 are left"),
+    (lambda ledger: ledger.commit(5), "step 5 is not open"),
+    (lambda ledger: Ledger.from_state({}), "state of a ledger: "),
+    (lambda ledger: Ledger.from_state({"ledger": '{"length":4,"left":[[0,9]],"open":{}}'}), "position outside 0 to 3"),
+    (lambda ledger: Ledger.from_state({"ledger": '{"length":4,"left":[[0,2]],"open":{"0":{"1":[[1,3]]}}}'}), "there twice"),
+])
+def test_misuse_is_named(act: Any, text: str) -> None:
+    ledger = Ledger(10)
+    ledger.give(0, {0: 2})
+    with pytest.raises(ValueError, match=text) as caught:
+        act(ledger)
+    assert "\n" not in str(caught.value)
+
+
+# ---- the stream's order
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(-5, 2**70), st.integers(0, 10**6), st.booleans())
+def test_orders_are_permutations(length: int, seed: int, epoch: int, walk: bool) -> None:
+    order = Permutation(length, seed, epoch)
+    if walk:
+        order._table = None  # the way of long streams, at a length that can be counted
+    cut = length // 3
+    assert sorted(order.at([(0, cut), (cut, length)])) == list(range(length))
+
+
+def test_long_streams_take_no_memory() -> None:
+    length = 10**11
+    order = Permutation(length, 3, 0)
+    seen = order.at([(0, 500), (length - 500, length)])
+    assert len(set(seen)) == 1000
+    assert all(0 <= i < length for i in seen)
+    # The mean of 1000 even draws is within five of its deviations of the middle.
+    assert abs(sum(seen) / 1000 / length - 0.5) < 5 * 0.2887 / 1000**0.5
+
+
+@pytest.mark.parametrize("length", [1000, 4 * TABLE])
+def test_orders_differ_by_seed_and_epoch_and_never_by_machine(length: int) -> None:
+    orders = {key: tuple(Permutation(length, *key).at([(0, 6)])) for key in [(0, 0), (0, 1), (1, 0)]}
+    assert len(set(orders.values())) == 3
+    # Written down once: all members of a job must agree on it, whatever they run on.
+    assert orders[0, 0] == GOLDEN[length]
+
+
+def test_neighbours_are_independent() -> None:
+    """Both ways to make an order, by the share of neighbours that rise and by how far elements move."""
+    for walk in (False, True):
+        order = Permutation(1 << 16, 1, 2)
+        if walk:
+            order._table = None
+        drawn = order.at([(0, 1 << 16)])
+        rising = sum(a < b for a, b in itertools.pairwise(drawn)) / len(drawn)
+        assert abs(rising - 0.5) < 5 * (1 / 12 / len(drawn)) ** 0.5
+        moved = sum(abs(i - x) for i, x in enumerate(drawn)) / len(drawn) ** 2
+        assert abs(moved - 1 / 3) < 0.005

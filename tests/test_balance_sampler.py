@@ -1,0 +1,325 @@
+"""Sampler and Dealer: each sample once an epoch on whichever worker, whatever is announced, drawn ahead, lost or resumed."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from commlayer.balance import Dealer, Sampler
+
+
+class Ahead:
+    """A loader that draws some batches ahead of the one it hands out, as DataLoader workers make it do."""
+
+    def __init__(self, sampler: Sampler, depth: int) -> None:
+        self.sampler, self.depth = sampler, depth
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn: collections.deque[list[int]] = collections.deque()
+        for batch in self.sampler:
+            drawn.append(batch)
+            if len(drawn) > self.depth:
+                yield drawn.popleft()
+        yield from drawn
+
+
+class Noted:
+    """A session's part in the loop: the weight in force."""
+
+    def __init__(self) -> None:
+        self.n = 0.0
+
+    def weight(self, n: float) -> None:
+        self.n = n
+
+    def no_sync(self) -> Any:
+        raise AssertionError("no micro-batches here")
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Fleet:
+    """All workers of a job in lockstep, without a network."""
+
+    def __init__(self, length: int, shares: dict[int, int], depths: dict[int, int], **fields: Any) -> None:
+        self.fields, self.batch, self.length = fields, sum(shares.values()), length
+        self.samplers = {rank: self.make(rank, shares) for rank in shares}
+        self.depths = depths
+        self.sessions = {rank: Noted() for rank in shares}
+        self.loops: dict[int, Iterator[list[int]]] = {}
+        self.shares = shares
+
+    def make(self, rank: int, shares: dict[int, int]) -> Sampler:
+        return Sampler(self.length, self.batch, shares=shares, rank=rank, **self.fields)
+
+    def begin(self) -> None:
+        for rank, sampler in self.samplers.items():
+            self.loops[rank] = sampler.follow(Ahead(sampler, self.depths.get(rank, 0)), self.sessions[rank])
+
+    def step(self) -> dict[int, list[int]] | None:
+        """What each worker trains in the next step; None at the end of the epoch, which is the same for all."""
+        found: dict[int, list[int] | None] = {rank: next(loop, None) for rank, loop in self.loops.items()}
+        ended = {batch is None for batch in found.values()}
+        assert len(ended) == 1, "all workers have equally many steps"
+        if None in found.values():
+            return None
+        return {rank: batch if self.sessions[rank].n else [] for rank, batch in found.items() if batch is not None}
+
+    @property
+    def drawn(self) -> int:
+        """The first step for which shares may be announced."""
+        return max(max(s.drawn, s._schedule.newest_step + 1) for s in self.samplers.values())
+
+    def announce(self, step: int, shares: dict[int, int], **more: Any) -> None:
+        self.shares = shares
+        for sampler in self.samplers.values():
+            sampler.announce(step, shares, **more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_each_sample_once_whatever_happens(data: st.DataObject) -> None:
+    workers = data.draw(st.integers(1, 4))
+    batch = data.draw(st.integers(workers, 24))
+    length = data.draw(st.integers(batch, 150))
+
+    def draw_shares(ranks: list[int]) -> dict[int, int]:
+        cuts = sorted(data.draw(st.integers(0, batch)) for _ in ranks[1:])
+        return dict(zip(ranks, [b - a for a, b in zip([0, *cuts], [*cuts, batch], strict=True)], strict=True))
+
+    depths = {rank: data.draw(st.integers(0, 5)) for rank in range(10)}
+    fleet = Fleet(length, draw_shares(list(range(workers))), depths, seed=3)
+    newest = workers - 1
+    for _ in range(2):
+        trained: list[int] = []
+        fleet.begin()
+        while (batches := fleet.step()) is not None:
+            now = {s.step for s in fleet.samplers.values()}
+            assert len(now) == 1
+            event = data.draw(st.sampled_from(["none", "none", "shares", "die", "join", "resume"]))
+            if event == "die" and len(fleet.samplers) > 1:
+                dead = data.draw(st.sampled_from(sorted(fleet.samplers)))
+                for table in (fleet.samplers, fleet.loops, fleet.sessions):
+                    table.pop(dead)
+                del batches[dead]
+                later = data.draw(st.integers(0, 3))
+                fleet.announce(fleet.drawn + later, draw_shares(sorted(fleet.samplers)), lost={dead: now.pop()})
+            trained += [i for own in batches.values() for i in own]
+            if event == "shares":
+                fleet.announce(fleet.drawn + data.draw(st.integers(0, 3)), draw_shares(sorted(fleet.samplers)))
+            elif event in ("join", "resume"):
+                states = [sampler.state_dict() for sampler in fleet.samplers.values()]
+                assert all(state == states[0] for state in states), "a state is the same on all workers"
+                ranks = sorted(fleet.samplers)
+                if event == "join":
+                    newest += 1
+                    ranks.append(newest)
+                old = fleet.shares
+                fleet.loops.clear()
+                fleet.samplers = {rank: fleet.make(rank, {0: batch}) for rank in ranks}
+                fleet.sessions = {rank: Noted() for rank in ranks}
+                for sampler in fleet.samplers.values():
+                    sampler.load_state_dict(states[0])
+                ended = [sampler._trained.finished() for sampler in fleet.samplers.values()]
+                if all(ended):
+                    break  # follow would begin the next epoch
+                fleet.begin()
+                if event == "join":
+                    fleet.announce(fleet.drawn, draw_shares(ranks))
+                fleet.shares = old if event == "resume" else fleet.shares
+        assert sorted(trained) == list(range(length))
+
+
+def test_shares_take_effect_at_their_step() -> None:
+    fleet = Fleet(80, {0: 5, 1: 3}, {0: 4, 1: 0})
+    fleet.begin()
+    sizes = []
+    for step in range(10):
+        batches = fleet.step()
+        assert batches is not None
+        sizes.append([len(own) for own in batches.values()])
+        if step == 1:
+            assert fleet.drawn == 6, "rank 0 has drawn four batches beyond the one in training"
+            fleet.announce(7, {0: 2, 1: 6})
+    assert sizes == [[5, 3]] * 7 + [[2, 6]] * 3
+    assert fleet.step() is None
+
+
+def test_the_last_step_is_short_in_proportion_or_left_out() -> None:
+    for drop, sizes in ((False, [[6, 2], [6, 2], [3, 1]]), (True, [[6, 2], [6, 2]])):
+        fleet = Fleet(20, {0: 6, 1: 2}, {}, drop_last=drop)
+        assert len(fleet.samplers[0]) == len(sizes)
+        for _ in range(2):
+            fleet.begin()
+            seen = []
+            while (batches := fleet.step()) is not None:
+                seen.append([len(own) for own in batches.values()])
+            assert seen == sizes
+
+
+def test_small_batches_repeat_their_samples_evenly_and_weigh_what_they_are() -> None:
+    sampler = Sampler(9, 8, shares=[5, 3], rank=0, least=2, shuffle=False)
+    session = Noted()
+    batches = [(list(own), session.n) for own in sampler.follow(sampler, session)]
+    assert batches == [([0, 1, 2, 3, 4], 5.0), ([8, 8], 1.0)]
+    idle = Sampler(9, 8, shares=[5, 3], rank=1, least=2, shuffle=False)
+    assert [(len(own), session.n) for own in idle.follow(idle, session)] == [(3, 3.0), (2, 0.0)]
+
+
+def test_micro_batches_weigh_one_together() -> None:
+    sampler = Sampler(23, 10, shares=[7, 3], rank=0, cap=3, shuffle=False)
+    seen = [(own, round(sampler.fraction, 3), sampler.last) for own in sampler.follow(sampler)]
+    assert seen[:3] == [([0, 1, 2], 0.429, False), ([3, 4], 0.286, False), ([5, 6], 0.286, True)]
+    assert len(sampler) == 0
+    sampler.set_epoch(1)
+    assert len(sampler) == len(list(sampler.follow(sampler)))
+
+
+def test_token_weights_come_from_the_batch() -> None:
+    class Accumulating(Noted):
+        def no_sync(self) -> Any:
+            import contextlib
+
+            return contextlib.nullcontext()
+
+    sampler = Sampler(8, 8, shares=[8], rank=0, cap=4, shuffle=False)
+    session = Accumulating()
+    seen = [(sampler.fraction, session.n) for _ in sampler.follow(sampler, session, weigh=lambda own: 1.0 + max(own))]
+    assert seen == [(4 / 12, 12.0), (8 / 12, 12.0)]
+
+
+def test_epochs_differ_and_repeat_by_number() -> None:
+    sampler = Sampler(100, 10, rank=0, world=1, seed=5)
+    epochs = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        epochs.append([i for own in sampler.follow(sampler) for i in own])
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert sampler.step == 30
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_with_dataloader_workers() -> None:
+    sampler = Sampler(Numbers(), 8, shares=[5, 3], rank=0, seed=1)
+    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=1, prefetch_factor=2, persistent_workers=True)
+    assert len(loader) == 7
+    first = [batch.tolist() for batch in sampler.follow(loader)]
+    assert [len(own) for own in first] == [5] * 6 + [1]
+    again: list[list[int]] = []
+    state: dict[str, Any] = {}
+    for batch in sampler.follow(loader):
+        again.append(batch.tolist())
+        if len(again) == 2:
+            assert sampler.drawn > sampler.step
+            sampler.announce(sampler.drawn + 1, [1, 7])
+        if len(again) == 3:
+            state = sampler.state_dict()
+    resumed = Sampler(Numbers(), 8, shares=[5, 3], rank=0, seed=1)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)  # as scripts do; what is under way goes on
+    assert [batch.tolist() for batch in resumed.follow(DataLoader(Numbers(), batch_sampler=resumed))] == again[3:]
+    assert sorted({len(own) for own in again}) == [1, 5]
+
+
+def test_a_step_counts_when_it_was_averaged() -> None:
+    """A script that breaks off, or saves, between a batch and its backward pass has not trained that batch."""
+
+    class Counting(Noted):
+        steps = 0
+
+        def stats(self) -> dict[str, float]:
+            return {"steps": self.steps}
+
+    sampler, session = Sampler(40, 8, rank=0, world=1), Counting()
+    for _ in sampler.follow(sampler, session):
+        assert sampler.step == session.steps
+        if session.steps == 2:
+            break
+        session.steps += 1
+        sampler.state_dict()
+        assert sampler.step == session.steps
+    assert sampler.step == 2
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda: Sampler(5, 8, rank=0, world=2), "the dataset has 5 samples, allowed: at least the batch, which is 8"),
+    (lambda: Sampler(50, 3, rank=0, world=4), "batch 3: allowed is 4 or more, one for each worker"),
+    (lambda: Sampler(50, 8, rank=0, shares=[5, 2]), r"shares: \[5, 2\] sum to 7, allowed: the batch, which is 8"),
+    (lambda: Sampler(50, 8, rank=0, shares=[9, -1]), "shares: worker 1 got -1, allowed: whole numbers, 0 or more"),
+    (lambda: Sampler(50, 8, rank=0, shares=[7, 1], least=2), "shares: worker 1 got 1, allowed: 0, or at least 2"),
+    (lambda: Sampler(50, 8, rank=0, shares=[4, 4], least=4, cap=5), "cap 5: allowed is 0 .none. or at least 7"),
+    (lambda: Sampler(50, 8, rank=0, shares=[8], least=0), "least 0: allowed is 1 or more"),
+    (lambda: Sampler(50, 8, rank=0, shares=[8]).set_epoch(-1), "epoch -1: allowed is 0 or more"),
+    (lambda: Sampler(50, 8, rank=0, shares=[8]).announce(0, [8], lost={1: 5}), "worker 1 lost from step 5, allowed: -64 to 0"),
+    (lambda: Sampler(50, 8, rank=0, shares=[8]).load_state_dict(Sampler(50, 8, rank=0, shares=[8], seed=1).state_dict()),
+     "state of a sampler: its seed is 1, this one's 0"),
+    (lambda: list(Sampler(50, 8, rank=0, shares=[8]).follow([[1]])), "make it with batch_sampler=sampler"),
+    (lambda: Dealer([], 8, shares=[3], rank=0, collate=list), r"shares: \[3\] sum to 3, allowed: the batch, which is 8"),
+])
+def test_misuse_is_one_line(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_shares_for_a_drawn_step_are_refused() -> None:
+    sampler = Sampler(50, 8, rank=0, shares=[8])
+    next(batches := sampler.follow(Ahead(sampler, 2)))
+    with pytest.raises(ValueError, match="announce: step 2 has been drawn already, allowed: step 3 or later"):
+        sampler.announce(2, [8])
+    batches.close()
+
+
+# ---- streams
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_stream_is_dealt_once(data: st.DataObject) -> None:
+    items = list(range(data.draw(st.integers(0, 60))))
+    batch = data.draw(st.integers(2, 10))
+
+    def make(rank: int) -> Dealer:
+        return Dealer(iter(items), batch, shares=[batch, 0], rank=rank, collate=tuple)
+
+    dealers = [make(0), make(1)]
+    sessions = [Noted(), Noted()]
+    loops = [d.follow(s) for d, s in zip(dealers, sessions, strict=True)]
+    seen: list[int] = []
+    while (batches := [next(loop, None) for loop in loops])[0] is not None:
+        seen += [i for own, session in zip(batches, sessions, strict=True) if session.n for i in own]
+        event = data.draw(st.sampled_from(["none", "shares", "resume"]))
+        if event == "shares":
+            cut = data.draw(st.integers(0, batch))
+            for dealer in dealers:
+                dealer.announce(dealer.step + 2, [cut, batch - cut])
+        elif event == "resume":
+            states = [dealer.state_dict() for dealer in dealers]
+            assert states[0] == states[1]
+            dealers = [make(0), make(1)]
+            for dealer in dealers:
+                dealer.load_state_dict(states[0])
+            loops = [d.follow(s) for d, s in zip(dealers, sessions, strict=True)]
+    assert batches == [None, None]
+    assert seen == items
+
+
+def test_a_stream_of_tensors_collates() -> None:
+    dealer = Dealer((torch.tensor([float(i)]) for i in range(10)), 4, shares=[3, 1], rank=0, collate=torch.stack, cap=2)
+    seen = [(batch.flatten().tolist(), dealer.last) for batch in dealer.follow()]
+    assert seen == [([0, 1], False), ([2], True), ([4, 5], False), ([6], True), ([8, 9], True)]

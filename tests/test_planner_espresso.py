@@ -1,0 +1,127 @@
+"""Espresso's passes: on timelines drawn by hand, against brute force, and the direction of its experiments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from commlayer.planner.espresso import KEEP, cpu_pass, gpu_pass, settle
+from commlayer.planner.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
+from commlayer.planner.fifo import Played, play
+from commlayer.planner.grammar import check
+from commlayer.planner.jobs import builtin
+from commlayer.planner.model import Task
+
+
+def send(seconds: float) -> list[Task]:
+    return [Task((("up:a", seconds),))]
+
+
+def coded(encode: float, seconds: float, lane: str = "compute:a") -> list[Task]:
+    return [Task(((lane, encode),)), Task((("up:a", seconds),), (0,))]
+
+
+def test_sending_overlaps_backward_and_queues_on_the_link() -> None:
+    assert play([1, 1, 1], [send(2), send(2), send(2)]) == Played(7, frozenset())
+    assert play([5, 1], [send(1), send(1)]).done_s == 7
+    assert play([], []) == Played(0, frozenset())
+
+
+def test_coding_on_the_gpu_delays_the_gradients_behind_it() -> None:
+    assert play([1, 1], [coded(3, 1), send(1)]).done_s == 6, "second gradient at 1 + 3 + 1"
+    assert play([1, 1], [coded(3, 1, "cpu:a"), send(1)]).done_s == 5, "on the CPU only the first is late"
+
+
+def test_a_task_ends_when_its_longest_lane_does_and_latency_holds_no_lane() -> None:
+    tasks = [[Task((("up:a", 1.0), ("down:b", 3.0)), latency_s=10.0)], [Task((("up:a", 1.0),))]]
+    assert play([0, 0], tasks).done_s == 13
+
+
+def test_tensors_before_a_gap_are_told() -> None:
+    assert play([1, 5, 1], [send(2), send(2), send(1)]).before_bubbles == {0}
+    assert play([1, 2, 1], [send(2), send(2), send(1)]).before_bubbles == frozenset()
+
+
+class Toy:
+    """Random tensors with options of a shape that compression has: less to send, some time to code on a lane."""
+
+    def __init__(self, seed: int, count: int, sizes: int) -> None:
+        draw = random.Random(seed)
+        kinds = [draw.uniform(0.2, 5) for _ in range(sizes)]
+        self.sizes = [draw.randrange(sizes) for _ in range(count)]
+        self.work = [draw.uniform(0.1, 2) for _ in range(count)]
+        gpu, cpu = draw.uniform(0.02, 0.4), draw.uniform(0.1, 1.5)
+        self.ways = [[send(t), coded(gpu * t, 0.2 * t), coded(cpu * t, 0.2 * t, "cpu:a")] for t in kinds]
+
+    def played(self, strategy: Sequence[int]) -> Played:
+        return play(self.work, [self.ways[size][way] for size, way in zip(self.sizes, strategy, strict=True)])
+
+    def price(self, strategy: Sequence[int]) -> float:
+        return self.played(strategy).done_s
+
+    def passes(self) -> tuple[list[int], list[int]]:
+        count = len(self.sizes)
+        first = gpu_pass(self.sizes, [2] * count, self.price, lambda s: self.played(s).before_bubbles)
+        return first, cpu_pass(self.sizes, first, lambda _, o: 2 if o == 1 else None, self.price)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_offloading_by_counts_is_as_good_as_any_offloading(seed: int) -> None:
+    """The lemma: of equal tensors the earliest go to the CPU, so trying counts is trying all."""
+    toy = Toy(seed, count=8, sizes=2)
+    first, final = toy.passes()
+    ways = [(o,) if o == KEEP else (1, 2) for o in first]
+    assert toy.price(final) <= toy.price(first)
+    assert toy.price(final) == pytest.approx(min(toy.price(s) for s in product(*ways)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_gpu_pass_only_improves_and_settling_ends_where_no_single_change_helps(seed: int) -> None:
+    toy = Toy(seed, count=7, sizes=3)
+    first, _ = toy.passes()
+    settled = settle(first, [2] * 7, toy.price)
+    best = min(toy.price(s) for s in product((0, 1), repeat=7))
+    assert best <= toy.price(settled) <= toy.price(first) <= toy.price([KEEP] * 7)
+    assert all(toy.price([*settled[:i], 1 - settled[i], *settled[i + 1 :]]) >= toy.price(settled) for i in range(7))
+
+
+def test_what_is_before_a_bubble_is_left_alone() -> None:
+    ways = [[send(2), coded(0.1, 0.1)], [send(3), coded(0.1, 0.1)]]
+
+    def played(strategy: Sequence[int]) -> Played:
+        return play([1, 9], [w[o] for w, o in zip(ways, strategy, strict=True)])
+
+    found = gpu_pass([9, 3], [2, 2], lambda s: played(s).done_s, lambda s: played(s).before_bubbles)
+    assert found == [KEEP, 1]
+
+
+def test_many_groups_are_offloaded_one_at_a_time() -> None:
+    toy = Toy(3, count=9, sizes=9)
+    first, _ = toy.passes()
+    few = cpu_pass(toy.sizes, first, lambda _, o: 2 if o == 1 else None, toy.price, most=1)
+    assert toy.price(few) <= toy.price(first)
+
+
+@pytest.mark.parametrize("name", TESTBEDS)
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_every_option_is_a_path_of_the_tree(name: str, codec: str) -> None:
+    cluster = cluster_of(name)
+    model = Model(builtin("lstm"), cluster, profile(codec), codec)
+    for i, size in enumerate(model.sizes):
+        ways = model.ways[size]
+        assert [way for way in ways if check(way, cluster)] == []
+        for option in range(1, model.options()[i]):
+            other = model.cpu_of(i, option)
+            assert other is not None
+            assert [op.name for op in ways[option]] == [op.name for op in ways[other]]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.model in ("lstm", "vgg16")], ids=lambda c: c.model)
+def test_direction_of_the_experiments(case: Case) -> None:
+    steps = run(case)
+    assert steps.espresso_s <= steps.gpu_s < steps.dense_s
+    assert steps.free_s < steps.espresso_s
+    assert 0 < steps.compressed < len(builtin(case.model).tensors), "most tensors stay dense"

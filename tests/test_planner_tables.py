@@ -1,0 +1,66 @@
+"""Named machines and links: what the tables say, what profiles are made of them, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from commlayer.compressors.parse import parse
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, Link
+from commlayer.planner.tables import DEFAULT_CODECS, GPUS, INTRA, gpu, link, node, profile_from_tables, speed
+from commlayer.records import Spec
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("home-100/20", Link(20e6, 100e6, 10e-3)),
+    ("fiber-1000", Link(1e9, 1e9, 4e-3)),
+    ("10g", Link(10e9, 10e9, 25e-6)),
+    ("100m", Link(100e6, 100e6, 25e-6)),
+])
+def test_links(name: str, expected: Link) -> None:
+    assert link(name) == expected
+
+
+def test_speeds_are_against_a_v100() -> None:
+    assert speed("v100") == 1
+    assert speed("cpu") < min(g.speed for g in GPUS.values())
+    assert speed("rtx2060") < speed("rtx3060") < speed("rtx3090") < speed("rtx4090") < speed("h100")
+    assert speed("RTX3060") == speed("rtx3060")
+
+
+def test_a_profile_prices_every_codec_on_every_device() -> None:
+    cluster = Cluster((node("a", "rtx3060", "home-100/20"), node("b", "h100", "25g", ranks=4, intra="nvlink-h100"),
+                       node("c", "cpu", "fiber-1000")))
+    prices = Prices(cluster, profile_from_tables(cluster))
+    for codec in DEFAULT_CODECS:
+        a, b = (prices.cost(codec, "gpu", n) for n in cluster.nodes[:2])
+        assert (a.device, b.device) == ("rtx3060", "h100")
+        assert a.encode(10**8) >= b.encode(10**8)
+        assert prices.cost(codec, "cpu", cluster.nodes[0]).decode(10**7) > a.decode(10**7)
+
+
+def test_sizes_are_those_of_the_codecs() -> None:
+    """What a codec really sends stays near the table."""
+    profile = profile_from_tables(Cluster((node("a", "cpu", "10g"),)))
+    numel = 1 << 20
+    for cost in profile.codecs:
+        bound = parse(cost.codec).bound(Spec((numel,)))
+        assert 0.5 * bound <= cost.nbytes(numel) <= 1.1 * bound, cost.codec
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: gpu("rtx306"), "GPU 'rtx306' is in no table, nearest are rtx3060"),
+    (lambda: gpu("abacus"), "GPU 'abacus' is in no table, known are gtx1070"),
+    (lambda: node("a", "v1000", "10g"), "'v1000' is in no table, nearest are v100"),
+    (lambda: link("dsl"), "link 'dsl': allowed are \"home-DOWN/UP\""),
+    (lambda: link("home-100/0"), "link 'home-100/0': a link of 0 carries nothing"),
+    (lambda: node("a", "v100", "10g", intra="string"), f"intra 'string': allowed are {', '.join(INTRA)}"),
+    (lambda: profile_from_tables(Cluster(()), ("gzip()",)), "codec 'gzip()' is in no table, known are identity"),
+    (lambda: profile_from_tables(Cluster(()), ("topk(ratio=0)",)), "codec 'topk(ratio=0)': ratio is 0, allowed"),
+])
+def test_unknown_names(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert message in str(caught.value)

@@ -1,0 +1,80 @@
+"""What planning measures: times of steps, costs of codecs, rates of links. Made-up clocks where time would decide."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_kit import Rig
+
+from commlayer.observe import Step
+from commlayer.runtime import calibrate, probe
+from commlayer.runtime.timing import timing_of
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+
+
+def step(shift: float) -> Step:
+    return Step({2: 1.0 + shift, 1: 1.2 + shift, 0: 1.5 + shift}, {"backward": 1.6 + shift, "summed": 2.0, "end": 2.1}, [])
+
+
+def test_times_are_medians_since_backward_began_to_give() -> None:
+    timing = timing_of([step(0.0), step(0.1), step(9.0)], 4, {0: 0, 1: 1, 2: 2})
+    assert timing.ready_s == pytest.approx((0.5, 0.2, 0.0, 0.6)), "one without a gradient is ready at the end"
+    assert timing.needed_s == pytest.approx((0.0, 1.1 / 3, 2.2 / 3, 1.1))
+    assert (timing.backward_s, timing.forward_s) == pytest.approx((0.6, 1.1))
+
+
+def test_without_a_step_there_are_no_times() -> None:
+    with pytest.raises(ValueError, match="no recorded step"):
+        timing_of([], 1, {})
+
+
+@given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6))
+def test_a_line_is_found_again(floor: float, slope: float) -> None:
+    sizes = [1 << 12, 1 << 16, 1 << 20]
+    line = calibrate.fit(sizes, [floor + slope * n for n in sizes])
+    assert line.error < 1e-6
+    assert all(line(n) == pytest.approx(floor + slope * n, rel=1e-6) for n in sizes)
+
+
+@pytest.mark.parametrize("values", [[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1e-5, 1e-3, 1.0]])
+def test_no_line_falls_below_nothing_and_its_error_is_told(values: list[float]) -> None:
+    sizes = [10, 100, 1000]
+    line = calibrate.fit(sizes, values)
+    assert line.floor_s >= 0
+    assert line.slope_s >= 0
+    assert line.error == pytest.approx(max(abs(line(n) / v - 1) for n, v in zip(sizes, values, strict=True)))
+
+
+def test_codecs_are_measured_as_a_plan_runs_them() -> None:
+    dense, sparse = calibrate.measure(("identity()", "topk(ratio=0.01)"), sizes=(1000, 50_000), repeats=2)
+    assert dense.nbytes(50_000) == pytest.approx(16 + 4 * 50_000, rel=0.01)
+    assert sparse.nbytes(50_000) < 0.1 * dense.nbytes(50_000)
+    assert min(dense.encode(1000), dense.decode(1000), sparse.encode(1000), sparse.decode(1000)) > 0
+
+
+@pytest.mark.parametrize(("up_bps", "down_bps", "alpha_s"), [(1e6, 2e7, 0.03), (1e9, 1e9, 1e-4), (2e7, 1e8, 0.1)])
+def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+
+    def ask(up: int, down: int, _deadline_s: float) -> float:
+        seconds = 2 * alpha_s + 8 * up / up_bps + 8 * down / down_bps
+        now[0] += seconds
+        asked.append(up + down)
+        return seconds
+
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
+    found = probe.link(ask, 1.0)
+    assert (found.up_bps, found.down_bps) == pytest.approx((up_bps, down_bps), rel=0.02)
+    assert found.alpha_s == pytest.approx(alpha_s, rel=0.05)
+    assert now[0] < 1.0 + 8 * probe.FIRST_NBYTES / up_bps + 12 * alpha_s
+
+
+def test_a_server_answers_probes_of_any_allowed_size() -> None:
+    with Rig(1, "identity()") as rig:
+        transport = rig.transports[0]
+        for number, nbytes in enumerate((0, 1, 100_000)):
+            header = Header(Kind.PROBE, 1, step=number, sender=0, used=nbytes)
+            answer = transport.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
+            transport.send(SERVER_BASE, header, b"x" * nbytes)
+            assert bytes(transport.wait(answer, 1e12).body) == bytes(nbytes)

@@ -1,0 +1,222 @@
+"""The tuner: spaces, engines, stores that go on where a run stopped, the loss model, and the command with all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from commlayer.balance import tuner, tuner_loss
+from commlayer.balance.tuner_engines import Engine, Process, engine
+from commlayer.balance.tuner_loss import LossModel, LossPoint
+from commlayer.balance.tuner_space import DENSE, Dimension, Settings, Space, default_space
+from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.cli import main
+from commlayer.cli.tune import load, read_space
+
+SPACE = default_space()
+BUDGET = 0.01
+ENGINES = ["gp"] + ["skopt"] * (importlib.util.find_spec("skopt") is not None)
+
+
+def synthetic(best_ratio: float, best_batch: int) -> tuner.Proxy:
+    """Like a training: dense is slow, small ratios lose accuracy below some point, one batch is best."""
+
+    def proxy(given: Settings) -> dict[str, float]:
+        size, penalty = {"identity": (1.0, 0.0), "fp16": (0.5, 0.0), "int8": (0.25, 0.001)}.get(
+            str(given["codec"]).split("(")[0], (0.6 * given["ratio"], 0.02 * max(0.0, math.log(best_ratio / given["ratio"])))
+        )
+        batch = 1 + 0.3 * math.log2(given["batch"] / best_batch) ** 2
+        return {"seconds": batch * (1 + 8 * size), "loss": 2.0 * (1 + penalty)}
+
+    return proxy
+
+
+def search_for(tmp_path: Path, proxy: tuner.Proxy, made: Engine, trials: int = 30, seed: int = 0) -> list[Trial]:
+    search = Search("synthetic", SPACE, BUDGET, seed)
+    store = Store(tmp_path / "trials.jsonl", search)
+    list(tuner.tune(proxy, store, search, made, trials))
+    return store.trials
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("ratio", "batch", "seed"), [(0.02, 128, 0), (0.005, 64, 1), (0.1, 256, 2), (0.0015, 128, 3)])
+def test_within_five_per_cent_of_the_grid_in_thirty_trials(tmp_path: Path, name: str, ratio: float, batch: int,
+                                                            seed: int) -> None:
+    proxy = synthetic(ratio, batch)
+    trials = search_for(tmp_path, proxy, engine(name, SPACE, seed), seed=seed)
+    assert len(trials) == 30
+    units = [[(i + 0.5) / 4 for i in range(4)], [i / 39 for i in range(40)], [(i + 0.5) / 3 for i in range(3)]]
+    grid = [tuner.run(proxy, SPACE.at(list(u))) for u in itertools.product(*units)]
+    floor = min(tuner.price(t, trials[0], BUDGET) for t in grid)
+    assert min(tuner.price(t, trials[0], BUDGET) for t in trials) <= 1.05 * floor
+    assert tuner.excess(tuner.best(trials, BUDGET), trials[0]) <= BUDGET
+
+
+def test_a_resumed_search_goes_the_way_of_one_that_never_stopped(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    proxy = synthetic(0.02, 128)
+    whole = search_for(tmp_path / "a", proxy, Process(SPACE, 0), 14)
+    search_for(tmp_path / "b", proxy, Process(SPACE, 0), 9)
+    with (tmp_path / "b" / "trials.jsonl").open("ab") as file:
+        file.write(b'{"settings":{"batch"')  # a crash in the middle of a line
+    assert search_for(tmp_path / "b", proxy, Process(SPACE, 0), 14) == whole
+
+
+def test_a_store_of_another_search_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path / "t", Search("digits", SPACE, 0.01))
+    with pytest.raises(ValueError, match="holds trials of another search .its budget differs.: give another --store") as caught:
+        Store(tmp_path / "t", Search("digits", SPACE, 0.02))
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
+    inner = synthetic(0.02, 128)
+
+    def proxy(given: Settings) -> dict[str, float]:
+        if given["batch"] == 256:
+            raise MemoryError("no room")
+        return inner(given) if given["batch"] == 128 else {"seconds": math.nan, "loss": 1.0}
+
+    trials = search_for(tmp_path, proxy, Process(SPACE, 0), 25)
+    assert {t.error.split(":")[0] for t in trials if t.error} == {"MemoryError", "got nan s and loss 1.0, allowed"}
+    assert tuner.best(trials, BUDGET).settings["batch"] == 128
+    assert sum(1 for t in trials if not t.error) > 8, "the search turns away from what fails"
+
+
+def test_a_dense_run_that_fails_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the dense run failed.*KeyError: 'loss'"):
+        search_for(tmp_path, lambda _: {"seconds": 1.0}, Process(SPACE, 0))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=3, max_size=3))
+def test_settings_that_mean_the_same_are_the_same(units: list[float]) -> None:
+    found = SPACE.at(units)
+    assert ("{ratio}" in found["codec"]) or found["ratio"] == 0.3
+    assert all(0 <= x <= 1 for x in SPACE.coordinates(found))
+    assert "{" not in tuner.spelled(found)["codec"]
+
+
+def test_further_dimensions_join_by_a_record(tmp_path: Path) -> None:
+    """Local steps, say, as soon as there is something that runs them."""
+    space = Space((*SPACE.dimensions, Dimension("local_steps", choices=(1, 2, 4, 8))))
+    search = Search("more", space, BUDGET)
+    store = Store(tmp_path / "t", search)
+
+    def proxy(given: Settings) -> dict[str, float]:
+        return {"seconds": 1 + 1 / given["local_steps"], "loss": 1.0}
+
+    list(tuner.tune(proxy, store, search, Process(space, 0), 12))
+    assert tuner.best(store.trials, BUDGET).settings["local_steps"] == 8
+
+
+# ---- the loss model
+
+
+MODEL = LossModel((LossPoint("topk", 0.1, 0.001), LossPoint("topk", 0.01, 0.01), LossPoint("topk", 0.001, 0.004),
+                   LossPoint("topk", 0.01, 0.02), LossPoint("int8", 1.0, 0.0)))
+
+
+@pytest.mark.parametrize(("codec", "ratio", "penalty"), [
+    ("topk", 0.1, 0.001), ("topk", 0.5, 0.001), ("topk", 0.01, 0.015), ("topk", 10**-1.5, 0.008),
+    ("topk", 0.001, 0.015),  # noise made it look better than 0.01
+    ("topk", 0.0005, math.inf), ("qsgd", 1.0, math.inf), ("int8", 1.0, 0.0),
+    ("error_feedback(topk(ratio=0.01, values='int8'))", 0.1, 0.001),
+])
+def test_penalties_between_points(codec: str, ratio: float, penalty: float) -> None:
+    assert MODEL.penalty(codec, ratio) == pytest.approx(penalty)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-4, 1), st.floats(0, 0.5)), min_size=1, max_size=8), st.floats(0, 0.6))
+def test_penalties_fall_with_the_ratio_and_budgets_are_kept(points: list[tuple[float, float]], budget: float) -> None:
+    model = LossModel(tuple(LossPoint("topk", r, p) for r, p in points))
+    ratios = [min(r for r, _ in points) * 1.3**i for i in range(40)]
+    penalties = [model.penalty("topk", r) for r in ratios]
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(penalties))
+    least = model.least_ratio("topk", budget)
+    if least is not None:
+        assert model.penalty("topk", least) <= budget + 1e-9
+    else:
+        assert min(model.penalty("topk", r) for r, _ in points) > budget
+
+
+def test_trials_make_a_loss_model(tmp_path: Path) -> None:
+    trials = search_for(tmp_path, synthetic(0.02, 128), Process(SPACE, 0), 20)
+    model = tuner.loss_model(trials)
+    tuner_loss.write(tmp_path / "loss.json", model)
+    assert tuner_loss.read(tmp_path / "loss.json") == model
+    assert {p.codec for p in model.points} == {"identity", "fp16", "int8", "topk"}
+    assert model.penalty("identity") == 0.0
+    least = min(p.ratio for p in model.points if p.codec == "topk")
+    assert model.penalty("topk", least) == pytest.approx(0.02 * max(0.0, math.log(0.02 / least)), abs=1e-6)
+
+
+# ---- the command
+
+
+SCRIPT = """
+def proxy(settings):
+    small = "topk" in settings["codec"]
+    return {"seconds": 1.0 if small else 3.0, "loss": 2.0}
+"""
+
+
+def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SCRIPT)
+    for trials, said in ((10, "best within 0.50%: topk"), (12, "tune.jsonl: going on after 10 trials")):
+        done = CliRunner().invoke(main.app, ["tune", "mine.py", "--trials", str(trials), "--search", "gp"])
+        assert done.exit_code == 0, done.output
+        assert said in done.output
+    assert len(Path("tune.jsonl").read_text().splitlines()) == 13
+    assert tuner_loss.read(Path("loss.json")).penalty("topk", 0.3) == 0.0
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (["nothing.py"], "nothing.py: no such file"),
+    (["nothing"], "nothing: allowed are digits, chars, a file.py, or module:function"),
+    (["no.such:f"], "no.such:f: No module named 'no'"),
+    (["math:tau"], "math:tau: has no function tau"),
+    (["digits", "--trials", "0"], "--trials 0: allowed is 1 or more"),
+    (["digits", "--budget", "0"], "--budget 0: allowed is a percentage above 0"),
+    (["digits", "--ratio", "5"], "--ratio '5': allowed is LOW:HIGH"),
+    (["digits", "--ratio", "0.1:0.01"], "ratio: got 0.1 to 0.01, allowed: a range above 0"),
+    (["digits", "--batch", "64,x"], "--batch '64,x': allowed are whole numbers"),
+    (["digits", "--codec", "best()"], "--codec: codec 'best()': 'best' is unknown"),
+    (["digits", "--out", "/nowhere/loss.json"], "/nowhere/loss.json: the folder /nowhere does not exist"),
+    (["digits", "--search", "grid"], "search 'grid': allowed are auto, skopt, gp"),
+])
+def test_misuse_is_one_line_and_code_2(arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["commlayer", "tune", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_a_script_that_does_not_load_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    with pytest.raises(ValueError, match="broken.py: ModuleNotFoundError: No module named 'nothing_of_that_name'"):
+        load(str(tmp_path / "broken.py"))
+
+
+def test_proxies_are_repeatable_and_learn() -> None:
+    proxy = load("digits")
+    assert read_space(("int8()",), "0.01:0.1", "256").dimensions[2].choices == (256,)
+    runs: list[Any] = [proxy({"codec": codec, "batch": 256}) for codec in (DENSE, DENSE, "topk(ratio=0.05,values='int8')")]
+    assert runs[0] == runs[1]
+    assert runs[0]["loss"] < math.log(10)
+    assert runs[2]["seconds"] < runs[0]["seconds"]
