@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "balance": "bench.balance",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
+    "planner": "bench.planner",
     "tuning": "bench.tuning",
     "wan": "bench.wan",
 }

@@ -38,6 +38,8 @@ class Trained(NamedTuple):
 
     module: nn.Module
     close: Callable[[], None]
+    decisions: Callable[[], list[str]] = list
+    """What was decided on the way, a line each."""
 
 
 def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
@@ -53,12 +55,13 @@ def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str
 
 
 def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
-    """Through summation servers on all hosts, every gradient coded by the codec that the argument spells."""
+    """With summation servers on all hosts: every gradient coded by the codec that the argument spells, or plan "auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
     config = {"ranks_per_node": 1, "servers": "each", "bind": here, "insecure": here != "127.0.0.1"}
-    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.parse(argument), config=config)
-    return Trained(model, session.close)
+    plan = "auto" if argument == "auto" else commlayer.compressors.parse(argument)
+    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    return Trained(model, session.close, session.decisions)
 
 
 # A mode is called with the model, its optimizer and what follows the colon in "--mode NAME:ARGUMENT".
@@ -140,6 +143,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         "step_s": told.step_s[args.warmup :],
         "loss": told.loss[args.warmup :],
         "digest": digest(model),
+        "decisions": trained.decisions(),
     }
     print(json.dumps(answer), flush=True)
     trained.close()

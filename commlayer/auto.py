@@ -17,8 +17,10 @@ import torch
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.compressors import parse
 from commlayer.connect import Connection, switch
 from commlayer.observe import Drift
+from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.records import Job, Plan, digest
@@ -37,9 +39,6 @@ WORTH = 0.05
 """A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
 FIRST_ASK, LAST_ASK = 2, 64
 """Steps between two askings whether there is a plan: twice as many each time."""
-LOCAL = 1e11
-"""bits per second above which a probe went through no network: the server is on this machine."""
-
 INTRA_BPS, INTRA_ALPHA_S = 4e10, 2e-5
 """Between ranks of one node, through its memory: nobody has measured it."""
 
@@ -56,6 +55,15 @@ class Row(NamedTuple):
     alpha_s: float
 
 
+def auto_of(connection: Connection) -> Auto | None:
+    """For a job whose plan was left to commlayer and which has a network to plan for: one of several nodes."""
+    worker, groups = connection.worker, connection.groups
+    single = groups is None or groups.world == groups.ranks_per_node
+    if not connection.auto or worker is None or groups is None or single or not worker.plan.servers:
+        return None
+    return Auto(connection, worker.job)
+
+
 class Auto:
     """`after_step` is called by every rank after each step."""
 
@@ -69,8 +77,6 @@ class Auto:
         self._stale = False
         self._ended = 0.0
         self._recent: list[float] = []
-        self.decisions: list[str] = []
-        """What was decided, at which step, and why."""
 
     def after_step(self) -> None:
         worker = self._connection.worker
@@ -132,10 +138,10 @@ class Auto:
     def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
         try:
             cluster = self._cluster(rows)
-            profile = _profile(cluster)
+            profile = _profile(cluster, current)
             policy = Policy(devices=("cpu",))
             made = planner.plan(job, cluster, profile, policy)
-            now_s = planner.simulate(current, job, cluster, profile, policy).step_s
+            now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
             measured_s = median(row.step_s for row in rows)
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
@@ -148,22 +154,43 @@ class Auto:
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._answer = made
+        self._answer = self._on_servers(made)
+
+    def _homes(self) -> list[int]:
+        """The node of each server."""
+        assert self._connection.uplink is not None
+        return [s.node for s in self._connection.uplink.view.servers]
+
+    def _at_home(self, plan: Plan) -> Plan:
+        """Its servers as the planner counts them: one for each node that has any."""
+        homes = self._homes()
+        hosts = sorted(set(homes[: plan.servers]))
+        buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
+        return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
+
+    def _on_servers(self, plan: Plan) -> Plan:
+        """The reverse: the planner's hosts as the numbers of servers that run."""
+        if not plan.servers:
+            return plan
+        homes = self._homes()
+        able = sorted(set(homes))
+        hosts = plan.hosts or tuple(able[: plan.servers])
+        number = [homes.index(host) for host in hosts]
+        buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
+        return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
     def _cluster(self, rows: list[Row]) -> Cluster:
-        """Nodes as measured. A server's own node has no link to it that could be measured: it gets the best of the others'."""
-        groups, uplink = self._connection.groups, self._connection.uplink
+        """Nodes as measured. That of the server which all have probed saw no network: it gets the best of the others'."""
+        groups = self._connection.groups
         assert groups is not None
-        assert uplink is not None
         firsts = rows[:: groups.ranks_per_node]
-        seen = [r for r in firsts if 0 < min(r.up_bps, r.down_bps) <= LOCAL]
-        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen)) if seen else None
-        homes = {s.node for s in uplink.view.servers}
+        homes = self._homes()
+        seen = [r for number, r in enumerate(firsts) if number != homes[0]]
+        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
         fastest_s = min(r.compute_s for r in rows)
         nodes = []
         for number, row in enumerate(firsts):
-            own = row in seen and number not in homes
-            link = Link(row.up_bps, row.down_bps, row.alpha_s) if own or best is None else best
+            link = best if number == homes[0] else Link(row.up_bps, row.down_bps, row.alpha_s)
             mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
             nodes.append(Node(
                 f"node{number}", groups.ranks_per_node, "cpu", link, INTRA_BPS, INTRA_ALPHA_S,
@@ -202,15 +229,17 @@ class Auto:
         return NOTHING
 
     def _say(self, what: str) -> None:
-        self.decisions.append(f"step {self._steps}: {what}")
+        self._connection.decisions.append(f"step {self._steps}: {what}")
         if self._connection.rank == 0:
             log.info("step %d: %s", self._steps, what)
 
 
-def _profile(cluster: Cluster) -> Profile:
-    """The tables' costs, with those of the CPU's codecs as they are here."""
-    tables = profile_from_tables(cluster, DEFAULT_CODECS)
-    measured = {cost.codec: cost for cost in calibrate.measure(DEFAULT_CODECS)}
+def _profile(cluster: Cluster, current: Plan) -> Profile:
+    """The tables' costs, with those of the CPU's codecs as they are here; codecs as plans spell them, in full."""
+    used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
+    names = sorted({str(parse(codec)) for codec in (*DEFAULT_CODECS, *used)})
+    tables = profile_from_tables(cluster, names)
+    measured = {cost.codec: cost for cost in calibrate.measure(names)}
     costs = tuple(
         structs.replace(cost, encode=mine.encode, decode=mine.decode, nbytes=mine.nbytes)
         if cost.device == "cpu" and (mine := measured[cost.codec]) else cost

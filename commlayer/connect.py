@@ -49,6 +49,8 @@ class Connection:
         self.uplink: uplink.Uplink | None = None
         self.embedded: list[Embedded] = []
         self.rank, self.world = 0, 1
+        self.decisions: list[str] = []
+        """What was decided in this run, at which step, and why."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False
@@ -254,7 +256,7 @@ def _check_plan(plan: Plan, job: Job) -> None:
 
 def _agree(settle: Callable[[], Plan], job: Job, groups: Groups | None) -> Plan:
     """Rank 0's plan, on every rank, or its reason for having none; checked against this rank's model."""
-    data = _from_rank_0(lambda: records.encode(settle()), groups)
+    data = _from_rank_0(lambda: records.encode(planner.lower(settle())), groups)
     plan = records.decode(data, Plan, "plan of rank 0")
     _check_plan(plan, job)
     return plan

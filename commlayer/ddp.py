@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.auto import Auto, auto_of
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
 from commlayer.errors import DeadlineExceeded
@@ -49,6 +50,7 @@ class HookState:
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
+        self._auto: Auto | None = None
         self._actions: list[Callable[[], None]] = []
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -92,6 +94,7 @@ class HookState:
             TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
         ))
         self.connection = connect(job, device, plan=self._plan, config=self._config)
+        self._auto = auto_of(self.connection)
         for action in self._actions:
             action()
         self._actions.clear()
@@ -118,6 +121,8 @@ class HookState:
                         targets[self._numbers[id(p)]] = gradient
                 worker.finish(targets, self._config.deadline_s)
                 worker.commit(targets)
+                if self._auto is not None:
+                    self._auto.after_step()
         except BaseException as error:
             self._latch(error)
         finally:

@@ -125,6 +125,8 @@ class Bucket(Record, frozen=True):
     """The codec of a server's results where it is not that of the payloads."""
     by_node: tuple[str, ...] = ()
     """Codecs of the nodes where they differ (a slow link takes a smaller ratio); of one family: one server reads all."""
+    coder: str = ""
+    """"gpu": a service bucket is coded on the device. Empty: on the host."""
     stale: bool = False
     """Whether the result of a step is used in the next one."""
     coder: str = ""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
+from commlayer.auto import auto_of
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
@@ -84,6 +85,10 @@ class Session:
         """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
         return self._driver.connection.stats()
 
+    def decisions(self) -> list[str]:
+        """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
+        return list(self._driver.connection.decisions)
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force, None where there is nobody to talk to."""
@@ -120,6 +125,7 @@ class _ModuleDriver:
         self._syncing = True
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
+        self._auto = auto_of(connection)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
@@ -158,6 +164,8 @@ class _ModuleDriver:
         worker.commit([*grads, *buffers])
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
+        if self._auto is not None:
+            self._auto.after_step()
 
     def _worker(self) -> Worker:
         assert self.connection.worker is not None

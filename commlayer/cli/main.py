@@ -6,7 +6,9 @@ import sys
 
 import typer
 
+from commlayer.cli import plan
 from commlayer.cli.demo import demo
+from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
 from commlayer.cli.tune import tune
 from commlayer.errors import CommError
@@ -25,6 +27,8 @@ def commlayer() -> None:
 app.command()(demo)
 app.command()(serve)
 app.command()(tune)
+app.command()(profile)
+app.add_typer(plan.app, name="plan")
 
 
 def run() -> None:

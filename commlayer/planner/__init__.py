@@ -5,11 +5,13 @@ from commlayer.planner.diff import diff
 from commlayer.planner.explain import explain
 from commlayer.planner.jobs import builtin
 from commlayer.planner.lint import lint
+from commlayer.planner.lower import lower
 from commlayer.planner.rules import verify, verify_alone
 from commlayer.planner.select import plan
 from commlayer.planner.simulate import Timeline, simulate
 from commlayer.planner.whatif import what_if
 
 __all__ = [
-    "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "plan", "simulate", "verify", "verify_alone", "what_if",
+    "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "lower", "plan", "simulate", "verify", "verify_alone",
+    "what_if",
 ]

@@ -14,14 +14,13 @@ CLOSE = 1e-9
 
 
 def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> set[int]:
-    """The buckets; all of them where steps overlap, or where codecs stop backward and so every bucket may matter."""
+    """The buckets; all of them where steps overlap."""
     everything = set(range(problem.buckets))
     if problem.steps > 1:
         return everything
     kinds, buckets = laid_out(problem, choice)
     lanes = [problem.lane[problem.task_lanes[k] : problem.task_lanes[k + 1]] for k in kinds]
-    if any(problem.lane_node[lane] >= 0 for each in lanes for lane in each):
-        return everything
+    stopping = [(i, problem.lane_node[lane]) for i, each in enumerate(lanes) for lane in each if problem.lane_node[lane] >= 0]
     slack = CLOSE * max(ends, default=0.0)
     freed: dict[tuple[int, int], list[int]] = {}
     """Tasks by lane and the moment, in units of slack, at which they leave it."""
@@ -38,6 +37,9 @@ def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], e
         tick = _tick(starts[i], slack)
         held = [j for lane in lanes[i] for near in (-1, 0, 1) for j in freed.get((lane, tick + near), ())]
         causes = [j for j in before[i] if ends[j] >= starts[i] - slack] + held
+        gates = problem.gate[problem.task_gates[kinds[i]] : problem.task_gates[kinds[i] + 1]]
+        # What was coded on the node's GPU before has made this gradient late.
+        causes += [j for j, node in stopping if node in gates and starts[j] < starts[i]] if gates else []
         for j in causes:
             if j not in seen:
                 seen.add(j)

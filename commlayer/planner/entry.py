@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from commlayer.planner import fuse
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
-from commlayer.planner.default import shape_of, spread
+from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.problem import Load, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import Found, Space, best_start, search
 from commlayer.planner.simulate import pace, tail, urgent
 from commlayer.planner.ways import DENSE, Option, Ways, free
-from commlayer.records import Bucket, Job, Plan, Timing
+from commlayer.records import Bucket, Job, Plan, Slice, Timing
 
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
@@ -42,6 +43,8 @@ class Entry:
         self.options, self.hosts = ways.options, ways.prices.hosts
         self.groups = fuse.groups(inputs.job, limits)
         self.sizes = [sum(s.numel for s in group) for group in self.groups]
+        self.found: Found
+        """The choice that emit() writes down."""
         self.useful = self._useful(self.ways)
         self.space = self._space(self.ways, self.useful)
 
@@ -51,8 +54,13 @@ class Entry:
         return best_start(self.space, self._starts(self.useful))
 
     @cached_property
-    def found(self) -> Found:
+    def searched(self) -> Found:
         return search(self.space, self._starts(self.useful))
+
+    def dense(self) -> Found:
+        """The best that codes nothing and takes one option for every bucket."""
+        plain = [start for start, option in zip(self._starts(self.useful), self.options, strict=True) if option.codec == DENSE]
+        return best_start(self.space, plain)
 
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
@@ -67,20 +75,35 @@ class Entry:
     def emit(self) -> Plan:
         """The plan of the choice; buckets of servers go where least has gone so far, and so do they among a node's ranks."""
         job, cluster = self.inputs.job, self.inputs.cluster
-        chosen = [self.chosen(b) for b in range(len(self.groups))]
-        served = [b for b, option in enumerate(chosen) if option.served]
+        parts = [part for b in range(len(self.groups)) for part in self._parts(b)]
+        chosen = [self.chosen(b) for b, _ in parts]
+        served = [i for i, option in enumerate(chosen) if option.served]
         ranks = {node.ranks for node in cluster.nodes if node.ranks}
         per_node = ranks.pop() if len(ranks) == 1 else 1
-        weights = [self.sizes[b] for b in served]
+        weights = [sum(s.numel for s in parts[i][1]) for i in served]
         server = dict(zip(served, spread(weights, max(1, len(self.hosts))), strict=True))
         owner = dict(zip(served, spread(weights, per_node), strict=True))
         buckets = tuple(
-            Bucket(b, group, option.path, option.codec, server.get(b, 0), owner.get(b, 0), shape_of(job, group),
+            Bucket(i, slices, option.path, option.codec, server.get(i, 0), owner.get(i, 0), shape_of(job, slices),
                    option.down, option.by_node)
-            for b, (group, option) in enumerate(zip(self.groups, chosen, strict=True))
+            for i, ((_, slices), option) in enumerate(zip(parts, chosen, strict=True))
         )
         return Plan(job.digest(), buckets, len(self.hosts) if served else 0, per_node, self.local_steps,
                     hosts=self.hosts if served else ())
+
+    @property
+    def origins(self) -> list[int]:
+        """Of each bucket that emit() makes, the one that was searched."""
+        return [b for b in range(len(self.groups)) for _ in self._parts(b)]
+
+    def _parts(self, b: int) -> list[tuple[int, tuple[Slice, ...]]]:
+        """What was priced as spread over all servers is cut into as many parts, so that each has its own."""
+        group, option = self.groups[b], self.chosen(b)
+        parts = min(len(self.hosts), self.sizes[b] * ELEMENT_NBYTES // SPREAD_NBYTES) if option.served else 1
+        if parts < 2:
+            return [(b, group)]
+        edges = [self.sizes[b] * i // parts for i in range(parts + 1)]
+        return [(b, fuse.between(group, start, stop)) for start, stop in pairwise(edges)]
 
     def _useful(self, ways: Ways) -> list[list[int]]:
         """By octaves of size, so that all buckets of one octave have the same options. Dense ones always stay."""
@@ -113,8 +136,8 @@ class Entry:
         for b in range(len(self.groups)):
             classes.setdefault(self._kind(b), []).append(b)
         nodes = ways.prices.groups
-        problem = flatten(loads, pace(job, timing, self.groups, nodes, self.local_steps), tail_s=tail(timing, nodes),
-                          priority=policy.priority)
+        problem = flatten(loads, pace(job, timing, self.groups, nodes, self.local_steps),
+                          tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
         by_size = [classes[kind] for kind in sorted(classes, key=lambda kind: -kind[1])]
         made_schedule = schedule(problem)
 

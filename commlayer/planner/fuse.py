@@ -10,31 +10,30 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Slice
 
 
 class Limits(NamedTuple):
-    """How tensors become buckets. `servers`: how many share a large tensor."""
+    """How tensors become buckets."""
 
     fuse_nbytes: int
     cut_nbytes: int
-    servers: int = 1
 
 
 KIB, MIB = 1 << 10, 1 << 20
-MOST_BUCKETS = 160
+MOST_BUCKETS = 100
 """Limits grow with the model, so that about so many buckets remain: each has a cost of its own, here and at run time."""
 TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * MIB), Limits(25 * MIB, 100 * MIB))
 """From overlap (small buckets go out early) to few calls (each pays latency and floors)."""
 
 
-def limits(job: Job, servers: int) -> tuple[Limits, ...]:
+def limits(job: Job) -> tuple[Limits, ...]:
     """The limits worth trying for a model of this size, without repetitions."""
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
     most = MAX_BUCKET_NBYTES
-    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most), servers) for a, b, _ in TRIED)
+    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b in TRIED)
     return tuple(dict.fromkeys(tried))
 
 
 def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
     """Slices by bucket, in the order in which backward makes them ready; buffers last."""
-    made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, limit.servers, False))
+    made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False))
     return sorted(made, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
 
@@ -46,6 +45,21 @@ def single(job: Job) -> list[tuple[Slice, ...]]:
 
 def _whole(job: Job) -> Iterator[tuple[Slice, ...]]:
     return ((Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors) if info.numel)
+
+
+def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
+    """
+    >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
+    (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
+    """
+    found = []
+    at = 0
+    for part in group:
+        first, last = max(start - at, 0), min(stop - at, part.numel)
+        if first < last:
+            found.append(Slice(part.tensor, part.start + first, part.start + last))
+        at += part.numel
+    return tuple(found)
 
 
 def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:

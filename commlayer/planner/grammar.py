@@ -96,11 +96,9 @@ class _Tree:
         yield from self._middle(_op("allreduce", "net"))
 
     def _middle(self, between: Path) -> Iterator[Path]:
-        """`between` on payloads of what each node has summed."""
+        """`between` on payloads of what each node has summed, which comes back into the node as floats."""
         for second, floats in self.inside():
-            yield from _rows(floats, self.C, [between], self.last_coded("node", second))
-        for (_, second), merged, _ in self.inside_coded():
-            yield from _rows(merged, self.C, [between], self.last_coded("node", second))
+            yield from _rows(floats, self.C, [between], self.D, [_op(second, "node")])
 
     def inside(self) -> Iterator[tuple[str, Paths]]:
         for first, second in FLOAT_PAIRS:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from msgspec import structs
 
 from commlayer.planner.entry import Entry
@@ -9,6 +12,8 @@ from commlayer.planner.simulate import Timeline, per_step, simulate
 from commlayer.planner.ways import DENSE
 from commlayer.records import Bucket, Plan, Why
 
+LOOKED_AT = 2.0
+"""How much longer a step may be with another option for that to be told exactly."""
 SAME = 1e-6
 """Steps closer than this fraction are called equal."""
 
@@ -19,47 +24,65 @@ def explained(plan: Plan, entry: Entry) -> Plan:
     timeline = simulate(plan, job, cluster, profile, policy)
     step_s = per_step(timeline, plan.local_steps)
     bound_s = min(step_s, entry.bound_s() / plan.local_steps)
-    buckets = tuple(structs.replace(bucket, why=_why(bucket, entry, timeline)) for bucket in plan.buckets)
+    told: dict[int, Verdict] = {}
+    for b in entry.origins:
+        told.setdefault(b, _verdict(b, entry))
+    buckets = tuple(
+        structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
+        for bucket, b in zip(plan.buckets, entry.origins, strict=True)
+    )
     return structs.replace(plan, buckets=buckets, step_s=step_s, bound_s=bound_s)
 
 
-def _why(bucket: Bucket, entry: Entry, timeline: Timeline) -> Why:
-    b = bucket.id
-    mine = entry.useful[b]
-    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], float("inf"))
-    now_s = steps[entry.found.choice[b]]
-    others = [(s, o) for o, s in enumerate(steps) if o != entry.found.choice[b]]
-    runner_s, runner = min(others, default=(now_s, -1))
-    dense_s = min((steps[i] for i, o in enumerate(mine) if entry.options[o].codec == DENSE), default=now_s)
-    coded_s = min((steps[i] for i, o in enumerate(mine) if entry.options[o].codec != DENSE), default=None)
-    nbytes = round(entry.ways.template(mine[entry.found.choice[b]]).nbytes * bucket.numel)
+class Verdict(NamedTuple):
+    """The step with a bucket as it is, with its runner-up, dense and coded as well as each can be; and bytes an element."""
+
+    now_s: float
+    runner_up: str
+    runner_up_s: float
+    dense_s: float
+    coded_s: float | None
+    nbytes: float
+
+
+def _verdict(b: int, entry: Entry) -> Verdict:
+    mine, now = entry.useful[b], entry.found.choice[b]
+    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], LOOKED_AT * entry.found.step_s)
+    others = [(s, o) for o, s in enumerate(steps) if o != now and s < math.inf]
+    runner_s, runner = min(others, default=(steps[now], -1))
+    dense = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec == DENSE]
+    coded = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec != DENSE]
+    return Verdict(steps[now], str(entry.options[mine[runner]]) if runner >= 0 else "", runner_s - steps[now],
+                   min(dense, default=steps[now]), min(coded, default=None), entry.ways.template(mine[now]).nbytes)
+
+
+def _why(bucket: Bucket, verdict: Verdict, entry: Entry, timeline: Timeline) -> Why:
     return Why(
-        seconds=max(0.0, timeline.done_s[b] - timeline.ready_s[b]), nbytes=nbytes,
-        reason=_reason(bucket, entry, timeline, now_s, dense_s, coded_s),
-        runner_up=str(entry.options[mine[runner]]) if runner >= 0 else "", runner_up_s=runner_s - now_s,
+        seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
+        nbytes=round(verdict.nbytes * bucket.numel), reason=_reason(bucket, verdict, entry, timeline),
+        runner_up=verdict.runner_up, runner_up_s=verdict.runner_up_s,
     )
 
 
-def _reason(
-    bucket: Bucket, entry: Entry, timeline: Timeline, now_s: float, dense_s: float, coded_s: float | None,
-) -> str:
+def _reason(bucket: Bucket, verdict: Verdict, entry: Entry, timeline: Timeline) -> str:
+    now_s, dense_s, coded_s = verdict.now_s, verdict.dense_s, verdict.coded_s
     if entry.inputs.job.tensors[bucket.slices[0].tensor].buffer:
         return "running statistics are sent as they are"
     if bucket.codec != DENSE:
         if dense_s > now_s * (1 + SAME):
-            return f"dense, the step would be {ms(dense_s - now_s)} longer"
+            return f"dense, the step would be {longer(dense_s - now_s)}"
         return "takes load off the links at no cost to the step"
     if coded_s is None:
         return "no codec is allowed or worth trying at this size"
     if coded_s > now_s * (1 + SAME):
-        return f"coding it would make the step {ms(coded_s - now_s)} longer"
+        return f"coded, the step would be {longer(coded_s - now_s)}"
     hidden = timeline.done_s[bucket.id] <= timeline.compute_s
     return "its transfer is hidden behind computing" if hidden else "coding it would not shorten the step: others end later"
 
 
-def ms(seconds: float) -> str:
+def longer(seconds: float) -> str:
     """
-    >>> ms(0.01234)
-    '12.3 ms'
+    >>> longer(0.01234), longer(math.inf)
+    ('12.3 ms longer', 'more than twice as long')
     """
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms longer" if seconds < math.inf else "more than twice as long"

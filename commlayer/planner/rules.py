@@ -70,7 +70,7 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     for part in backward:
         yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
     if not backward and served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
-        yield (f"{name}: {bucket.numel} elements, allowed on the way to a server: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
+        yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
 
 

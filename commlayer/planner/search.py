@@ -18,10 +18,12 @@ EXHAUSTIVE = 2000
 """So many choices or fewer are all tried."""
 PAIRS = 12000
 """Two buckets are changed at once where that gives no more trials than this."""
-WORTH = 1e-4
-"""The search goes on as long as a round of changes shortens the step by this fraction."""
-TAKERS, GIVERS = 4, 12
-"""Buckets that may take a lossier option, and others that may give up theirs for it, when the loss budget is used up."""
+FEW = 12
+"""Of so many buckets or fewer, all states of the beam are improved to the last bit; of more, the best one."""
+WORTH = 1e-3
+"""With many buckets, the search goes on as long as a round of changes shortens the step by this fraction."""
+TAKERS, GIVERS, GIVEN = 4, 12, 6
+"""When the loss budget is used up: options of more loss that are tried, buckets that may pay for one, and payments."""
 RELAXED = 3
 """Options, those that lose least first, which a bucket is offered that may do without its own."""
 
@@ -86,7 +88,7 @@ class _Search:
             return found
         states = self.beam(self.first(starts, width), width)
         found = states[0]
-        for state in states:
+        for state in states if len(self.counts) <= FEW else states[:1]:
             improved = self.improve(state)
             found = improved if better(improved, found) else found
         return found
@@ -153,11 +155,12 @@ class _Search:
 
     def improve(self, found: Found) -> Found:
         """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
+        worth = WORTH if len(self.counts) > FEW else EQUAL
         moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
         while True:
             for move in moves:
                 improved = move(found)
-                if improved.step_s < found.step_s * (1 - WORTH):
+                if improved.step_s < found.step_s * (1 - worth):
                     found = improved
                     break
             else:
@@ -189,13 +192,29 @@ class _Search:
             for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s)):
                 if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
                     wanted.append((step_s, b, option))
-        givers = [b for members in self.space.classes for b in {members[0], members[-1]}]
-        for _, b, option in sorted(wanted)[:TAKERS]:
-            taken = found._replace(choice=_with(found.choice, (b,), option))
-            for giver in givers[:GIVERS]:
-                for other in self.swept(taken, (giver,), found.step_s):
-                    found = other if giver != b and better(other, found) else found
+        for _, b, option in sorted(wanted)[: TAKERS if len(self.counts) > FEW else None]:
+            other = self.paid(found, b, option)
+            found = other if other is not None and better(other, found) else found
         return found
+
+    def paid(self, found: Found, taker: int, option: int) -> Found | None:
+        """With that option for the taker; the loss is made good by others, those first whose giving hurts the step least."""
+        choice = _with(found.choice, (taker,), option)
+        givers = [b for members in self.space.classes for b in dict.fromkeys((members[0], members[-1])) if b != taker]
+        for _ in range(GIVEN):
+            offers = []
+            for giver in givers[:GIVERS]:
+                losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
+                steps = self.space.schedule.sweep(list(choice), [giver], found.step_s)
+                offers += [(step_s, losses[o], giver, o) for o, step_s in enumerate(steps)
+                           if losses[o] < now and step_s < found.step_s]
+            if not offers:
+                return None
+            _, _, giver, less = min(offers)
+            choice = _with(choice, (giver,), less)
+            if self.allowed(choice):
+                return self.price(choice)
+        return None
 
     def relax(self, found: Found) -> Found:
         """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""

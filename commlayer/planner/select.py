@@ -11,12 +11,15 @@ from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.reasons import explained
-from commlayer.planner.simulate import simulate
+from commlayer.planner.search import Found
+from commlayer.planner.simulate import per_step, simulate
 from commlayer.planner.ways import Ways
 from commlayer.records import Job, Plan
 
 FINALISTS = 2
 """Sets of limits and hosts that are searched in full, after all have been tried with one option for every bucket."""
+PAYS = 0.02
+"""Compression must shorten a step by this fraction, else the plan does without it: it is not free of risk."""
 WORTH = 0.02
 """Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
 
@@ -25,23 +28,37 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = Inputs(job, timing, cluster, profile, policy)
-    tried = [
-        Entry(inputs, ways, limits)
-        for ways in _ways(inputs) for limits in fuse.limits(job, max(1, len(ways.prices.hosts)))
-    ]
+    tried = [Entry(inputs, ways, limits) for ways in _ways(inputs) for limits in fuse.limits(job)]
     finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
-    entry = min(finalists, key=lambda entry: entry.found.step_s)
+    densest = min(tried, key=lambda entry: entry.dense().step_s)
+    choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
+    entry, found = _best(choices)
+    if _exact_s(densest, densest.dense()) < _exact_s(entry, found) * (1 + PAYS):
+        entry, found = densest, densest.dense()
     local_steps = 2
     while local_steps <= policy.max_local_steps:
-        # Of what an exchange costs, each of the steps that share it bears its part.
         rarer = Entry(inputs, entry.ways, entry.limits, local_steps)
-        if rarer.found.step_s / local_steps > entry.found.step_s / entry.local_steps * (1 - WORTH):
+        rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
+        if _exact_s(rarer, sparser) > _exact_s(entry, found) * (1 - WORTH):
             break
-        entry, local_steps = rarer, 2 * local_steps
+        entry, found, local_steps = rarer, sparser, 2 * local_steps
+    entry.found = found
     made = entry.emit()
-    if policy.staleness and local_steps == 2:
+    if policy.staleness and entry.local_steps == 1:
         made = _stale(made, inputs)
     return explained(made, entry)
+
+
+def _best(choices: list[tuple[Entry, Found]]) -> tuple[Entry, Found]:
+    """By the exact simulation of what would be written: the search knows buckets that are spread over all servers."""
+    return min(choices, key=lambda pair: _exact_s(*pair))
+
+
+def _exact_s(entry: Entry, found: Found) -> float:
+    """Of a step; of what an exchange costs, each of the steps that share it bears its part."""
+    entry.found = found
+    job, _, cluster, profile, policy = entry.inputs
+    return per_step(simulate(entry.emit(), job, cluster, profile, policy), entry.local_steps)
 
 
 def _ways(inputs: Inputs) -> list[Ways]:

@@ -53,7 +53,7 @@ def simulate(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = N
     paces = pace(job, timing, slices, prices.groups, plan.local_steps)
     urgency = [urgent(timing, bucket.slices) for bucket in plan.buckets]
     loads = [Load((way(t),), u, b.stale) for t, u, b in zip(tasks, urgency, plan.buckets, strict=True)]
-    problem = flatten(loads, paces, tail_s=tail(timing, prices.groups), priority=policy.priority)
+    problem = flatten(loads, paces, tail_s=tail(timing, prices.groups, plan.local_steps), priority=policy.priority)
     step_s, starts, ends = schedule(problem).trace([0] * len(loads))
     total = len(starts) // problem.steps
     at, begun = 0, 0.0
@@ -113,9 +113,9 @@ def pace(
     )
 
 
-def tail(timing: Timing, nodes: Sequence[Group]) -> float:
-    """The optimizer's step on the slowest node."""
-    return timing.update_s / min(group.node.speed for group in nodes if group.workers)
+def tail(timing: Timing, nodes: Sequence[Group], local_steps: int = 1) -> float:
+    """The optimizer's step on the slowest node; local steps have theirs before the exchange."""
+    return 0.0 if local_steps > 1 else timing.update_s / min(group.node.speed for group in nodes if group.workers)
 
 
 def urgent(timing: Timing, slices: Sequence[Slice]) -> float:

@@ -155,6 +155,7 @@ def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
 
 PAYLOAD_HEADER_NBYTES = 16
 SPARSE = ("topk", "randomk", "block_threshold")
+UNKNOWN_LOSS = 0.5
 _NAME = re.compile(r"(\w+)\((.*)\)")
 
 
@@ -177,13 +178,24 @@ def _touch(name: str) -> _Touch:
         "fp16": _Touch(6, 10, 2, 0.0),
         "bf16": _Touch(6, 10, 2, 0.0),
         "int8": _Touch(13 / 0.72, 9, 1.004, 0.1),
-        "int4": _Touch(12.5 / 0.72, 8.5, 0.504, 0.2),
-        "onebit": _Touch(16.25, 8.125, 0.125, 0.5),
+        "int4": _Touch(12.5 / 0.72, 8.5, 0.53, 0.2),
+        "onebit": _Touch(16.25, 8.125, 0.129, 0.5),
+        "qsgd": _Touch(12.5 / 0.35, 8.5, 0.504, 0.2),
+        "natural": _Touch(12.5 / 0.3, 8.5, 0.503, 0.2),
+        "terngrad": _Touch(12.2 / 0.35, 8.2, 0.204, 0.6),
     }
     if family not in fixed:
         raise ValueError(f"codec {name!r} is in no table, known are {', '.join((*fixed, *SPARSE))}; "
                          "or measure it with `commlayer profile`")
     return fixed[family]
+
+
+def codec_loss(name: str) -> float:
+    """The tables' guess at what a codec costs in quality; that of a coarse one where they have none."""
+    try:
+        return _touch(name).loss
+    except ValueError:
+        return UNKNOWN_LOSS
 
 
 def _position_nbytes(ratio: float) -> float:

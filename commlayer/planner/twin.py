@@ -82,9 +82,8 @@ class Twin:
                     over.append(instance)
             for instance in sorted(over):
                 self._ended(instance)
-            for lane in sorted(self.check):
-                self._serve(lane)
-            self.check.clear()
+            while self._serve():
+                pass
         return self.now
 
     def _due(self, n: int) -> float:
@@ -118,17 +117,20 @@ class Twin:
         if not self.busy[lane]:
             self.check.add(lane)
 
-    def _serve(self, lane: int) -> None:
-        waiting = self.waiting[lane]
-        while waiting and not self.busy[lane]:
-            key, instance = heapq.heappop(waiting)
-            kind = self.kind[instance % self.total]
-            lanes = self.p.lane[self.p.task_lanes[kind] : self.p.task_lanes[kind + 1]]
-            held = next((other for other in lanes if self.busy[other]), -1)
-            if held < 0:
-                self._begin(instance, kind)
-            else:
-                heapq.heappush(self.waiting[held], (key, instance))
+    def _serve(self) -> bool:
+        """Of all tasks that wait at a free lane the first in order: it begins, or goes to wait at another lane that is held."""
+        self.check = {lane for lane in self.check if self.waiting[lane] and not self.busy[lane]}
+        if not self.check:
+            return False
+        key, instance = heapq.heappop(self.waiting[min(self.check, key=lambda lane: self.waiting[lane][0])])
+        kind = self.kind[instance % self.total]
+        lanes = self.p.lane[self.p.task_lanes[kind] : self.p.task_lanes[kind + 1]]
+        held = next((other for other in lanes if self.busy[other]), -1)
+        if held < 0:
+            self._begin(instance, kind)
+        else:
+            heapq.heappush(self.waiting[held], (key, instance))
+        return True
 
     def _begin(self, instance: int, kind: int) -> None:
         p = self.p

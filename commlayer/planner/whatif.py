@@ -9,13 +9,11 @@ from msgspec import structs
 
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
-from commlayer.planner.select import plan
+from commlayer.planner.select import PAYS, plan
 from commlayer.planner.tables import speed
 from commlayer.planner.ways import DENSE
 from commlayer.records import Job, Record
 
-PAYS = 0.02
-"""Compression pays where it shortens the step by at least this fraction."""
 LEAST_BPS, MOST_BPS = 1e5, 1e12
 HALVINGS = 7
 """Of the gap between two swept bandwidths: to a fraction of a percent."""
@@ -36,7 +34,7 @@ class Point(Record, frozen=True):
 
     @property
     def gain(self) -> float:
-        return self.dense_s / self.plan_s
+        return self.dense_s / self.plan_s if self.plan_s else 1.0
 
 
 class Curve(Record, frozen=True):

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from commlayer.compressors import Codec, parse, wrap
+from commlayer.compressors import Codec, Round, parse, wrap
 from commlayer.planner.model import CodecCost, Line
 from commlayer.records import Spec
 
@@ -27,7 +27,8 @@ def _cost(text: str, sizes: Sequence[int], repeats: int) -> CodecCost:
     codec = wrap(parse(text))
     rows = [_times(codec, numel, repeats) for numel in sizes]
     encode, decode, nbytes = (fit(sizes, [row[i] for row in rows]) for i in range(3))
-    return CodecCost(text, "cpu", encode, decode, nbytes, rounds=len(codec.rounds))
+    return CodecCost(text, "cpu", encode, decode, nbytes, rounds=len(codec.rounds),
+                     sums=all(r is not Round.GATHER for r in codec.rounds))
 
 
 def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float]:

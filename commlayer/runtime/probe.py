@@ -18,13 +18,14 @@ Ask = Callable[[int, int, float], float]
 
 
 def link(ask: Ask, budget_s: float) -> Link:
-    """Both rates and the latency one way, within about that time; each transfer has it as its deadline several times over."""
+    """Both rates and the latency to the core of the network, in about that time; a transfer may take some times as long."""
     begin = time.perf_counter()
     patience_s = 10.0 * budget_s + 10.0
     round_trip_s = min(ask(1, 1, patience_s) for _ in range(PINGS))
     up_bps = _rate(lambda n: ask(n, 1, patience_s), round_trip_s, begin + budget_s / 2)
     down_bps = _rate(lambda n: ask(1, n, patience_s), round_trip_s, begin + budget_s)
-    return Link(up_bps, down_bps, round_trip_s / 2)
+    # To the server and back, and from each machine to the network between them: four ways of about equal length.
+    return Link(up_bps, down_bps, round_trip_s / 4)
 
 
 def _rate(transfer: Callable[[int], float], round_trip_s: float, deadline: float) -> float:

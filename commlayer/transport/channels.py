@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from commlayer.transport.groups import Pending, named
 
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Newer versions of torch have renamed it."""
+
 
 class Channel:
     """One group, as this rank sees it: members are counted from 0 within it."""
@@ -32,7 +35,7 @@ class Channel:
 
     def allgather(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
         """out holds every member's x, in their order."""
-        return self._start("all-gather", dist.all_gather_into_tensor, out, x)
+        return self._start("all-gather", _all_gather, out, x)
 
     def reduce(self, x: torch.Tensor, root: int) -> Pending:
         """Sum into member root; elsewhere x is undefined afterwards."""

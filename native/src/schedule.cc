@@ -158,8 +158,7 @@ class Run {
       }
       if (ended_now > 1) std::sort(over_, over_ + ended_now);
       for (int32_t i = 0; i < ended_now; ++i) ended(over_[i]);
-      for (int64_t w = 0; w < lane_words_; ++w) {
-        for (; check_[w] != 0; check_[w] &= check_[w] - 1) serve(static_cast<int32_t>(64 * w + __builtin_ctzll(check_[w])));
+      while (serve()) {
       }
     }
     return now_;
@@ -201,25 +200,36 @@ class Run {
     if (look && busy_[lane] == 0) look_at(lane);
   }
 
-  // The tasks that wait at a free lane, in their order: each begins, or goes to wait at a lane that is still held.
-  void serve(int32_t lane) {
-    uint64_t* waiting = waiting_ + lane * words_;
-    while (busy_[lane] == 0) {
-      int64_t& w = low_[lane];
-      while (w < words_ && waiting[w] == 0) ++w;
-      if (w == words_) return;
-      const auto key = static_cast<int32_t>(64 * w + __builtin_ctzll(waiting[w]));
-      waiting[w] &= waiting[w] - 1;
-      const int32_t instance = in_.priority != 0 ? key : by_arrival_[key];
-      const int32_t task = kind_[instance];
-      int32_t held = -1;
-      for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1] && held < 0; ++l)
-        if (busy_[in_.lane[l]] != 0) held = in_.lane[l];
-      if (held < 0)
-        begin(instance, task);
-      else
-        park(key, held, false);
+  // Of all tasks that wait at a free lane the first in order: it begins, or goes to wait at another lane that is held.
+  bool serve() {
+    int32_t key = INT32_MAX, lane = -1;
+    for (int64_t w = 0; w < lane_words_; ++w) {
+      for (uint64_t left = check_[w]; left != 0; left &= left - 1) {
+        const auto candidate = static_cast<int32_t>(64 * w + __builtin_ctzll(left));
+        const int32_t head = busy_[candidate] != 0 ? INT32_MAX : first_waiting(candidate);
+        if (head == INT32_MAX) check_[w] &= ~(left & (~left + 1));
+        if (head < key) key = head, lane = candidate;
+      }
     }
+    if (lane < 0) return false;
+    waiting_[lane * words_ + key / 64] &= ~(uint64_t{1} << (key % 64));
+    const int32_t instance = in_.priority != 0 ? key : by_arrival_[key];
+    const int32_t task = kind_[instance];
+    int32_t held = -1;
+    for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1] && held < 0; ++l)
+      if (busy_[in_.lane[l]] != 0) held = in_.lane[l];
+    if (held < 0)
+      begin(instance, task);
+    else
+      park(key, held, false);
+    return true;
+  }
+
+  int32_t first_waiting(int32_t lane) {
+    const uint64_t* waiting = waiting_ + lane * words_;
+    int64_t& w = low_[lane];
+    while (w < words_ && waiting[w] == 0) ++w;
+    return w == words_ ? INT32_MAX : static_cast<int32_t>(64 * w + __builtin_ctzll(waiting[w]));
   }
 
   void begin(int32_t instance, int32_t task) {

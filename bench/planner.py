@@ -1,0 +1,149 @@
+"""The planner: how long planning takes, how near to the best choice and to free compression it comes, Espresso's cases.
+
+No figure of a network is measured here: everything is the planner's own simulation. What real steps take beside it is
+bench/wan.py's matter.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench.report import Result
+from commlayer.planner import tables
+from commlayer.planner.candidates import options
+from commlayer.planner.costs import Prices
+from commlayer.planner.espresso_cases import CASES, cluster_of, profile
+from commlayer.planner.espresso_cases import run as espresso
+from commlayer.planner.jobs import builtin
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.problem import Load, Pace, flatten
+from commlayer.planner.schedule import schedule
+from commlayer.planner.search import Space, search
+from commlayer.planner.select import plan
+from commlayer.planner.ways import DENSE, Ways
+from commlayer.records import Job, Plan, TensorInfo, Timing
+
+FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
+TWO_LEVEL = Cluster(tuple(tables.node(f"n{i}", "v100", "25g", ranks=8) for i in range(8)))
+HOMES = Cluster(tuple(tables.node(f"n{i}", "rtx3060", "home-100/20") for i in range(4)), False)
+MOST_OPTIONS = 20
+
+
+def run(quick: bool) -> Result:
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = dict(_planning(quick, rows))
+    gaps = [_gap(seed) for seed in range(30 if quick else 240)]
+    for what, taken in (("search", 0), ("search without pairs of changes", 1)):
+        percents = [gap[taken] for gap in gaps]
+        rows.append({"what": f"gap to brute force, {what}", "jobs": len(gaps), "pct_p50": statistics.median(percents),
+                     "pct_max": max(percents), "not_best": sum(p > 1e-6 for p in percents)})
+    summary["gap_to_bruteforce_pct_p50"] = statistics.median(gap[0] for gap in gaps)
+    summary["gap_to_bruteforce_pct_max"] = max(gap[0] for gap in gaps)
+    free: dict[str, float] = {}
+    for case in CASES[:2] if quick else CASES:
+        name = f"{case.model} {case.testbed}"
+        costs = profile(case.codec)
+        machines = cluster_of(case.testbed)
+        job = builtin(case.model)
+        made = plan(job, machines, costs)
+        free[name] = _above(made)
+        dense = plan(job, machines, costs, Policy(codecs=(DENSE,)))
+        steps = espresso(case)
+        rows.append({
+            "what": f"{name} {case.codec}", "step_ms": made.step_s * 1e3, "espresso_ms": steps.espresso_s * 1e3,
+            "above_free_pct": free[name], "x_dense": dense.step_s / made.step_s,
+            "espresso_over_dense_pct": steps.over_dense_pct,
+            "published_over_dense_pct": case.over_dense_pct if case.over_dense_pct is not None else "-",
+            "espresso_over_all_pct": steps.over_all_pct, "published_over_all_pct": case.over_all_pct,
+        })
+    summary["gap_to_free_compression_pct"] = free
+    return {"rows": rows, "summary": summary}
+
+
+
+
+def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """CPU seconds of one thread, the least of several."""
+    small = Policy(codecs=("topk(ratio=0.01)",))
+    cases: dict[str, tuple[str, Callable[[], Plan]]] = {
+        "plan_s_300_tensors": ("300 tensors, one codec, flat", lambda: plan(_job(300), FLAT, None, small)),
+        "plan_s_300_full": ("300 tensors, all codecs, flat", lambda: plan(_job(300), FLAT)),
+        "plan_s_1000_tensors": ("1000 tensors, all codecs, flat", lambda: plan(_job(1000), FLAT)),
+        "plan_s_300_two_level": ("300 tensors, all codecs, 8 nodes of 8", lambda: plan(_job(300), TWO_LEVEL)),
+        "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES)),
+    }
+    for key, (what, call) in cases.items():
+        seconds, made = _least(call, 2 if quick else 5)
+        rows.append({"what": what, "plan_s": seconds, "buckets": len(made.buckets), "step_ms": made.step_s * 1e3})
+        yield key, seconds
+
+
+def _least(call: Callable[[], Plan], times: int) -> tuple[float, Plan]:
+    made = call()
+    taken = []
+    for _ in range(times):
+        gc.collect()
+        begin = time.process_time()
+        made = call()
+        taken.append(time.process_time() - begin)
+    return min(taken), made
+
+
+def _job(tensors: int) -> Job:
+    """Sizes from a thousand to some millions of elements, as convolutional networks have them; all distinct."""
+    rng = random.Random(tensors)
+    infos = tuple(TensorInfo(f"t{i}", (int(10 ** rng.uniform(3, 6)),)) for i in range(tensors))
+    whole_s = 0.15
+    ready = tuple(whole_s * 2 / 3 * (tensors - i) / tensors for i in range(tensors))
+    needed = tuple(whole_s / 3 * i / tensors for i in range(tensors))
+    return Job(infos, 32, Timing(ready, needed, whole_s * 2 / 3, whole_s / 3, 0.002), "random")
+
+
+def _above(made: Plan) -> float:
+    return 100 * (made.step_s / made.bound_s - 1)
+
+
+def _gap(seed: int) -> tuple[float, float]:
+    """Percent above the best of all choices: the search as it is, and without what it only does for small jobs."""
+    rng = random.Random(seed)
+    machines, policy = rng.choice((FLAT, TWO_LEVEL, HOMES)), Policy(max_loss=rng.choice((0.1, 0.4, 1.0)))
+    hosts = tuple(i for i, n in enumerate(machines.nodes) if n.server)[:1]
+    prices = Prices(machines, tables.profile_from_tables(machines), hosts)
+    ways = Ways(prices, options(prices, policy))
+    sizes = [int(10 ** rng.uniform(4, 7)) for _ in range(rng.randint(2, 4))]
+    useful = []
+    for size in sizes:
+        kept = ways.useful(size, size)
+        most = int(rng.uniform(4, MOST_OPTIONS))
+        useful.append(kept if len(kept) <= most else [kept[0], *sorted(rng.sample(kept[1:], most - 1))])
+    work_s = rng.uniform(0.01, 0.2)
+    ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
+    made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+    paces = tuple(Pace(group.name, ready, work_s) for group in prices.groups)
+    steps = schedule(flatten([Load(each) for each in made], paces, tail_s=0.001))
+    loss = [[ways.loss(o) * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+    burden = [[sum(way.seconds) for way in each] for each in made]
+    everything = set(range(len(sizes)))
+    space = Space(steps, loss, burden, lambda choice: everything, [[b] for b in everything], policy.max_loss)
+    best_s = _brute(space)
+    return tuple(100 * (search(space, thorough=t).step_s / best_s - 1) for t in (True, False))  # type: ignore[return-value]
+
+
+def _brute(space: Space) -> float:
+    """All choices within the budget; the last bucket's options in one call."""
+    *counts, last = (len(each) for each in space.loss)
+    best_s = math.inf
+    for head in itertools.product(*map(range, counts)):
+        lost = sum(space.loss[b][o] for b, o in enumerate(head))
+        swept = space.schedule.sweep([*head, 0], [len(counts)], best_s)
+        for option in range(last):
+            if lost + space.loss[-1][option] <= space.max_loss + 1e-9:
+                best_s = min(best_s, swept[option])
+    return best_s

@@ -1,0 +1,229 @@
+"""`commlayer plan`: makes, explains, compares, varies and checks plans, with no GPU and no torch at hand. Decides nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from commlayer.records import Record
+
+app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
+
+PIPE_WIDTH = 120
+PLAN = Path("plan.json")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its inputs beside it.", metavar="FILE")]
+
+
+@app.command()
+def make(
+    model: Annotated[str, typer.Argument(help="A built-in model such as bert-base, or a job file ending in .json.")],
+    cluster: Annotated[str, typer.Option(help="The machines, as TOML or JSON.", metavar="FILE")] = "",
+    nodes: Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")] = "",
+    profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
+    batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
+    codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
+    max_loss: Annotated[float, typer.Option(help="Budget of loss in quality, from 0 (none) to 1.")] = 1.0,
+    max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most.")] = 1,
+    staleness: Annotated[bool, typer.Option("--staleness", help="Late results may be used a step later.")] = False,
+    cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
+    json: Json = False,
+) -> None:
+    """Find the plan with the shortest step, and say why each bucket goes as it goes."""
+    from commlayer import records
+    from commlayer.cli import planfiles, plantables
+    from commlayer.planner.model import Policy
+    from commlayer.planner.select import plan
+    from commlayer.planner.simulate import simulate
+
+    job = planfiles.job_named(model, batch)
+    machines = planfiles.cluster_named(cluster, nodes)
+    costs = planfiles.profile_named(profile)
+    policy = Policy(codecs=tuple(codec or ()), max_loss=max_loss, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
+                    max_local_steps=max_local_steps, staleness=staleness)
+    made = plan(job, machines, costs, policy)
+    if out is not None:
+        planfiles.write(out, records.encode(made).decode() + "\n")
+        inputs = planfiles.Inputs(job, machines, costs, policy)
+        planfiles.write(planfiles.sidecar(out), records.encode(inputs).decode() + "\n")
+    if json:
+        _print_json(made)
+        return
+    console = _console()
+    console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
+    console.print(plantables.by_decision(made, job))
+    if out is not None:
+        console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {planfiles.sidecar(out)}",
+                      markup=False)
+
+
+@app.command()
+def explain(
+    bucket: Annotated[str, typer.Argument(help="A bucket's number, or the name of a tensor in it.")],
+    plan: PlanFile = PLAN,
+    json: Json = False,
+) -> None:
+    """Say why a bucket goes as it goes, what that costs, and what came second."""
+    from commlayer.cli import planfiles, plantables
+    from commlayer.planner.explain import bucket_of
+    from commlayer.planner.explain import explain as explained
+
+    made, inputs = planfiles.plan_in(plan), planfiles.inputs_of(plan)
+    _refuse(made, inputs.job)
+    told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, inputs.profile, inputs.policy)
+    if json:
+        _print_json(told)
+    else:
+        for part in plantables.explanation(told):
+            _console().print(part)
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A plan.")],
+    after: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
+    json: Json = False,
+) -> None:
+    """Show what another plan does otherwise, tensor by tensor. Exit code 1 if they differ."""
+    from commlayer.cli import planfiles, plantables
+    from commlayer.planner.diff import diff as differ
+
+    beside = planfiles.sidecar(before)
+    job = planfiles.inputs_of(before).job if beside.is_file() else None
+    told = differ(planfiles.plan_in(before), planfiles.plan_in(after), job)
+    if json:
+        _print_json(told)
+    else:
+        for part in plantables.difference(told, str(before), str(after)):
+            _console().print(part)
+    raise typer.Exit(0 if told.equal else 1)
+
+
+@app.command()
+def whatif(
+    plan: PlanFile = PLAN,
+    add_node: Annotated[list[str] | None, typer.Option(help="One more machine with this GPU; may be repeated.")] = None,
+    link: Annotated[str, typer.Option(help='The added machines\' link: "100/20Mb" (down/up), "1Gb", "10g".')] = "",
+    bandwidth: Annotated[str, typer.Option(help='Every link at these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
+    nodes: Annotated[str, typer.Option(help='So many nodes like the last: "2,4,8".', metavar="COUNTS")] = "",
+    gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve there, too.", metavar="PNG")] = None,
+    json: Json = False,
+) -> None:
+    """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
+    from commlayer.cli import planfiles, plantables
+    from commlayer.planner.whatif import what_if
+    from commlayer.planner.written import nodes_of, rate_of
+
+    if bool(add_node) != bool(link):
+        raise ValueError("--add-node GPU and --link RATE go together: the new machine needs both")
+    if plot is not None:
+        from commlayer.cli.plancurve import check_plot
+
+        check_plot(plot)
+    inputs = planfiles.inputs_of(plan)
+    grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
+    curve = what_if(
+        inputs.job, inputs.cluster, inputs.profile, inputs.policy, add_nodes=grown,
+        bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(nodes)],
+        gpus=_listed(gpu),
+    )
+    if plot is not None:
+        from commlayer.cli.plancurve import draw
+
+        draw(curve, plot)
+    if json:
+        _print_json(curve)
+    else:
+        for part in plantables.curve(curve):
+            _console().print(part)
+
+
+@app.command()
+def lint(
+    plan: Annotated[Path, typer.Argument(help="The plan to check.")],
+    job: Annotated[str, typer.Option(help="The model it is for, else the one beside the plan.")] = "",
+    json: Json = False,
+) -> None:
+    """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
+    from commlayer.cli import planfiles
+    from commlayer.planner.lint import lint as linted
+
+    made = planfiles.plan_in(plan)
+    inputs = planfiles.inputs_of(plan) if planfiles.sidecar(plan).is_file() else None
+    of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
+    problems = linted(made, of, inputs.cluster if inputs else None, inputs.profile if inputs else None, _codec_problem)
+    if json:
+        import json as library
+
+        typer.echo(library.dumps(problems))
+    else:
+        for line in problems or [f"{plan}: nothing wrong"]:
+            typer.echo(line)
+    raise typer.Exit(2 if problems else 0)
+
+
+@app.command()
+def init(
+    out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
+) -> None:
+    """Write a first cluster file, to be edited."""
+    from commlayer.cli import planfiles
+    from commlayer.planner.written import EXAMPLE
+
+    if out.exists():
+        raise ValueError(f"{out} exists: name another file")
+    planfiles.write(out, EXAMPLE)
+    typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
+
+
+def _codec_problem(text: str) -> str:
+    from commlayer.compressors.parse import parse
+
+    try:
+        parse(text)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def _refuse(made: object, job: object) -> None:
+    """A plan of another model explains nothing."""
+    from commlayer.planner.rules import verify
+    from commlayer.records import Job, Plan
+
+    assert isinstance(made, Plan)
+    assert isinstance(job, Job)
+    problems = verify(made, job)
+    if problems:
+        raise ValueError(f"plan: {problems[0]}")
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"--nodes: got {text!r}, allowed: whole numbers such as 2,4,8")
+    return int(text)
+
+
+def _print_json(record: Record) -> None:
+    from commlayer import records
+
+    typer.echo(records.encode(record).decode())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)

@@ -1,0 +1,140 @@
+"""Plans as tables and text for people. Knows records, no files and no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from commlayer.planner.diff import Difference, spelled
+from commlayer.planner.explain import Explanation, tensor_names
+from commlayer.planner.model import Cluster
+from commlayer.planner.simulate import Timeline, per_step
+from commlayer.planner.whatif import Curve, rate
+from commlayer.records import Bucket, Job, Plan
+
+BAR = 30
+SHOWN = 40
+"""Rows of a difference; a plan of hundreds of tensors would fill screens."""
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}" if seconds < 100 else f"{seconds * 1e3:,.0f}"
+
+
+def nbytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def table(title: str, *columns: str) -> Table:
+    """Names that begin with ">" are of numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
+    compute_s = timeline.compute_s / plan.local_steps
+    hosts = ", ".join(cluster.nodes[i].name for i in plan.hosts)
+    lines = [
+        f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
+        f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes",
+        f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
+        f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}; "
+        f"with free compression {ms(plan.bound_s)}",
+    ]
+    if job.batch and plan.step_s:
+        lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
+    if plan.local_steps > 1:
+        lines.append(f"{plan.local_steps} local steps per exchange")
+    if plan.servers:
+        lines.append(f"servers on {hosts or f'{plan.servers} nodes'}")
+    return "\n".join(lines)
+
+
+def by_decision(plan: Plan, job: Job) -> Table:
+    """Buckets that go alike share a row; the first one's reason and runner-up stand for them."""
+    alike: dict[str, list[Bucket]] = {}
+    for bucket in plan.buckets:
+        alike.setdefault(spelled(bucket), []).append(bucket)
+    made = table(f"{len(plan.buckets)} buckets", ">buckets", "codec", "path", ">elements", ">sent, received", "such as", "why")
+    for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
+        first = max(buckets, key=lambda b: b.numel)
+        codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
+        made.add_row(
+            str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
+            f"{sum(b.numel for b in buckets) / job.numel:.1%}", nbytes(sum(b.why.nbytes for b in buckets if b.why)),
+            f"{first.id} {tensor_names(first, job)[0]}", first.why.reason if first.why else "",
+        )
+    return made
+
+
+def explanation(told: Explanation) -> Iterator[RenderableType]:
+    bucket, why = told.bucket, told.bucket.why
+    names = ", ".join(told.tensors[:6]) + (f" and {len(told.tensors) - 6} more" if len(told.tensors) > 6 else "")
+    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
+    served = bucket.path == "service" or "net.push" in bucket.path
+    yield f"goes as {spelled(bucket)}" + (f", to server {bucket.server}" if served else "")
+    if why is not None:
+        yield f"because: {why.reason}"
+        if why.runner_up:
+            longer = f"{ms(why.runner_up_s)} ms longer" if why.runner_up_s > 0 else "as long"
+            yield f"runner-up: {why.runner_up}: the step would be {longer}"
+    yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; the step takes {ms(told.step_s)}, "
+           f"of which computing {ms(told.compute_s)}")
+    made = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
+    end = max([told.step_s, *(span.end_s for span in told.spans)])
+    for span in told.spans:
+        sent = nbytes(span.nbytes) if span.nbytes else ""
+        made.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
+                     bar(span.start_s / end, span.end_s / end))
+    yield made
+
+
+def bar(start: float, end: float) -> str:
+    """
+    >>> bar(0.5, 1.0)
+    '...............###############'
+    """
+    first = min(BAR - 1, int(start * BAR))
+    length = max(1, round(end * BAR) - first)
+    return "." * first + "#" * length + "." * (BAR - first - length)
+
+
+def difference(told: Difference, before: str, after: str) -> Iterator[RenderableType]:
+    if told.equal:
+        yield "the plans decide alike"
+        return
+    yield (f"step {ms(told.step_s[0])} ms -> {ms(told.step_s[1])} ms; {told.buckets[0]} -> {told.buckets[1]} buckets; "
+           f"{len(told.changes)} tensors go otherwise")
+    made = table("", "what", before, after)
+    for name, old, new in told.fields:
+        made.add_row(name, old, new)
+    for change in told.changes[:SHOWN]:
+        made.add_row(change.tensor, change.before, change.after)
+    yield made
+    if len(told.changes) > SHOWN:
+        yield f"and {len(told.changes) - SHOWN} more tensors (--json has all)"
+
+
+def curve(told: Curve) -> Iterator[RenderableType]:
+    made = table("", "with", ">step ms", ">dense ms", ">gain", ">free ms", ">samples/s", "")
+    most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
+    for p in told.points:
+        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), f"{p.gain:.2f} x", ms(p.bound_s), f"{p.samples_per_s:,.1f}",
+                     "#" * max(1, round(BAR * (p.samples_per_s or 1 / p.plan_s) / most)))
+    yield made
+    yield "gain: of the plan over the best one without compression; free: if coding took no time; bar: samples a second"
+    if told.swept == "bandwidth":
+        if told.break_even_bps is not None:
+            yield f"compression pays below {rate(float(f'{told.break_even_bps:.2g}'))}"
+        else:
+            pays = [p.gain > 1.02 for p in told.points]
+            yield "compression pays at all of these rates" if all(pays) else "compression pays at none of these rates" \
+                if not any(pays) else "compression pays at some of these rates; sweep more to see where it ends"

@@ -1,0 +1,85 @@
+"""`commlayer profile`: what codecs cost on this machine, and when a model's step makes its gradients. Knows no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commlayer import records
+from commlayer.cli.loading import function_of
+from commlayer.cli.planfiles import write
+from commlayer.planner.model import CodecCost, Line, Profile
+from commlayer.planner.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S, codec_loss
+from commlayer.records import Job
+
+SHOWN = 1 << 20
+"""Elements that the table's times are for."""
+
+
+def profile(
+    model: Annotated[str, typer.Option(
+        help="FILE.py[:FUNCTION] or MODULE:FUNCTION; the function (make) returns a model and one that computes a loss.",
+    )] = "",
+    codec: Annotated[list[str] | None, typer.Option(help="A codec to measure; may be repeated.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples that the loss is of, for the job file.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The costs, for plan make --profile.")] = Path("profile.json"),
+    job: Annotated[Path, typer.Option(metavar="FILE", help="With --model, its tensors and times.")] = Path("job.json"),
+) -> None:
+    """Measure what planning needs on this machine: codecs, and a model's step."""
+    made = function_of(model, "make", "that returns (model, loss)") if model else None
+    # Here, since it loads torch, which the help does not need.
+    from commlayer.compressors import kernels, parse
+    from commlayer.runtime import calibrate
+
+    names = [str(parse(text)) for text in codec or DEFAULT_CODECS]
+    kernels.choose("auto")
+    costs = tuple(_with_loss(cost) for cost in calibrate.measure(names))
+    measured = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, "measured")
+    write(out, records.encode(measured).decode())
+    _show(costs)
+    print(f"costs are in {out}")
+    if made is not None:
+        timed = _timed(made, model, batch)
+        write(job, records.encode(timed).decode())
+        assert timed.timing is not None
+        print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
+              f"{1e3 * timed.timing.forward_s:.1f} ms, backward {1e3 * timed.timing.backward_s:.1f} ms; in {job}")
+
+
+def _with_loss(cost: CodecCost) -> CodecCost:
+    """Time can be measured here, what a codec costs in quality cannot: that is the tables'."""
+    from msgspec import structs
+
+    return structs.replace(cost, loss=codec_loss(cost.codec))
+
+
+def _timed(make: Any, text: str, batch: int) -> Job:
+    from torch import nn
+
+    from commlayer.runtime.timed import timed_job
+
+    try:
+        model, loss_of = make()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text}: expected (model, function that computes a loss): {error}") from None
+    if not isinstance(model, nn.Module) or not callable(loss_of):
+        raise ValueError(f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
+                         "function that computes a loss")
+    return timed_job(model, loss_of, batch=batch or None, name=text)
+
+
+def _show(costs: tuple[CodecCost, ...]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for title in ("codec", "encode 4 MiB, ms", "add, ms", "GB/s", "bits/element", "fit error"):
+        table.add_column(title, justify="left" if title == "codec" else "right")
+    for cost in costs:
+        encode_s, error = cost.encode(SHOWN), max(cost.encode.error, cost.decode.error)
+        table.add_row(cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
+                      f"{4 * SHOWN / encode_s / 1e9:.1f}", f"{8 * cost.nbytes(SHOWN) / SHOWN:.2f}", f"{100 * error:.0f} %")
+    Console(highlight=False).print(table)

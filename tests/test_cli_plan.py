@@ -1,0 +1,122 @@
+"""`commlayer plan` as people call it: what it prints, what it writes, and one line with exit code 2 on what they can mend."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from commlayer.cli.main import run
+
+NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
+
+
+@pytest.fixture
+def commlayer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
+    """Calls the command in an empty folder: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
+        code = 0
+        try:
+            run()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
+
+
+def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_path: Path) -> None:
+    code, out, _ = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    assert code == 0
+    assert "3 ranks on 3 nodes" in out
+    assert "exposed communication" in out
+    assert max(map(len, out.splitlines())) <= 120
+    code, out, _ = commlayer("plan", "explain", "0")
+    assert code == 0
+    assert "because: " in out
+    assert "its tasks" in out
+    assert commlayer("plan", "lint", "plan.json") == (0, "plan.json: nothing wrong\n", "")
+    code, out, _ = commlayer("plan", "diff", "plan.json", "plan.json")
+    assert (code, out.strip()) == (0, "the plans decide alike")
+    assert commlayer("plan", "make", "lstm", "--nodes", NODES, "--codec", "fp16()", "--out", "other.json")[0] == 0
+    code, out, _ = commlayer("plan", "diff", "plan.json", "other.json")
+    assert code == 1
+    assert "fp16()" in out
+    code, out, _ = commlayer("plan", "whatif", "--add-node", "rtx3060", "--link", "100/20Mb")
+    assert code == 0
+    assert "as it is" in out
+    assert "+ rtx3060 20 Mb/s up" in out
+
+
+def test_json_is_one_record(commlayer) -> None:
+    _, out, _ = commlayer("plan", "make", "lstm", "--nodes", NODES, "--json", "--out", "plan.json")
+    assert json.loads(out) == json.loads(Path("plan.json").read_text())
+    assert json.loads(commlayer("plan", "explain", "1", "--json")[1])["bucket"]["id"] == 1
+    assert json.loads(commlayer("plan", "diff", "plan.json", "plan.json", "--json")[1])["changes"] == []
+    assert json.loads(commlayer("plan", "lint", "plan.json", "--json")[1]) == []
+    curve = json.loads(commlayer("plan", "whatif", "--nodes", "2,3", "--json")[1])
+    assert [point["x"] for point in curve["points"]] == [2, 3]
+
+
+def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
+    assert commlayer("plan", "init")[0] == 0
+    assert commlayer("plan", "make", "lstm", "--cluster", "cluster.toml")[0] == 0
+    assert commlayer("plan", "init")[2].strip() == "commlayer: cluster.toml exists: name another file"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws, and is an extra")
+def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    assert commlayer("plan", "whatif", "--nodes", "2,3", "--plot", "curve.png")[0] == 0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("make", "lstn", "--nodes", NODES), "model 'lstn' is not built in"),
+        (("make", "lstm"), "say the machines once"),
+        (("make", "lstm", "--nodes", "3x"), "nodes: got '3x'"),
+        (("make", "lstm", "--nodes", "rtx3060@0Mb"), "a link of 0"),
+        (("make", "lstm", "--nodes", "rtx36@1Gb"), "GPU 'rtx36' is in no table"),
+        (("make", "lstm", "--nodes", NODES, "--codec", "gzip()"), "policy: codecs has gzip()"),
+        (("make", "lstm", "--nodes", NODES, "--max-loss", "-1"), "policy: max_loss is -1.0"),
+        (("make", "lstm", "--nodes", NODES, "--profile", "none.json"), "profile none.json: No such file"),
+        (("make", "lstm", "--cluster", "none.toml"), "cluster none.toml: No such file"),
+        (("make", "none.json", "--nodes", NODES), "job none.json: No such file"),
+        (("explain", "0"), "plan plan.json: No such file"),
+        (("lint", "none.json"), "plan none.json: No such file"),
+        (("whatif", "--add-node", "rtx3060"), "go together"),
+        (("whatif", "--nodes", "2"), "plan.inputs.json: no such file"),
+        (("whatif", "--nodes", "2", "--plot", "curve.svg"), "names that end in .png"),
+    ],
+)
+def test_what_can_be_mended_is_one_line(commlayer, arguments: tuple[str, ...], message: str) -> None:
+    if "--plot" in arguments and importlib.util.find_spec("matplotlib") is None:
+        message = "--plot needs matplotlib"
+    code, out, errors = commlayer("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    file = Path("plan.json")
+    made = json.loads(file.read_text())
+    made["buckets"][0]["path"] = "encode@cpu net.push decode@cpu"
+    made["buckets"][1]["codec"] = "zip()"
+    file.write_text(json.dumps(made))
+    code, out, _ = commlayer("plan", "lint", "plan.json")
+    assert code == 2
+    assert any(line.startswith("bucket 0: path") for line in out.splitlines())
+    assert any(line.startswith("bucket 1: codec 'zip()'") for line in out.splitlines())
+    made["schema"] = 1
+    file.write_text(json.dumps(made))
+    assert commlayer("plan", "explain", "0")[2].startswith("commlayer: plan: plan has schema 1")

@@ -1,0 +1,76 @@
+"""`commlayer profile`: measures codecs and a model's step, and what it writes can be planned with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from commlayer.runtime.timed import timed_job
+
+MODEL = '''
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    x = torch.randn(16, 64)
+    return model, lambda: model(x).square().mean()
+
+def wrong():
+    return 3
+'''
+
+
+def commlayer(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "commlayer.cli.main", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = commlayer("profile", "--model", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16",
+                     cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4 tensors" in done.stdout
+    profile, job = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "job.json"))
+    assert [c["codec"] for c in profile["codecs"]] == ["identity()", "topk(ratio=0.01, values='int8', exact=False)"]
+    assert profile["codecs"][1]["loss"] > 0
+    assert job["batch"] == 16
+    assert len(job["timing"]["ready_s"]) == 4
+    made = ("make", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--out", "plan.json")
+    planned = commlayer("plan", *made, cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "topk" in (tmp_path / "plan.json").read_text()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--model", "none.py"), "commlayer: none.py: no such file"),
+    (("--model", "mine.py:absent"), "commlayer: mine.py:absent: has no function absent that returns (model, loss)"),
+    (("--model", "mine.py:wrong"), "commlayer: mine.py:wrong: expected (model, function that computes a loss)"),
+    (("--model", "mine"), "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
+    (("--codec", "topq()"), "commlayer: codec 'topq()': 'topq' is unknown"),
+])
+def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = commlayer("profile", "--codec", "identity()", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "job.json").exists()
+
+
+def test_times_follow_the_layers() -> None:
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
+    x = torch.randn(64, 200)
+    timing = timed_job(model, lambda: model(x).square().mean(), batch=64).timing
+    assert timing is not None
+    weights = range(0, 12, 2)
+    assert [*weights] == sorted(weights, key=lambda t: timing.needed_s[t]), "the first layer is read first"
+    assert [*weights] == sorted(weights, key=lambda t: -timing.ready_s[t]), "and its gradient is made last"
+    assert max(timing.ready_s) <= timing.backward_s

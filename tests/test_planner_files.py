@@ -1,0 +1,110 @@
+"""Clusters and profiles as people write them: what is read, and the one line on what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from plan_kit import cluster, toy_job
+
+from commlayer import records
+from commlayer.planner import tables
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.written import EXAMPLE, cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
+
+NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
+
+
+def test_the_example_is_read() -> None:
+    made = cluster_of(EXAMPLE, "cluster", toml=True)
+    assert [node.name for node in made.nodes] == ["anna", "home-0", "home-1"]
+    assert [node.server for node in made.nodes] == [True, False, False]
+    assert made.nodes[1].link.up_bps == 20e6
+    assert not made.reachable
+
+
+def test_a_written_cluster_is_read_again() -> None:
+    made = cluster(3, "home-100/20", reachable=False)
+    assert cluster_of(records.encode(made).decode(), "cluster", toml=False) == made
+
+
+def test_a_written_profile_is_read_again() -> None:
+    made = tables.profile_from_tables(cluster(2, "1g"))
+    assert profile_of(records.encode(made).decode(), "profile", toml=False) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (NODE + 'link = { up_bps = 0, down_bps = 1e6 }', "c: node x: link.up_bps is 0, allowed: above 0"),
+        (NODE + 'link = { up_bps = 1e6, down_bps = 1e6, alpha_s = -1 }', "c: node x: link.alpha_s is -1.0, allowed: 0 or more"),
+        (NODE + 'link = "home-0/20"', "c: node x: link 'home-0/20': a link of 0"),
+        (NODE + 'link = "1g"\nrank = 3', "unknown field `rank`"),
+        (NODE + 'link = "1g"\ncount = 0', "c: node x: count is 0, allowed: 1 or more"),
+        (NODE + 'link = "1g"\nranks = 2\nintra = "wire"', "c: node x: intra 'wire': allowed are"),
+        (NODE.replace("rtx3060", "rtx3600") + 'link = "1g"', "c: node x: GPU 'rtx3600' is in no table, nearest are rtx30"),
+        (NODE + 'link = "1g"\n' + NODE + 'link = "1g"', "c: cluster: 2 nodes are called 'x'"),
+        (NODE + 'link = "1g"\nranks = 0', "c: cluster: no node has ranks, so nobody trains"),
+        ("reachable = false\n" + NODE + 'link = "1g"\nserver = false', "none can host a server"),
+        ("[[node]", "c: Expected"),
+        ("reachable = true", "missing required field `node`"),
+    ],
+)
+def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as told:
+        cluster_of(text, "c", toml=True)
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"floor_s":', '"flor_s":', "p: Object contains unknown field `flor_s`"),
+        ('"bucket_s":', '"bucket_s":-', "p: profile 'tables': bucket_s is -0.0001, allowed: 0 or more"),
+        ('"loss":0.0', '"loss":-1', "loss of identity() on cpu is -1.0"),
+        ('"codec":"fp16()"', '"codec":"identity()"', "identity() on cpu stands there twice"),
+    ],
+)
+def test_a_wrong_profile_is_one_line(before: str, after: str, message: str) -> None:
+    text = records.encode(tables.profile_from_tables(cluster(2, "1g"))).decode()
+    assert before in text
+    with pytest.raises(ValueError) as told:
+        profile_of(text.replace(before, after, 1), "p", toml=False)
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_profile_without_codecs_is_refused() -> None:
+    with pytest.raises(ValueError, match="profile 'tables' has no codecs"):
+        profile_of('{"codecs": [], "server": {"floor_s": 0}}', "p", toml=False)
+
+
+@pytest.mark.parametrize(("text", "up", "down"), [("100/20Mb", 20e6, 100e6), ("1Gb", 1e9, 1e9), ("2.5Gb", 2.5e9, 2.5e9),
+                                                   ("10g", 10e9, 10e9), ("home-50/5", 5e6, 50e6)])
+def test_links_in_a_word(text: str, up: float, down: float) -> None:
+    assert (link_of(text).up_bps, link_of(text).down_bps) == (up, down)
+
+
+def test_nodes_in_a_line() -> None:
+    made = nodes_of("2x8*v100@25g, cpu@100Mb")
+    assert [(n.name, n.ranks, n.device) for n in made] == [("v100-0", 8, "v100"), ("v100-1", 8, "v100"), ("cpu-2", 1, "cpu")]
+    assert cluster_from_line("2xv100@25g").reachable
+    assert not cluster_from_line("v100@25g,v100@1Gb").reachable
+
+
+@pytest.mark.parametrize("text", ["", "3x", "rtx3060", "rtx3060@", "rtx3060@fast", "rtx9999@1Gb", "rtx3060@0Mb"])
+def test_nodes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        nodes_of(text)
+
+
+@pytest.mark.parametrize("text", ["", "20", "20Mb/s", "100/20Mb", "-1Mb"])
+def test_rates_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match='such as "20Mb"'):
+        rate_of(text)
+
+
+def test_a_missing_profile_is_taken_from_the_tables() -> None:
+    profile, policy, timing = checked_inputs(toy_job(), cluster(2, "1g"), None, None)
+    assert profile.source == "tables"
+    assert policy.max_loss == 1.0
+    assert timing == toy_job().timing

@@ -1,0 +1,161 @@
+"""The simulation: hand-made steps whose times can be checked by eye, and the native loop against its Python twin."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_kit import chain, one_node, random_problem
+
+from commlayer.native import core
+from commlayer.planner.critical import critical
+from commlayer.planner.model import Task
+from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.schedule import PortableSchedule, schedule
+
+LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
+
+
+def load(*tasks: Task, urgency: float = 0.0, stale: bool = False) -> Load:
+    return Load((way(tasks),), urgency, stale)
+
+
+def times(problem: Problem) -> tuple[float, list[tuple[float, float]]]:
+    step_s, starts, ends = schedule(problem).trace([0] * problem.buckets)
+    return step_s, list(zip(starts, ends, strict=True))
+
+
+def test_a_step_without_tasks_is_its_computing() -> None:
+    assert times(flatten([load()], one_node((1.0,), 3.0), tail_s=0.5)) == (3.5, [])
+
+
+def test_a_chain_begins_when_its_gradient_is_ready() -> None:
+    problem = flatten([load(*chain(("cpu:a", 1.0), ("up:a", 2.0)))], one_node((1.0,), 2.0))
+    assert times(problem) == (4.0, [(1.0, 2.0), (2.0, 4.0)])
+
+
+def test_a_lane_serves_one_task_at_a_time() -> None:
+    problem = flatten([load(*chain(("up:a", 2.0))), load(*chain(("up:a", 2.0)))], one_node((0.0, 1.0), 1.0))
+    assert times(problem) == (4.0, [(0.0, 2.0), (2.0, 4.0)])
+
+
+@pytest.mark.parametrize(("priority", "expected"), [(True, [(2.0, 3.0), (3.0, 4.0)]), (False, [(3.0, 4.0), (2.0, 3.0)])])
+def test_waiting_tasks_go_by_urgency_or_by_readiness(priority: bool, expected: list[tuple[float, float]]) -> None:
+    """Instances stand by urgency: the blocker, then the one that is ready last, then the one that is ready first."""
+    loads = [
+        load(*chain(("up:a", 2.0)), urgency=0), load(*chain(("up:a", 1.0)), urgency=2), load(*chain(("up:a", 1.0)), urgency=1),
+    ]
+    _, spans = times(flatten(loads, one_node((0.0, 0.5, 1.0), 1.0), priority=priority))
+    assert spans == [(0.0, 2.0), *expected]
+
+
+def test_a_codec_on_the_gpu_delays_the_gradients_behind_it() -> None:
+    loads = [load(*chain(("compute:a", 0.5))), load(*chain(("up:a", 1.0)))]
+    assert times(flatten(loads, one_node((1.0, 2.0), 3.0))) == (3.5, [(1.0, 1.5), (2.5, 3.5)])
+
+
+def test_work_on_the_gpu_behind_backward_delays_nothing() -> None:
+    loads = [load(*chain(("up:a", 2.0), ("compute:a", 0.5)))]
+    assert times(flatten(loads, one_node((1.0,), 1.0), tail_s=0.25)) == (3.75, [(1.0, 3.0), (3.0, 3.5)])
+
+
+def test_a_transfer_holds_each_lane_as_long_as_it_needs_it() -> None:
+    """The receiver's fast down-link is free again before the sender's slow up-link; latency comes behind both."""
+    wide = Task((("up:a", 2.0), ("down:b", 0.5)), latency_s=0.1)
+    loads = [load(wide), load(*chain(("down:b", 1.0)), urgency=1)]
+    step_s, spans = times(flatten(loads, (Pace("a", (0.0, 0.0), 0.0), Pace("b", (0.0, 0.0), 0.0))))
+    assert spans == [(0.0, 2.1), (0.5, 1.5)]
+    assert step_s == 2.1
+
+
+def test_a_task_waits_for_all_its_lanes_and_leaves_them_to_others_meanwhile() -> None:
+    loads = [
+        load(*chain(("down:b", 2.0)), urgency=0),
+        load(Task((("up:a", 1.0), ("down:b", 1.0))), urgency=1),
+        load(*chain(("up:a", 1.5)), urgency=2),
+    ]
+    _, spans = times(flatten(loads, (Pace("a", (0.0,) * 3, 0.0), Pace("b", (0.0,) * 3, 0.0))))
+    assert spans == [(0.0, 2.0), (2.0, 3.0), (0.0, 1.5)]
+
+
+def test_a_task_of_one_node_waits_for_that_node_alone() -> None:
+    loads = [load(*chain(("up:a", 1.0))), load(Task((("up:a", 1.0), ("up:b", 1.0))), urgency=1)]
+    _, spans = times(flatten(loads, (Pace("a", (0.0, 0.0), 0.0), Pace("b", (5.0, 5.0), 5.0))))
+    assert spans == [(0.0, 1.0), (5.0, 6.0)]
+
+
+def test_a_stale_bucket_is_due_at_the_end_of_the_next_step() -> None:
+    """Computing takes 2 s and the transfer 2 s, ready at 2 s: in step it costs 4 s a step, a step late 2 s."""
+    transfer = chain(("up:a", 2.0))
+    assert times(flatten([load(*transfer)], one_node((2.0,), 2.0)))[0] == 4.0
+    assert times(flatten([load(*transfer, stale=True)], one_node((2.0,), 2.0)))[0] == 2.0
+
+
+def test_a_stale_bucket_slower_than_a_step_rules_the_step() -> None:
+    assert times(flatten([load(*chain(("up:a", 5.0)), stale=True)], one_node((2.0,), 2.0)))[0] == 5.0
+
+
+def test_only_what_holds_the_step_up_is_critical() -> None:
+    """The first bucket's transfer ends before a gap; the second's rules."""
+    problem = flatten([load(*chain(("up:a", 0.5))), load(*chain(("up:a", 1.0)))], one_node((0.0, 2.0), 2.0))
+    _, starts, ends = schedule(problem).trace([0, 0])
+    assert critical(problem, [0, 0], starts, ends) == {1}
+
+
+def test_a_codec_that_made_a_gradient_late_is_critical() -> None:
+    loads = [load(*chain(("compute:a", 0.5))), load(*chain(("up:a", 1.0)))]
+    problem = flatten(loads, one_node((0.0, 2.0), 2.0))
+    _, starts, ends = schedule(problem).trace([0, 0])
+    assert critical(problem, [0, 0], starts, ends) == {0, 1}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_tasks_in_a_circle_are_refused(loop: type) -> None:
+    circle = (Task((("up:a", 1.0),), (1,)), Task((("up:a", 1.0),), (0,)))
+    with pytest.raises(ValueError, match="in a circle"):
+        loop(flatten([load(*circle)], one_node((0.0,), 0.0))).run([0])
+
+
+@pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
+    problem = random_problem(seed)
+    rng = random.Random(seed)
+    choice = [rng.randrange(problem.bucket_options[b + 1] - problem.bucket_options[b]) for b in range(problem.buckets)]
+    native, twin = core.Schedule(problem), PortableSchedule(problem)
+    ours, theirs = native.trace(choice), twin.trace(choice)
+    assert ours[0] == theirs[0] == native.run(choice)
+    for mine, other in ((ours[1], theirs[1]), (ours[2], theirs[2])):
+        assert [None if math.isnan(t) else t for t in mine] == [None if math.isnan(t) else t for t in other]
+    limit = ours[0] * rng.choice((0.5, 1.0, 2.0))
+    for mine, other in zip(native.sweep(choice, [0], limit), twin.sweep(choice, [0], limit), strict=True):
+        assert mine == other or (mine == math.inf and other > limit * (1 - 1e-8))
+
+
+@pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lane", [99]), ("gate", [-1]), ("order", [1]), ("bucket_options", [0, 2]), ("most_tasks", 0), ("seconds", [-1.0]),
+     ("ready", [math.nan, 0.0]), ("next", [5]), ("stale", []), ("task_lanes", [0, 3])],
+)
+def test_arrays_that_do_not_fit_are_refused(field: str, value: object) -> None:
+    problem = flatten([load(*chain(("up:a", 1.0)))], one_node((0.0,), 0.0))
+    if field == "next":
+        problem = problem._replace(task_next=[0, 1])
+    with pytest.raises(ValueError, match="schedule: "):
+        core.Schedule(problem._replace(**{field: value}))
+
+
+@pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
+def test_choices_that_do_not_exist_are_refused() -> None:
+    made = core.Schedule(flatten([load(*chain(("up:a", 1.0)))], one_node((0.0,), 0.0)))
+    for choice in ([1], [], [-1]):
+        with pytest.raises(ValueError, match="choice does not fit"):
+            made.run(choice)
+    for buckets in ([1], [], [0, 0]):
+        with pytest.raises(ValueError, match="buckets does not fit"):
+            made.sweep([0], buckets, 1.0)
