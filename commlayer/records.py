@@ -129,8 +129,6 @@ class Bucket(Record, frozen=True):
     """"gpu": a service bucket is coded on the device. Empty: on the host."""
     stale: bool = False
     """Whether the result of a step is used in the next one."""
-    coder: str = ""
-    """"gpu": its codec runs on the device of the gradients (path "service"); empty: on the host."""
     why: Why | None = None
 
     @property

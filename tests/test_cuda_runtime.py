@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from cuda_kit import DEVICE, running
-from runtime_kit import Rig, on_ranks, step
+from msgspec import structs
+from runtime_kit import Rig, job, on_ranks, step
 
-from commlayer.compressors import codec_of, error_feedback, identity, int8, parse, runs_on
+from commlayer.compressors import block_threshold, codec_of, error_feedback, identity, int8, parse, runs_on
 from commlayer.compressors.device import launch, launch_cupy
+from commlayer.planner import default_plan
+from commlayer.records import Plan
+from commlayer.runtime.coders import device_buckets
 from commlayer.runtime.worker import Worker
 
 SHAPES = [(150, 200), (64,), (4000,), (1,)]
@@ -21,16 +25,21 @@ CODECS = [
 ]  # fmt: skip
 
 
+def planned(codec: str, coder: str) -> Plan:
+    sizes = {"fuse_nbytes": 2048, "cut_nbytes": 4096}
+    plan = default_plan(job(SHAPES), codec=codec, path="service", servers=1, ranks_per_node=1, **sizes)
+    return structs.replace(plan, buckets=tuple(structs.replace(b, coder=coder) for b in plan.buckets))
+
+
 class DeviceRig(Rig):
     def __init__(self, codec: str, *, on_device: bool) -> None:
         self.on_device = on_device
-        super().__init__(2, codec, shapes=SHAPES)
+        super().__init__(2, codec, shapes=SHAPES, plan=planned(codec, "gpu" if on_device else ""))
 
     def worker(self, rank: int, transport: Any) -> Worker:
-        wanted = {b.id for b in self.plan.buckets} if self.on_device else set()
         device = DEVICE if self.on_device else torch.device("cpu")
         codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
-        return Worker(self.job, self.plan, codecs, device, rank=rank, transport=transport, on_device=wanted)
+        return Worker(self.job, self.plan, codecs, device, rank=rank, transport=transport)
 
 
 def train(codec: str, *, on_device: bool) -> list[list[list[torch.Tensor]]]:
@@ -76,6 +85,18 @@ def test_only_codecs_with_kernels_run_on_a_device() -> None:
 
 class Foreign:
     """Has no kernels here."""
+
+
+def test_a_plan_says_what_the_device_codes(caplog: pytest.LogCaptureFixture) -> None:
+    plan, wanted = planned("int8()", ""), planned("int8()", "gpu")
+    codecs = {b.id: int8() if b.id else block_threshold() for b in plan.buckets}
+    assert device_buckets(wanted, codecs, torch.device("meta")) == set()
+    with running():
+        assert device_buckets(plan, codecs, DEVICE) == set()
+        assert not caplog.records
+        assert device_buckets(wanted, codecs, DEVICE) == {b.id for b in plan.buckets if b.id}
+    assert "1 buckets" in caplog.records[0].message
+    assert "block_threshold" in caplog.records[0].message
 
 
 def test_without_cupy_one_line_says_so_and_the_host_codes(

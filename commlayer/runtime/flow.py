@@ -32,7 +32,7 @@ class Flow:
         on_device: bool = False,
     ) -> None:
         """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state.
-        `on_device`: its codec runs where the gradients are; see compressors.runs_on.
+        `on_device`: its codec runs where the gradients are; see coders.py.
         """
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer

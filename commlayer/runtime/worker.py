@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from commlayer.compressors import runs_on
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt, pay
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
+from commlayer.runtime.coders import device_buckets
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
@@ -42,21 +42,19 @@ class Worker:
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, generation: int = 1, transport: Transport | None = None, groups: Groups | None = None,
-        on_device: Container[int] = (), recycle: Callable[[memoryview], None] = lambda _: None,
-        explain: Callable[[BaseException], BaseException] = lambda e: e,
+        recycle: Callable[[memoryview], None] = lambda _: None, explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
-        """`on_device`: buckets whose codec runs where the gradients are, if it can. `recycle` takes back the bodies of
-        results that have been decoded; `explain` may know a better error for one.
-        """
+        """`recycle` takes back the bodies of results that have been decoded; `explain` may know a better error for one."""
         self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
         self._groups = groups
         self._explain = explain
         self._local = rank % plan.ranks_per_node
         self._shared = plan.ranks_per_node > 1
         self.counters = Counters()
+        on_device = device_buckets(plan, codecs, device)
         self.flows = [
             Flow(b, job, codecs[b.id], device, len(plan.buckets) - 1 - i, coded=b.path == "service" and b.owner == self._local,
-                 rank=rank, on_device=b.id in on_device and runs_on(codecs[b.id], device))
+                 rank=rank, on_device=b.id in on_device)
             for i, b in enumerate(plan.buckets)
         ]
         # Whether a step that turns out non-finite must be given back. The same on all ranks.
