@@ -41,10 +41,13 @@ PLAIN: list[Codec] = [
     topk(ratio=0.01), topk(ratio=0.03, values="fp16"), topk(ratio=0.2, values="fp32"),
     topk(ratio=1.0), topk(ratio=0.05, values="fp32", exact=True),
     topk(ratio=0.02, values="bf16"), topk(ratio=0.02, values="int4"),
-    int4(), int4(block=8), onebit(), qsgd(), qsgd(block=64, levels=127, norm="l2"), natural(), natural(block=64, bits=3),
-    terngrad(), terngrad(block=160, clip=None), randomk(ratio=0.1), randomk(ratio=0.02, values="bf16", unbiased=True),
+    int4(), qsgd(), randomk(ratio=0.1), randomk(ratio=0.02, values="bf16", unbiased=True),
 ]  # fmt: skip
-CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
+QUANTISERS: list[Codec] = [
+    int4(block=8), onebit(), qsgd(block=64, levels=127, norm="l2"), natural(), natural(block=64, bits=3),
+    terngrad(), terngrad(block=160, clip=None),
+]  # fmt: skip
+CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN + QUANTISERS]
 SIZES = (0, 1, 33, 257, 4097, 20_011)
 
 
@@ -125,7 +128,7 @@ def test_payloads_residuals_and_results_are_the_hosts(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_special_and_not_finite_numbers(codec: Codec) -> None:
-    for n in (257, 20_011):
+    for n in (257, 20_011 if "topk" in str(codec) else 2003):
         for kind in ("special", "tiny", "equal", "spike", "wild", "normal"):
             both = Both(codec, n)
             for step in range(2):
