@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.commlayer-ready
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test lint types unit cuda bench clean
+.PHONY: setup demo test lint types unit cuda bench fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
@@ -35,6 +35,15 @@ cuda: setup
 # make bench NAME=overhead
 bench: setup
 	$(BIN)/python -m bench $(NAME)
+
+# make fuzz SECONDS=3600: damaged payloads, under sanitizers where the compilers have them
+SECONDS ?= 300
+fuzz: setup
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
+
+# the table in docs/codecs.md
+docs: setup
+	$(BIN)/python -m commlayer.compressors.catalogue docs/codecs.md
 
 clean:
 	rm -rf build .venv .mypy_cache .ruff_cache .hypothesis

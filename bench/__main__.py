@@ -11,6 +11,7 @@ from bench import Unmeasurable, report
 
 MEASUREMENTS = {
     "balance": "bench.balance",
+    "codecs": "bench.codecs",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
     "planner": "bench.planner",
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         report.write(args.json, args.name, result)
         if hasattr(module, "draw"):
-            print(f"drawn: {module.draw(args.json)}")
+            print(module.draw(args.json))
     return 0
 
 

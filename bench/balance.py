@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.balance_plot import Panel, write_svg
+from bench.balance_plot import Band, Course, write_png
 from bench.report import Result
 from commlayer.balance import Communication, Line, shares, solve
 from commlayer.balance.fits import fit_cubic
@@ -28,6 +28,7 @@ from commlayer.balance.relaxed import Relaxed, local_steps, majority, n_soft, st
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
 """(ms per sample, ms of launch) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""
 PAPER = tuple(Line(slope / 1e3, launch / 1e3) for slope, launch in PAPER_MS)
+GPUS = ("M40", "GTX 1070 (a)", "GTX 1070 (b)", "GTX 750")
 BATCH = 512
 NOISE = 0.01
 ADDED_S = 0.05
@@ -79,6 +80,8 @@ MODES: Mapping[str, Callable[[Cluster], Mode]] = {
     "ours": Ours,
 }
 
+DRAWN = ("equal (SSGD)", "LBB as published", "ours")
+
 RELAXED: Mapping[str, Callable[[Cluster, int], Relaxed]] = {
     "Local SGD H=8": lambda c, steps: local_steps(c, steps, 8),
     "one-shot averaging": lambda c, steps: local_steps(c, steps, steps),
@@ -122,21 +125,17 @@ def run(quick: bool) -> Result:
     }
 
 
-def draw(path: Path) -> Path:
-    """Shares, times and straggler effect over the iterations while 50 ms are added in turn: LBB as published beside ours."""
+def draw(path: Path) -> str:
+    """Shares, times and straggler effect over the iterations while 50 ms are added in turn; says where."""
     cluster, steps = SCENARIOS["paper, +50 ms in turn"]
-    panels = []
-    for name in ("LBB as published", "ours"):
-        seen = run_mode(MODES[name](cluster), cluster, steps)
-        workers = [f"worker {w + 1}" for w in range(len(cluster.lines))]
-        panels.append([
-            Panel(f"{name}: share", {w: [float(s.shares[i]) for s in seen] for i, w in enumerate(workers)}),
-            Panel("compute time, ms", {w: [s.times_s[i] * 1e3 for s in seen] for i, w in enumerate(workers)}),
-            Panel("straggler effect", {"SE": [s.effect for s in seen]}, marks=(0.05, 0.3)),
-        ])
-    target = path.with_suffix(".svg")
-    write_svg(target, panels, "iteration")
-    return target
+    bands = [Band(d.worker, d.start, d.stop) for d in cluster.disturbances]
+    courses = [Course(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]
+    target = path.with_suffix(".png")
+    try:
+        write_png(target, "+50 ms on one GPU after another (shaded in its colour)", GPUS, courses, bands)
+    except ModuleNotFoundError as missing:
+        return f'no plot: {missing}: pip install "commlayer[plot]"'
+    return f"drawn: {target}"
 
 
 def _mean_s(steps: list[Step]) -> float:

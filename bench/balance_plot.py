@@ -1,68 +1,83 @@
-"""A grid of line charts as one SVG file, without a plotting library. Knows numbers and names, not what they mean."""
+"""The balance bench's picture: shares, times and straggler effect over iterations, a column for each mode. Knows no mode."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-WIDE, HIGH, LEFT, TOP, GAP_X, GAP_Y = 520, 170, 56, 30, 70, 46
-COLOURS = ("#0b6fb8", "#d1601f", "#2d8a4e", "#8e44ad", "#7f8c8d", "#c0392b")
+from commlayer.balance.harness import Step
 
-
-class Panel(NamedTuple):
-    """One chart: named lines over 0, 1, 2, ..., and heights to mark."""
-
-    title: str
-    lines: Mapping[str, Sequence[float]]
-    marks: tuple[float, ...] = ()
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""Told apart by those who see fewer colours, too."""
+MARKS = ((0.05, "0.05: LBB tunes finely", ":"), (0.3, "0.3: LBB tunes rapidly", "--"))
 
 
-def write_svg(path: Path, columns: Sequence[Sequence[Panel]], below: str) -> None:
-    """Columns of panels side by side; panels of a row share their scale, so that columns compare."""
-    rows = max(len(column) for column in columns)
-    width = LEFT + len(columns) * (WIDE + GAP_X)
-    height = TOP + rows * (HIGH + GAP_Y) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for row in range(rows):
-        top = max(max(line) for column in columns for line in column[row].lines.values())
-        tick = _tick(top)
-        ceiling = math.ceil(top / tick) * tick
-        for at, column in enumerate(columns):
-            parts += _panel(column[row], LEFT + at * (WIDE + GAP_X), TOP + row * (HIGH + GAP_Y), ceiling, tick, below)
-    path.write_text("\n".join([*parts, "</svg>", ""]))
+class Course(NamedTuple):
+    """What a mode did."""
+
+    name: str
+    steps: tuple[Step, ...]
 
 
-def _panel(panel: Panel, x0: float, y0: float, ceiling: float, tick: float, below: str) -> list[str]:
-    count = max(len(line) for line in panel.lines.values())
-    step = WIDE / max(count - 1, 1)
+class Band(NamedTuple):
+    """A worker is disturbed in the steps [start, stop)."""
 
-    def y(value: float) -> float:
-        return y0 + HIGH * (1 - value / ceiling)
-
-    parts = [f'<text x="{x0}" y="{y0 - 8}" font-weight="bold">{escape(panel.title)}</text>']
-    grid = [i * tick for i in range(round(ceiling / tick) + 1)]
-    parts += [f'<line x1="{x0}" x2="{x0 + WIDE}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="#ddd"/>' for v in grid]
-    parts += [f'<text x="{x0 - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{v:g}</text>' for v in grid]
-    dashed = 'stroke="#c0392b" stroke-dasharray="4 3"'
-    parts += [f'<line x1="{x0}" x2="{x0 + WIDE}" y1="{y(v):.1f}" y2="{y(v):.1f}" {dashed}/>' for v in panel.marks]
-    places = range(0, count, max(1, round(_tick(count))))
-    parts += [f'<text x="{x0 + i * step:.1f}" y="{y0 + HIGH + 14}" text-anchor="middle">{i}</text>' for i in places]
-    parts.append(f'<text x="{x0 + WIDE}" y="{y0 + HIGH + 27}" text-anchor="end">{escape(below)}</text>')
-    for at, ((name, line), colour) in enumerate(zip(panel.lines.items(), COLOURS, strict=False)):
-        points = " ".join(f"{x0 + i * step:.1f},{y(value):.1f}" for i, value in enumerate(line))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
-        parts.append(f'<text x="{x0 + WIDE - 75 * (len(panel.lines) - at)}" y="{y0 - 8}" fill="{colour}">{escape(name)}</text>')
-    return parts
+    worker: int
+    start: int
+    stop: int
 
 
-def _tick(top: float) -> float:
-    """A round distance that cuts the height into four to eight."""
-    rough = top / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+def write_png(path: Path, title: str, workers: Sequence[str], courses: Sequence[Course], bands: Sequence[Band]) -> None:
+    """Panels of a row share their scale, so that modes compare. ModuleNotFoundError where matplotlib is missing."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # At ten inches wide, text of ten points can still be read when the picture is shown 800 pixels wide.
+    figure: Any = Figure(figsize=(10, 7.5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12)
+    axes = figure.subplots(3, len(courses), sharex=True, sharey="row", height_ratios=(3, 3, 2))
+    for column, course in zip(axes.T, courses, strict=True):
+        _column(column, course, workers, bands)
+    shares, compute, effect = axes[:, 0]
+    shares.set_ylim(bottom=0)
+    shares.set_ylabel("share, samples")
+    _ticks(compute, "compute, ms", (50, 100, 200, 400))
+    _ticks(effect, "straggler effect", (0.01, 0.1, 1))
+    lines = {name: line for ax in (shares, compute, effect) for line, name in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path)
+
+
+def _column(axes: Sequence[Any], course: Course, workers: Sequence[str], bands: Sequence[Band]) -> None:
+    at = [step.step for step in course.steps]
+    shares, compute, effect = axes
+    ideal = {"color": "#bbbbbb", "linewidth": 5, "drawstyle": "steps-post", "label": "oracle's iteration"}
+    compute.plot(at, [step.oracle_s * 1e3 for step in course.steps], **ideal)
+    for worker, (name, colour) in enumerate(zip(workers, COLOURS, strict=True)):
+        look = {"color": colour, "linewidth": 1.5, "drawstyle": "steps-post", "label": name}
+        shares.plot(at, [step.shares[worker] for step in course.steps], **look)
+        # A worker without share takes no time, which a logarithm cannot show: a gap.
+        compute.plot(at, [step.times_s[worker] * 1e3 or math.nan for step in course.steps], **look)
+    effect.plot(at, [step.effect for step in course.steps], color="black", linewidth=1.1, label="(max - min) / mean")
+    for height, name, dashes in MARKS:
+        effect.axhline(height, color="#666666", linewidth=1.1, linestyle=dashes, label=name)
+    for ax in axes:
+        for band in bands:
+            ax.axvspan(band.start, band.stop, color=COLOURS[band.worker], alpha=0.12, linewidth=0)
+        ax.grid(axis="y", color="#dddddd", linewidth=0.6)
+        ax.margins(x=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    mean_ms = sum(step.iteration_s for step in course.steps) / len(course.steps) * 1e3
+    shares.set_title(f"{course.name}: {mean_ms:.0f} ms per iteration", fontsize=11)
+    effect.set_xlabel("iteration")
+
+
+def _ticks(ax: Any, label: str, values: Sequence[float]) -> None:
+    """A logarithmic scale: a mode four times slower would flatten all others on a plain one."""
+    ax.set_yscale("log")
+    ax.set_yticks(values, [f"{value:g}" for value in values])
+    ax.minorticks_off()
+    ax.set_ylabel(f"{label} (log)")

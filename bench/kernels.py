@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commlayer.compressors import Codec, error_feedback, int8, kernels, reference, topk
+from commlayer.compressors import Codec, error_feedback, int8, kernels, onebit, reference, topk
 from commlayer.native import core
 from commlayer.records import Spec
 
@@ -64,6 +64,7 @@ class _Stage:
         self.idx, self.val = torch.zeros(room, dtype=torch.int32), torch.zeros(room)
         self.topk = _Steps(error_feedback(topk(DENSITY, "int8")), self.g, backend)
         self.int8 = _Steps(error_feedback(int8()), self.g, backend)
+        self.onebit = _Steps(error_feedback(onebit()), self.g, backend)
 
     def select(self) -> Any:
         return self.core.select(self.g, self.kept, CUT, self.n // 3, self.idx, self.val)
@@ -90,6 +91,7 @@ class _Stage:
             "crc32c": lambda: c.crc32c(g),
             "codec topk 1pct": self.topk,
             "codec int8": self.int8,
+            "codec onebit": self.onebit,
         }
 
 
@@ -97,6 +99,7 @@ BYTES = {
     "stream native": 12, "stream torch": 12, "copy": 8, "select_1pct": 12, "add_f16": 10, "cast f32 to f16": 6,
     "cast f32 to f16 torch": 6, "cast f16 to f32": 6, "cast f32 to bf16": 6, "int8 with residual": 13, "int8": 5,
     "int8 decode": 9, "all_finite": 4, "crc32c": 4, "codec topk 1pct": 12, "codec int8": 13,
+    "codec onebit": 12.14,
     "torch.topk": 4,
 }  # fmt: skip
 """Bytes per element that each must at least read and write."""
@@ -113,7 +116,7 @@ def check(n: int = 50_003) -> None:
                 same = torch.equal(memory.view(torch.uint8), getattr(twin, field).view(torch.uint8))
                 assert same, f"{name}: {field} differs from the reference"
     for _ in range(SETTLE):
-        for mine, theirs in ((ours.topk, twin.topk), (ours.int8, twin.int8)):
+        for mine, theirs in ((ours.topk, twin.topk), (ours.int8, twin.int8), (ours.onebit, twin.onebit)):
             mine()
             theirs()
             assert mine.payload == theirs.payload, f"{mine.codec}: payload differs from the reference"
@@ -153,6 +156,7 @@ def _run(quick: bool) -> dict[str, Any]:
     for _ in range(SETTLE):
         stage.topk()
         stage.int8()
+        stage.onebit()
     slow = {"torch.topk": lambda: torch.topk(stage.g.abs(), k)}
     few = 2 if quick else 4
     rounds = [
@@ -186,6 +190,7 @@ def _run(quick: bool) -> dict[str, Any]:
         "decode_add_vs_stream": ratio(lambda one: speed(one, "add_f16") / (12 / stream(one))),
         "decode_add_f32_vs_stream": ratio(lambda one: stream(one) / one["stream native"]),
         "int8_vs_copy": ratio(lambda one: speed(one, "int8 with residual") / speed(one, "copy")),
+        "onebit_vs_copy": ratio(lambda one: speed(one, "codec onebit") / speed(one, "copy")),
         "codec_topk_1pct_vs_stream": ratio(lambda one: stream(one) / one["codec topk 1pct"]),
         "codec_topk_1pct_vs_torch_topk": ratio(lambda one: one["torch.topk"] / one["codec topk 1pct"], few),
         "codec_int8_vs_copy": ratio(lambda one: speed(one, "codec int8") / speed(one, "copy")),

@@ -122,13 +122,15 @@ def _gap(seed: int) -> tuple[float, float]:
     for size in sizes:
         kept = ways.useful(size, size)
         most = int(rng.uniform(4, MOST_OPTIONS))
-        useful.append(kept if len(kept) <= most else [kept[0], *sorted(rng.sample(kept[1:], most - 1))])
+        least = min(kept, key=lambda o: (ways.losses[o], o))
+        others = [o for o in kept if o != least]
+        useful.append(sorted([least, *rng.sample(others, min(len(others), most - 1))]))
     work_s = rng.uniform(0.01, 0.2)
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
     made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     paces = tuple(Pace(group.name, ready, work_s) for group in prices.groups)
     steps = schedule(flatten([Load(each) for each in made], paces, tail_s=0.001))
-    loss = [[ways.loss(o) * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+    loss = [[ways.losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     burden = [[sum(way.seconds) for way in each] for each in made]
     everything = set(range(len(sizes)))
     space = Space(steps, loss, burden, lambda choice: everything, [[b] for b in everything], policy.max_loss)

@@ -10,7 +10,7 @@ import torch
 
 from bench import report
 from commlayer.balance import tuner
-from commlayer.balance.tuner_engines import engine
+from commlayer.balance.tuner_engine import Engine
 from commlayer.balance.tuner_space import Settings, Space, default_space
 from commlayer.balance.tuner_store import Search, Store, Trial
 from commlayer.demo import proxies
@@ -50,11 +50,10 @@ def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
         with TemporaryDirectory() as folder:
             search = Search(task, space, BUDGET, seed)
             store = Store(Path(folder) / "trials.jsonl", search)
-            made = engine("auto", space, seed)
-            list(tuner.tune(proxy, store, search, made, TRIALS))
+            list(tuner.tune(proxy, store, search, Engine(space, seed), TRIALS))
             found = min(store.trials, key=lambda t: tuner.price(t, dense, BUDGET))
         price = tuner.price(found, dense, BUDGET)
-        rows.append({"task": task, "seed": seed, "engine": type(made).__name__, "grid_points": len(points), "grid_s": floor,
+        rows.append({"task": task, "seed": seed, "grid_points": len(points), "grid_s": floor,
                      "tuner_s": price, "behind_pct": 100 * (price / floor - 1), "found": str(found.settings)})
     return rows
 

@@ -15,7 +15,10 @@ Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | memoryview
 Payload: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | memoryview | bytes | bytearray
 
 def isa() -> str:
-    """ "avx2" or "portable"."""
+    """ "avx512", "avx2", "neon" or "portable"."""
+
+def threads(count: int, grain: int) -> None:
+    """From now on up to `count` threads share a call, each with at least `grain` elements. Results stay the same."""
 
 def force_portable(on: bool) -> bool:
     """Runs the portable bodies from now on; returns whether they ran before. For tests."""

@@ -17,6 +17,8 @@ from commlayer.records import MAX_BUCKET_NBYTES, Record
 
 PREFIX = "COMMLAYER_"
 DAY_S = 86400.0
+MOST_CODEC_THREADS = 4
+"""Unless asked for more: beyond it memory is the limit."""
 
 # `description` says what is allowed: error messages and `describe` quote it.
 Text = Annotated[str, msgspec.Meta(description="text")]
@@ -29,6 +31,7 @@ Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on 
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
+Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
 
@@ -60,6 +63,8 @@ class Config(Record, frozen=True):
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
     backend: Backend = "auto"
+    codec_threads: Threads = 0
+    """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""
     shape: Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
@@ -130,6 +135,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         raise RecordError(f"LOCAL_RANK: got {found.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
                           f"which is {local_world}")
     return found
+
+
+def codec_threads(config: Config, launch: Launch) -> int:
+    """How many threads may share the coding of a bucket: a node's ranks together do not outnumber its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.codec_threads or max(1, min(MOST_CODEC_THREADS, cores // max(launch.local_world, 1)))
 
 
 def child_environment(config: Config) -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from commlayer import planner, records
 from commlayer.compressors import codec_of, kernels, parse, wrap
-from commlayer.config import Config, Launch, is_loopback, read_launch
+from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
@@ -115,6 +115,8 @@ def connect(
     """Joins the job that the environment names; all ranks call it together."""
     launch = read_launch()
     kernels.choose(config.backend)
+    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
+    kernels.threads(config.codec_threads)
     made = Connection()
     made.embeds = not config.join
     made.auto = isinstance(plan, str) and plan == "auto"
@@ -249,6 +251,8 @@ def _same_model(job: Job, groups: Groups) -> None:
 
 def _check_plan(plan: Plan, job: Job) -> None:
     problems = planner.verify(plan, job)
+    for bucket in plan.buckets if not problems else ():
+        codec_of(bucket)  # ValueError for one that does not exist
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"plan: {problems[0]}{more}")

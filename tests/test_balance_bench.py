@@ -1,9 +1,14 @@
-"""The balance measurement: its summary holds what is promised of it, and the drawing is a well-formed file."""
+"""The balance measurement: its summary holds what is promised of it, and the drawing is made or says why not."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
+import importlib.util
+import re
+import struct
+import sys
 from pathlib import Path
+
+import pytest
 
 from bench import balance
 
@@ -23,8 +28,29 @@ def test_the_summary_holds_and_the_rows_are_there() -> None:
     assert {row["mode"] for row in result["rows"]} >= {*balance.MODES, *balance.RELAXED}
 
 
-def test_the_drawing_has_every_line(tmp_path: Path) -> None:
-    drawn = balance.draw(tmp_path / "out.json")
-    assert drawn == tmp_path / "out.svg"
-    lines = [found for found in ElementTree.parse(drawn).getroot() if found.tag.endswith("polyline")]
-    assert len(lines) == 2 * (4 + 4 + 1)
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib, of the extra plot, is missing")
+def test_the_drawing_is_a_picture_of_three_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    seen: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (seen.append(figure), save(figure, path)))
+    assert balance.draw(tmp_path / "out.json") == f"drawn: {tmp_path / 'out.png'}"
+    width, height = struct.unpack(">II", (tmp_path / "out.png").read_bytes()[16:24])
+    assert width >= 800
+    assert height < width
+    panels = seen[0].axes
+    assert [len(panel.lines) for panel in panels] == [4] * 3 + [4 + 1] * 3 + [1 + 2] * 3
+    shown = [line.get_ydata() for line in panels[2].lines]
+    assert {sum(step) for step in zip(*shown, strict=True)} == {balance.BATCH}
+    assert all(low <= value <= high for panel in panels[:6] for low, high in [panel.get_ylim()]
+               for line in panel.lines for value in line.get_ydata()), "nothing is cut off"
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = balance.draw(tmp_path / "out.json")
+    assert re.fullmatch(r'no plot: .*\bmatplotlib\b.*: pip install "commlayer\[plot\]"', said)
+    assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from balance_kit import PAPER, PAPER_MS, best_by_search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlayer import balance
 from commlayer.balance import Communication, Cubic, Line, Piecewise, shares, solve
 from commlayer.balance.models import Accumulated, TimeModel, as_model, rising
 
@@ -164,3 +166,9 @@ def test_mistakes_are_one_line(call: object, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
+
+
+def test_names_are_what_they_say_whatever_was_loaded_before() -> None:
+    """A module of a public name's name would stand in its place as soon as it is loaded."""
+    modules = {path.stem for path in Path(balance.__file__).parent.glob("*.py")}
+    assert modules & set(balance.__all__) == set()

@@ -31,6 +31,7 @@ from commlayer.compressors import (
     terngrad,
     topk,
 )
+from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
@@ -90,6 +91,13 @@ def test_golden_payloads(name: str, backend: str) -> None:
         assert payload == file.read_bytes()
         out = kit.decoded(codec, payload, n)
     assert bool(torch.isnan(out).all()) if name == "int8-flagged" else bool(torch.isfinite(out).all())
+
+
+def test_every_codec_has_a_golden_file_and_a_row_in_the_format() -> None:
+    assert {file.read_bytes()[0] for file in GOLDEN.glob("*.bin")} == set(CODEC_IDS.values())
+    rows = (GOLDEN.parents[2] / "docs" / "wire.md").read_text().split("The body follows at once", 1)[1].split("\n\n")[1]
+    described = {name.strip() for row in rows.splitlines()[2:] for name in row.split("|")[1].split(",")}
+    assert described == set(CODEC_IDS)
 
 
 def header(codec: int, version: int, flags: int, aux: int, numel: int, count: int, seed: int) -> bytes:

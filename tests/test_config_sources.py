@@ -14,6 +14,7 @@ from commlayer.config import (
     Config,
     Launch,
     child_environment,
+    codec_threads,
     host_port,
     is_loopback,
     join_host,
@@ -135,6 +136,13 @@ CONFIGS = st.builds(
 @given(CONFIGS)
 def test_a_child_process_gets_exactly_the_settings_of_its_parent(config: Config) -> None:
     assert read(None, child_environment(config)) == config
+
+
+def test_ranks_of_a_node_share_its_cores_unless_told_otherwise() -> None:
+    alone = codec_threads(Config(), Launch())
+    assert 1 <= alone <= 4
+    assert codec_threads(Config(), Launch(local_world=1000, world=1000)) == 1
+    assert codec_threads(Config(codec_threads=7), Launch(local_world=1000, world=1000)) == 7
 
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

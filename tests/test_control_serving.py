@@ -141,7 +141,7 @@ class Pair:
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)
         self.failures, self.stalled = Failures(), threading.Event()
-        self.ups[1].follow(self.failures, lambda *_: self.stalled.set())
+        self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), 1)
 
     def failure(self) -> CommError:
         assert self.failures.came.wait(WAIT_S)

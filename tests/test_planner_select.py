@@ -177,6 +177,20 @@ def test_a_codec_without_a_price_is_named() -> None:
         plan(toy_job(), cluster(2, "1g"), None, Policy(codecs=("magic()",)))
 
 
+def test_a_profile_with_which_nothing_can_be_sent_as_it_is_is_refused() -> None:
+    profile, _, _ = checked_inputs(toy_job(), CLUSTERS["homes"], None, None)
+    profile = structs.replace(profile, codecs=tuple(c for c in profile.codecs if c.codec != DENSE))
+    with pytest.raises(ValueError, match=r"profile 'tables' has no cost of identity\(\)"):
+        plan(toy_job(), CLUSTERS["homes"], profile)
+
+
+def test_a_budget_that_no_choice_keeps_is_refused() -> None:
+    space, _, _ = random_space(3, budget=True)
+    losses = [[loss + 2.0 for loss in each] for each in space.loss]
+    with pytest.raises(ValueError, match="max_loss is 1, but no choice"):
+        search(space._replace(loss=losses))
+
+
 def test_an_empty_job_has_an_empty_plan() -> None:
     timing = structs.replace(toy_job().timing, ready_s=(), needed_s=())
     assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_kit import chain, one_node, random_problem
 
@@ -121,6 +121,7 @@ def test_tasks_in_a_circle_are_refused(loop: type) -> None:
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
 @settings(max_examples=150, deadline=None)
+@example(367)  # a step of no seconds, which a limit of none is not above
 @given(st.integers(0, 10**6))
 def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
     problem = random_problem(seed)

@@ -9,6 +9,7 @@ import runtime_kit as kit
 import torch
 
 from commlayer.compressors import parse, restore, snapshot, wrap
+from commlayer.compressors.parse import FACTORIES
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.runtime.measure import learning_rate
@@ -30,6 +31,18 @@ CODECS = [
     "partition(shared_int(), 2)",
     "chain(topk(0.2, 'fp32'), int8())",
     "error_feedback(int8(), lr_correction=True)",
+    "fp16()",
+    "bf16()",
+    "int8(64)",
+    "int4()",
+    "qsgd()",
+    "natural()",
+    "terngrad()",
+    "onebit(64)",
+    "topk(0.1)",
+    "block_threshold(0.2)",
+    "randomk(0.2)",
+    "warmup(topk(0.1), 4)",
 ]
 each = pytest.mark.parametrize("codec", CODECS)
 
@@ -68,6 +81,10 @@ def run(r: kit.Rig, steps: range, bad: int = -1, rates: tuple[float, float] = (1
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def test_every_name_runs_through_the_service() -> None:
+    assert {text.partition("(")[0] for text in CODECS} == set(FACTORIES)
 
 
 @each

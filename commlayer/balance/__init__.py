@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from commlayer.balance.models import Line as Line
     from commlayer.balance.models import Piecewise as Piecewise
     from commlayer.balance.sampler import Sampler as Sampler
-    from commlayer.balance.solve import Communication as Communication
-    from commlayer.balance.solve import Solution as Solution
-    from commlayer.balance.solve import shares as shares
-    from commlayer.balance.solve import solve as solve
+    from commlayer.balance.solution import Communication as Communication
+    from commlayer.balance.solution import Solution as Solution
+    from commlayer.balance.solution import shares as shares
+    from commlayer.balance.solution import solve as solve
 
 _MODULES = {
     "balancer": ("Balancer", "Policy"),
@@ -33,7 +33,7 @@ _MODULES = {
     "events": ("Decision", "Joined", "Measurement", "Note", "Outcome", "Vanished"),
     "models": ("Cubic", "Line", "Piecewise"),
     "sampler": ("Sampler",),
-    "solve": ("Communication", "Solution", "shares", "solve"),
+    "solution": ("Communication", "Solution", "shares", "solve"),
 }
 _HOMES = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
 

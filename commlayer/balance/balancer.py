@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from commlayer.balance.events import Decision, Event, Input, Joined, Measurement, Note, Outcome, Vanished
 from commlayer.balance.models import Accumulated, Line
 from commlayer.balance.online import OnlineLine, checked_time
-from commlayer.balance.solve import FREE, Communication, Solution, solve
+from commlayer.balance.solution import FREE, Communication, Solution, solve
 from commlayer.records import Record
 
 EVENTS_KEPT = 1000

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from commlayer.balance.models import Line
-from commlayer.balance.solve import FREE, Communication, solve
+from commlayer.balance.solution import FREE, Communication, solve
 from commlayer.records import Record
 
 

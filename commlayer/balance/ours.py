@@ -9,7 +9,7 @@ from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Input, Joined, Measurement, Vanished
 from commlayer.balance.harness import Cluster
 from commlayer.balance.models import Line
-from commlayer.balance.solve import FREE, Communication
+from commlayer.balance.solution import FREE, Communication
 
 
 class Ours:

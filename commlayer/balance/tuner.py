@@ -1,4 +1,4 @@
-"""Searches settings on short proxy runs: fast, and within the loss budget. Knows engines, stores and a function; no torch.
+"""Searches settings on short proxy runs: fast, and within the loss budget. Knows an engine, stores and a function; no torch.
 
 The first trial is dense: what every other one is compared with.
 """
@@ -14,7 +14,7 @@ from commlayer.balance.tuner_space import DENSE, Settings, Space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
 
 if TYPE_CHECKING:
-    from commlayer.balance.tuner_engines import Engine
+    from commlayer.balance.tuner_engine import Engine
 
 Proxy = Callable[[Settings], Mapping[str, Any]]
 """Trains for a short time with these settings: {"seconds": ..., "loss": ...}."""

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from commlayer.records import Record
+    from commlayer.records import Job, Plan, Record
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
 
@@ -194,13 +194,10 @@ def _codec_problem(text: str) -> str:
     return ""
 
 
-def _refuse(made: object, job: object) -> None:
+def _refuse(made: Plan, job: Job) -> None:
     """A plan of another model explains nothing."""
     from commlayer.planner.rules import verify
-    from commlayer.records import Job, Plan
 
-    assert isinstance(made, Plan)
-    assert isinstance(job, Job)
     problems = verify(made, job)
     if problems:
         raise ValueError(f"plan: {problems[0]}")

@@ -24,7 +24,6 @@ def tune(
     codec: Annotated[list[str] | None, typer.Option(help="A codec to try, with {ratio} if it has one; repeatable.")] = None,
     ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
     batch: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
-    search: Annotated[str, typer.Option(help="What proposes trials: auto, skopt or gp.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a second call goes on there.")] = Path("tune.jsonl"),
     out: Annotated[Path, typer.Option(help="The loss model that plans are made with.")] = Path("loss.json"),
@@ -39,9 +38,9 @@ def tune(
             raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batch)
     # Numbers load when they are needed: the command's help is to be there at once.
-    from commlayer.balance.tuner_engines import engine
+    from commlayer.balance.tuner_engine import Engine
 
-    made, proxy = engine(search, space, seed), load(task)
+    made, proxy = Engine(space, seed), load(task)
     asked = Search(task, space, budget / 100, seed)
     kept = Store(store, asked)
     _show(tuner.tune(proxy, kept, asked, made, trials), kept, asked, trials)
@@ -73,8 +72,6 @@ def read_space(codecs: tuple[str, ...], ratio: str, batch: str) -> Space:
 def load(task: str) -> tuner.Proxy:
     """The function that a task names."""
     named = BUILT_IN.get(task, task)
-    if task in BUILT_IN and importlib.util.find_spec("sklearn") is None:
-        raise ValueError(f'{task}: scikit-learn, whose data it trains on, is missing: pip install "commlayer[bench]"')
     if named.endswith(".py"):
         path, name = Path(named), "proxy"
         found = importlib.util.spec_from_file_location("commlayer_tuned", path) if path.is_file() else None

@@ -36,6 +36,16 @@ def choose(backend: str) -> None:
     _chosen[0] = module
 
 
+GRAIN = 1 << 18
+"""Elements that make a thread worth starting, at some 20 us."""
+
+
+def threads(count: int) -> None:
+    """From now on up to `count` threads share a native call on a large bucket. Results do not depend on it."""
+    if native.core is not None:
+        native.core.threads(count, GRAIN)
+
+
 @contextlib.contextmanager
 def use(backend: str) -> Iterator[None]:
     """Within it, `backend` runs the kernels. For tests and measurements."""

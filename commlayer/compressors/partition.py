@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import payload
+from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Sent
 from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
@@ -94,8 +95,16 @@ class Partition(Wrapper, frozen=True):
         bodies = self._split(result, out.numel())
         whole = torch.empty_like(out)  # nothing may be written before the last slice has been judged
         if bodies is not None:
-            slices = zip(bodies, state["parts"].values(), self._cut(whole), strict=True)
-            if sum(self.inner.decode(body, part, into) for body, part, into in slices) == len(bodies):
+            parts = list(state["parts"].values())
+            # A codec of several rounds learns from its result, and a later slice may yet be refused.
+            before = [snapshot(part) for part in parts] if len(self.rounds) > 1 else []
+            try:
+                finite = [self.inner.decode(*slice_) for slice_ in zip(bodies, parts, self._cut(whole), strict=True)]
+            except CorruptFrame:
+                for part, old in zip(parts, before, strict=False):
+                    restore(part, old)
+                raise
+            if all(finite):
                 out.copy_(whole)
                 return True
         out.fill_(NAN)

@@ -8,7 +8,7 @@ import msgspec
 
 from commlayer import planner, records
 from commlayer.compressors import kernels
-from commlayer.config import Config, join_host
+from commlayer.config import Config, Launch, codec_threads, join_host
 from commlayer.control import messages
 from commlayer.control.shaping import shaped_by
 from commlayer.control.sums import CodecOps, ops_of, senders_of
@@ -35,6 +35,7 @@ class Serving:
 
     def __init__(self, bind: str, port: int, config: Config) -> None:
         kernels.choose(config.backend)
+        kernels.threads(codec_threads(config, Launch()))
         self._config = config
         self._ready = threading.Event()
         self._unfit = ""

@@ -31,8 +31,10 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     sums = {cost.codec for cost in profile.codecs if cost.sums}
     coded = sorted((name for name in names if name != DENSE), key=lambda name: (sent[name], name))
     made = [Option(path) for path in _dense(prices)]
+    if not made:
+        raise ValueError(f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
     for summing in (False, True):
-        kinds: tuple[grammar.Kind, ...] = ("sum",) if summing else ("flat", "two-level", "service")
+        kinds: tuple[grammar.Kind, ...] = ("sum",) if summing else _kinds(cluster)
         fitting = [name for name in coded if not summing or name in sums]
         if not fitting:
             continue
@@ -48,11 +50,16 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
 def _dense(prices: Prices) -> Iterator[str]:
     """Floats: over collectives, and to a server as the codec that sends them as they are."""
     cluster = prices.cluster
-    plain = grammar.options(cluster, max_encodes=0)
+    plain = grammar.options(cluster, max_encodes=0, kinds=_kinds(cluster))
     yield from (_name(path, cluster) for path in unbeaten(prices, plain, DENSE, *SIZES))
     if any(cost.codec == DENSE for cost in prices.profile.codecs):
         served = grammar.options(cluster, devices=("cpu",), max_encodes=1, kinds=("service",), dense=False)
         yield from (_name(path, cluster) for path in unbeaten(prices, served, DENSE, *SIZES))
+
+
+def _kinds(cluster: Cluster) -> tuple[grammar.Kind, ...]:
+    """Without the many two-level paths where no node has two ranks."""
+    return ("flat", "two-level", "service") if max(n.ranks for n in cluster.nodes) > 1 else ("flat", "service")
 
 
 def _uneven(cluster: Cluster, coded: Sequence[str], served: Sequence[Path]) -> Iterator[Option]:

@@ -127,7 +127,7 @@ class Entry:
         job, timing, _, _, policy = self.inputs
         total = sum(self.sizes)
         made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
-        loss = [[ways.loss(o) * size / total for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
+        loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
         codes = [option.codec != DENSE for option in self.options]
         burden = [[sum(way.seconds) + CODES * codes[o] for o, way in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, made, strict=True)]

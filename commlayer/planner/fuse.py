@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from commlayer.planner.default import ELEMENT_NBYTES, fused
@@ -28,7 +27,9 @@ def limits(job: Job) -> tuple[Limits, ...]:
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
     most = MAX_BUCKET_NBYTES
     tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b in TRIED)
-    return tuple(dict.fromkeys(tried))
+    # As in Espresso, each tensor by itself.
+    alone = [Limits(0, most)] if len(job.tensors) <= MOST_BUCKETS * 2 else []
+    return tuple(dict.fromkeys([*tried, *alone]))
 
 
 def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
@@ -36,15 +37,6 @@ def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
     made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False))
     return sorted(made, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
-
-
-def single(job: Job) -> list[tuple[Slice, ...]]:
-    """Every tensor a bucket of its own, as in Espresso."""
-    return sorted(_whole(job), key=lambda group: (is_buffer(job, group), readiness(job, group), -group[0].tensor))
-
-
-def _whole(job: Job) -> Iterator[tuple[Slice, ...]]:
-    return ((Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors) if info.numel)
 
 
 def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:

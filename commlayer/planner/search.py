@@ -81,6 +81,8 @@ class _Search:
         self.within = space.max_loss * (1 + EQUAL) + 1e-12
 
     def run(self, starts: Sequence[Sequence[int]], width: int) -> Found:
+        if not self.allowed(self.least()):
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
             found = self.price(self.least())
             for choice in product(*map(range, self.counts)):
@@ -198,23 +200,28 @@ class _Search:
         return found
 
     def paid(self, found: Found, taker: int, option: int) -> Found | None:
-        """With that option for the taker; the loss is made good by others, those first whose giving hurts the step least."""
+        """With that option for the taker; the loss is made good by one other, or by several in turn."""
         choice = _with(found.choice, (taker,), option)
+        step_s = self.space.schedule.run(list(choice))
         givers = [b for members in self.space.classes for b in dict.fromkeys((members[0], members[-1])) if b != taker]
+        best: Found | None = None
         for _ in range(GIVEN):
             offers = []
             for giver in givers[:GIVERS]:
                 losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
-                steps = self.space.schedule.sweep(list(choice), [giver], found.step_s)
-                offers += [(step_s, losses[o], giver, o) for o, step_s in enumerate(steps)
-                           if losses[o] < now and step_s < found.step_s]
+                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s)):
+                    if losses[o] < now and other_s < found.step_s:
+                        made = _with(choice, (giver,), o)
+                        offers.append(((other_s - step_s) / (now - losses[o]), losses[o], other_s, made))
+                        if self.allowed(made) and (best is None or other_s < best.step_s):
+                            best = self.found(other_s, made)
             if not offers:
-                return None
-            _, _, giver, less = min(offers)
-            choice = _with(choice, (giver,), less)
+                break
+            # Whoever frees most loss for what it costs the step.
+            _, _, step_s, choice = min(offers)
             if self.allowed(choice):
-                return self.price(choice)
-        return None
+                break
+        return best
 
     def relax(self, found: Found) -> Found:
         """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""

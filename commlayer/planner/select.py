@@ -12,7 +12,7 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.reasons import explained
 from commlayer.planner.search import Found
-from commlayer.planner.simulate import per_step, simulate
+from commlayer.planner.simulate import exact_s
 from commlayer.planner.ways import Ways
 from commlayer.records import Job, Plan
 
@@ -55,10 +55,9 @@ def _best(choices: list[tuple[Entry, Found]]) -> tuple[Entry, Found]:
 
 
 def _exact_s(entry: Entry, found: Found) -> float:
-    """Of a step; of what an exchange costs, each of the steps that share it bears its part."""
     entry.found = found
     job, _, cluster, profile, policy = entry.inputs
-    return per_step(simulate(entry.emit(), job, cluster, profile, policy), entry.local_steps)
+    return exact_s(entry.emit(), job, cluster, profile, policy)
 
 
 def _ways(inputs: Inputs) -> list[Ways]:
@@ -84,11 +83,11 @@ def _stale(plan: Plan, inputs: Inputs) -> Plan:
     """The fewest of the buckets that are ready last whose results may be a step late, if that is worth it."""
     job, _, cluster, profile, policy = inputs
     gradients = [b.id for b in plan.buckets if not job.tensors[b.slices[0].tensor].buffer]
-    best, best_s = plan, simulate(plan, job, cluster, profile, policy).step_s
+    best, best_s = plan, exact_s(plan, job, cluster, profile, policy)
     for share in (8, 4, 2, 1):
         late = set(gradients[len(gradients) - -(-len(gradients) // share) :])
         made = structs.replace(plan, buckets=tuple(structs.replace(b, stale=b.id in late) for b in plan.buckets))
-        step_s = simulate(made, job, cluster, profile, policy).step_s
+        step_s = exact_s(made, job, cluster, profile, policy)
         if step_s < best_s * (1 - WORTH):
             best, best_s = made, step_s
     return best

@@ -9,7 +9,7 @@ from commlayer.planner.costs import Prices
 from commlayer.planner.groups import Group
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile, Task
-from commlayer.planner.problem import Load, Pace, flatten, way
+from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 from commlayer.planner.schedule import schedule
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
@@ -46,31 +46,45 @@ class Timeline(Record, frozen=True):
 
 def simulate(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Timeline:
     """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them."""
-    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    prices = Prices(cluster, profile, hosts_of(plan, cluster))
-    tasks = [bucket_tasks(prices, bucket) for bucket in plan.buckets]
-    slices = [bucket.slices for bucket in plan.buckets]
-    paces = pace(job, timing, slices, prices.groups, plan.local_steps)
-    urgency = [urgent(timing, bucket.slices) for bucket in plan.buckets]
-    loads = [Load((way(t),), u, b.stale) for t, u, b in zip(tasks, urgency, plan.buckets, strict=True)]
-    problem = flatten(loads, paces, tail_s=tail(timing, prices.groups, plan.local_steps), priority=policy.priority)
-    step_s, starts, ends = schedule(problem).trace([0] * len(loads))
+    problem, tasks, paces = _lay_out(plan, job, cluster, profile, policy)
+    step_s, starts, ends = schedule(problem).trace([0] * len(tasks))
     total = len(starts) // problem.steps
     at, begun = 0, 0.0
     if problem.steps > 1:
         # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
-        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(loads))
+        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(tasks))
     order = [(b, task) for b in problem.order for task in tasks[b]]
     spans = tuple(
         Span(b, task.op, tuple(lane for lane, _ in task.lanes), starts[at + i] - begun, ends[at + i] - begun, task.nbytes)
         for i, (b, task) in enumerate(order)
     )
-    ready = [max(p.ready_s[b] for p in paces) for b in range(len(loads))]
+    ready = [max(p.ready_s[b] for p in paces) for b in range(len(tasks))]
     done = list(ready)
     for span in spans:
         done[span.bucket] = max(done[span.bucket], span.end_s)
     compute_s = max(p.work_s for p in paces) + problem.tail
     return Timeline(step_s, compute_s, tuple(ready), tuple(done), spans)
+
+
+def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+    """Seconds of one step, without the timeline; of what an exchange costs, each of the steps that share it bears its part."""
+    problem, tasks, _ = _lay_out(plan, job, cluster, profile, policy)
+    return schedule(problem).run([0] * len(tasks)) / plan.local_steps
+
+
+def _lay_out(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
+) -> tuple[Problem, list[tuple[Task, ...]], tuple[Pace, ...]]:
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    prices = Prices(cluster, profile, hosts_of(plan, cluster))
+    tasks = [bucket_tasks(prices, bucket) for bucket in plan.buckets]
+    paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, plan.local_steps)
+    loads = [
+        Load((way(each),), urgent(timing, bucket.slices), bucket.stale)
+        for each, bucket in zip(tasks, plan.buckets, strict=True)
+    ]
+    tail_s = tail(timing, prices.groups, plan.local_steps)
+    return flatten(loads, paces, tail_s=tail_s, priority=policy.priority), tasks, paces
 
 
 def per_step(timeline: Timeline, local_steps: int) -> float:

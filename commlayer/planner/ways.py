@@ -55,6 +55,10 @@ class Ways:
         self.prices = prices
         self.options = tuple(options)
         self._made: dict[tuple[int, int, int], Template] = {}
+        self._useful: dict[tuple[int, int], list[int]] = {}
+        of = {bare(option): codec_loss(prices.profile, option) for o in options for option in (o.codec, o.down, *o.by_node)}
+        self.losses = [_loss(option, of) for option in self.options]
+        """In final quality, if the whole model were sent so; by option."""
 
     def template(self, option: int, server: int = 0, owner: int = 0) -> Template:
         key = (option, server, owner)
@@ -64,21 +68,16 @@ class Ways:
             made = self._made[key] = template(self.prices.steps(o.path, o.codec, server, owner, o.down, o.by_node))
         return made
 
-    def loss(self, option: int) -> float:
-        """In final quality, if the whole model were sent so."""
-        o = self.options[option]
-        losses = [codec_loss(self.prices.profile, codec) for codec in o.by_node or (o.codec,)]
-        up = sum(losses) / len(losses)
-        return max(up, codec_loss(self.prices.profile, o.down)) if o.down else up
-
     def useful(self, least: int, most: int) -> list[int]:
         """A few options for sizes from `least` to `most` elements: of each level of loss those that are best in some respect.
 
         Prices are lines, so that what is best at both ends is best between them.
         """
+        if (least, most) in self._useful:
+            return self._useful[least, most]
         levels: dict[float, list[int]] = {}
         for option in range(len(self.options)):
-            levels.setdefault(round(self.loss(option), 6), []).append(option)
+            levels.setdefault(round(self.losses[option], 6), []).append(option)
         kept: dict[int, list[float]] = {}
         for _, level in sorted(levels.items()):
             prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
@@ -86,7 +85,8 @@ class Ways:
             for option in sorted(best):
                 if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
                     kept[option] = prices[option]
-        return sorted(kept)
+        found = self._useful[least, most] = sorted(kept)
+        return found
 
     def _respects(self, option: int, numel: int) -> list[float]:
         """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone."""
@@ -118,6 +118,12 @@ def template(steps: Sequence[Step]) -> Template:
         shape, tuple((line.floor_s, line.slope_s) for step in steps for _, line in step.lanes),
         tuple((step.latency.floor_s, step.latency.slope_s) for step in steps), sum(step.nbytes.slope_s for step in steps),
     )
+
+
+def _loss(option: Option, of: dict[str, float]) -> float:
+    losses = [of[bare(codec)] for codec in option.by_node or (option.codec,)]
+    up = sum(losses) / len(losses)
+    return max(up, of[bare(option.down)]) if option.down else up
 
 
 def codec_loss(profile: Profile, codec: str) -> float:

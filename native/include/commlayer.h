@@ -7,8 +7,8 @@
  *   - arrays of one call do not overlap unless a contract says so;
  *   - a count or size is returned >= 0, an error as a negative cml_error; after an error no output was written
  *     unless a contract says so;
- *   - where vectors pay there is an AVX2 body, chosen at run time, and a portable twin with the same results bit for bit
- *     (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference.py;
+ *   - where vectors pay there is a body for AVX2, chosen at run time, or NEON, and a portable twin with the same results bit for
+ *     bit (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference.py;
  *   - a product is rounded before it is added to anything (no fused multiply-add); which NaN a NaN becomes is open.
  */
 #ifndef COMMLAYER_H
@@ -30,9 +30,9 @@ typedef enum cml_error {
 
 const char* cml_error_name(int64_t code);
 
-/* 1 forces the portable bodies, 0 restores the choice by CPU. Returns the former setting. */
+/* 1 forces the portable bodies, 2 does without AVX-512, 0 restores the choice by CPU. Returns the former setting. */
 int cml_force_portable(int on);
-/* "avx2" or "portable". */
+/* "avx512" (AVX2, and AVX-512 where it pays), "avx2", "neon" or "portable". */
 const char* cml_isa(void);
 
 /* ---- checksums ---- */
@@ -69,7 +69,9 @@ int64_t cml_int8_encode(int8_t* q, float* scale, const float* x, float* residual
 /* acc[i] += scale[b] * q[i]; with assign != 0: acc[i] = scale[b] * q[i]. */
 void cml_int8_decode(float* acc, const int8_t* q, const float* scale, int64_t n, int64_t block, int assign);
 
-/* ---- random numbers: Philox4x32-10, see src/philox.h for which element takes which word ---- */
+/* ---- random numbers: Philox4x32-10, see src/philox.h for which element takes which word ----
+ * Who codes a part of a bucket says at which element it begins (first, a multiple of 8 and of block), so that parts coded apart
+ * take the words that they would have in the whole. */
 
 /* The words of elements first .. first + n - 1 under this key in this step. */
 void cml_philox(uint32_t* words, int64_t n, int64_t first, uint64_t key, uint64_t step);
@@ -84,14 +86,14 @@ void cml_philox(uint32_t* words, int64_t n, int64_t first, uint64_t key, uint64_
  * largest |v|, or with euclidean != 0 the Euclidean norm of the block. t = v / scale cut to [-top, top].
  * dither == 0: q = round-half-even(t). Else q = floor(t) + 1 if uniform(word) < t - floor(t), else floor(t). */
 int64_t cml_linear_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, int bits,
-                          int euclidean, int dither, uint64_t key, uint64_t step);
+                          int euclidean, int dither, uint64_t key, uint64_t step, int64_t first);
 int64_t cml_linear_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int bits, int assign);
 
 /* ternary: dithered as above with top = 1; size = largest |v|, or where clip > 0 at most clip * the block's root mean square.
  * Elements go in groups of 160 (the last may have fewer), block is a multiple of 160. A group of c elements takes
  * m = ceil(c / 5) bytes: byte j holds elements j, j + m, ... of it as digits of weight 1, 3, 9, 27, 81; digit 2 means -1. */
 int64_t cml_ternary_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, float clip,
-                           uint64_t key, uint64_t step);
+                           uint64_t key, uint64_t step, int64_t first);
 int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
 
 /* natural: sign (uppermost bit; 0 for level 0) and level k < 2^(bits-1) of bits = 3, 4, 5 or 8; k > 0 stands for
@@ -99,7 +101,7 @@ int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16_t* scale, 
  * base[b] <= 254 - (2^(bits-1) - 1). v goes to one of its two neighbours so that the mean is v: with a the bits of |v|,
  * the exponent of a + (word >> 9); below level 1, level 1 if uniform(word) < |v| / 2^(base[b] - 126), else 0. */
 int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x, float* residual, int64_t n, int64_t block, int bits,
-                           uint64_t key, uint64_t step);
+                           uint64_t key, uint64_t step, int64_t first);
 int64_t cml_natural_decode(float* acc, const uint8_t* q, const uint8_t* base, int64_t n, int64_t block, int bits, int assign);
 
 /* onebit: the sign bit of v; scale = the mean of |v| over the block, added up in the order of src/blockwise.h. block <= 2^20. */
@@ -212,7 +214,7 @@ int64_t cml_blocks_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in
 int64_t cml_int_maxima(uint16_t* max, const float* x, int64_t n, int64_t block);
 /* x finite; q of width `bits`. */
 int64_t cml_int_encode(uint8_t* q, const float* x, const uint16_t* max, int64_t n, int64_t block, int bits, int dither,
-                       uint64_t key, uint64_t step);
+                       uint64_t key, uint64_t step, int64_t first);
 /* 1 if every q is within [-L, L] and padding is 0, else 0. */
 int64_t cml_int_legal(const uint8_t* q, int64_t n, int bits);
 /* acc[i] += q[i]; with assign != 0: acc[i] = q[i]. */

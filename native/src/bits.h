@@ -21,7 +21,7 @@ inline void get8(int* codes, const uint8_t* in, int count, int bits) {
   for (int j = 0; j < count; ++j) codes[j] = static_cast<int>(static_cast<int64_t>(word << (64 - bits * (j + 1))) >> (64 - bits));
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 // 32 codes of 2, 3, 4, 5 or 8 bits at a time.
 class Packer {
@@ -88,8 +88,13 @@ class Unpacker {
 
 // Four times eight int32, in order, as 32 int8.
 CML_AVX2 inline __m256i narrow32(const __m256i whole[4]) {
+#if CML_X86
   const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
   return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#else
+  const auto half = [](__m256i a, __m256i b) { return _mm_packs_epi16(_mm_packs_epi32(a.lo, a.hi), _mm_packs_epi32(b.lo, b.hi)); };
+  return {half(whole[0], whole[1]), half(whole[2], whole[3])};
+#endif
 }
 
 #endif

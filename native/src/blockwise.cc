@@ -31,7 +31,7 @@ uint32_t most_portable(const float* x, const float* residual, int64_t from, int6
   return most;
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 uint32_t most_avx2(const float* x, const float* residual, int64_t n) {
   const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kAbs));
@@ -70,7 +70,7 @@ CML_AVX2 int64_t sum_avx2(float* lanes, const float* x, const float* residual, i
 }  // namespace
 
 uint32_t most_of(const float* x, const float* residual, int64_t n) {
-#if CML_X86
+#if CML_VECTORS
   if (wide()) return most_avx2(x, residual, n);
 #endif
   return most_portable(x, residual, 0, n);
@@ -79,7 +79,7 @@ uint32_t most_of(const float* x, const float* residual, int64_t n) {
 float sum_of(const float* x, const float* residual, int64_t n, float factor, bool squares) {
   float lanes[kLanes] = {};
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (wide()) i = squares ? sum_avx2<true>(lanes, x, residual, n, factor) : sum_avx2<false>(lanes, x, residual, n, factor);
 #endif
   sum_portable(lanes, x, residual, i, n, factor, squares);

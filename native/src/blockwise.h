@@ -54,7 +54,7 @@ inline float norm_of(const float* x, const float* residual, int64_t n, uint32_t 
   return std::sqrt(sum_of(x, residual, n, float_of((254 - e) << 23), true)) * float_of(e << 23);
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 inline __m256 value8(const float* x, const float* residual, int64_t i) {
   const __m256 v = _mm256_loadu_ps(x + i);

@@ -32,7 +32,7 @@ bool finite_portable(const float* x, const float* residual, int64_t from, int64_
   return most < kInf;
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 inline __m128i narrow8_half(__m256 f) { return _mm256_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT); }
 
@@ -98,7 +98,7 @@ CML_AVX2 int64_t finite_avx2(const float* x, const float* residual, int64_t n, b
 extern "C" int64_t cml_f32_to_f16(uint16_t* dst, const float* src, int64_t n) {
   int64_t i = 0;
   bool finite = true;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::narrow_avx2<cml::narrow8_half, cml::kHalfInf>(dst, src, n, &finite);
 #endif
   return (cml::narrow_portable<cml::half_of, cml::kHalfInf>(dst, src, i, n) && finite) ? 1 : 0;
@@ -107,7 +107,7 @@ extern "C" int64_t cml_f32_to_f16(uint16_t* dst, const float* src, int64_t n) {
 extern "C" int64_t cml_f32_to_bf16(uint16_t* dst, const float* src, int64_t n) {
   int64_t i = 0;
   bool finite = true;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::narrow_avx2<cml::narrow8_bfloat, cml::kBfloatInf>(dst, src, n, &finite);
 #endif
   return (cml::narrow_portable<cml::bfloat_of, cml::kBfloatInf>(dst, src, i, n) && finite) ? 1 : 0;
@@ -115,7 +115,7 @@ extern "C" int64_t cml_f32_to_bf16(uint16_t* dst, const float* src, int64_t n) {
 
 extern "C" void cml_f16_to_f32(float* dst, const uint16_t* src, int64_t n) {
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::widen_avx2<cml::load8_half>(dst, src, n);
 #endif
   cml::widen_portable<cml::float_of_half>(dst, src, i, n);
@@ -123,7 +123,7 @@ extern "C" void cml_f16_to_f32(float* dst, const uint16_t* src, int64_t n) {
 
 extern "C" void cml_bf16_to_f32(float* dst, const uint16_t* src, int64_t n) {
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::widen_avx2<cml::load8_bfloat>(dst, src, n);
 #endif
   cml::widen_portable<cml::float_of_bfloat>(dst, src, i, n);
@@ -132,7 +132,7 @@ extern "C" void cml_bf16_to_f32(float* dst, const uint16_t* src, int64_t n) {
 extern "C" int64_t cml_all_finite(const float* x, const float* residual, int64_t n) {
   int64_t i = 0;
   bool finite = true;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::finite_avx2(x, residual, n, &finite);
 #endif
   return (finite && cml::finite_portable(x, residual, i, n)) ? 1 : 0;

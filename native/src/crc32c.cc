@@ -1,6 +1,10 @@
 // CRC-32C: the crc32 instruction over three interleaved lanes, or eight tables. Knows bytes only.
 #include "dispatch.h"
 
+#if CML_VECTORS && !CML_X86
+#include <arm_acle.h>
+#endif
+
 namespace cml {
 namespace {
 
@@ -35,7 +39,20 @@ uint32_t crc_portable(uint32_t c, const uint8_t* p, size_t n) {
   return c;
 }
 
+#if CML_VECTORS
+
 #if CML_X86
+CML_CRC inline uint64_t crc8(uint64_t crc, uint64_t bytes) { return _mm_crc32_u64(crc, bytes); }
+CML_CRC inline uint32_t crc1(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
+CML_CRC inline uint64_t multiply(uint32_t a, uint32_t b) {  // carry-less
+  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(a), _mm_cvtsi64_si128(b), 0);
+  return static_cast<uint64_t>(_mm_cvtsi128_si64(product));
+}
+#else
+CML_CRC inline uint64_t crc8(uint64_t crc, uint64_t bytes) { return __crc32cd(static_cast<uint32_t>(crc), bytes); }
+CML_CRC inline uint32_t crc1(uint32_t crc, uint8_t byte) { return __crc32cb(crc, byte); }
+CML_CRC inline uint64_t multiply(uint32_t a, uint32_t b) { return static_cast<uint64_t>(vmull_p64(a, b)); }
+#endif
 
 // x^(8 * nbytes - 33) mod P: multiplied carry-less with a crc and reduced by one crc32 step, it moves the crc nbytes on.
 constexpr uint32_t shift_constant(size_t nbytes) {
@@ -45,8 +62,7 @@ constexpr uint32_t shift_constant(size_t nbytes) {
 }
 
 CML_CRC inline uint32_t shift(uint64_t crc, uint32_t constant) {
-  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<int64_t>(crc)), _mm_cvtsi32_si128(static_cast<int>(constant)), 0);
-  return static_cast<uint32_t>(_mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product))));
+  return static_cast<uint32_t>(crc8(0, multiply(static_cast<uint32_t>(crc), constant)));
 }
 
 // The instruction has a latency of three cycles and starts one per cycle: three independent lanes keep it busy.
@@ -58,9 +74,9 @@ CML_CRC inline uint64_t crc_lanes(uint64_t c, const uint8_t*& p, size_t& n) {
     const auto* w = reinterpret_cast<const uint64_t*>(p);
     for (size_t i = 0; i < kLane / 8; ++i) {
       const auto at = static_cast<int64_t>(i);
-      a = _mm_crc32_u64(a, load(w, at));
-      b = _mm_crc32_u64(b, load(w, at + int64_t{kLane / 8}));
-      d = _mm_crc32_u64(d, load(w, at + int64_t{2 * kLane / 8}));
+      a = crc8(a, load(w, at));
+      b = crc8(b, load(w, at + int64_t{kLane / 8}));
+      d = crc8(d, load(w, at + int64_t{2 * kLane / 8}));
     }
     c = shift(a, two) ^ shift(b, one) ^ d;
     p += 3 * kLane;
@@ -73,8 +89,8 @@ CML_CRC uint32_t crc_hardware(uint32_t crc, const uint8_t* p, size_t n) {
   uint64_t c = crc;
   c = crc_lanes<4096>(c, p, n);
   c = crc_lanes<256>(c, p, n);
-  for (; n >= 8; n -= 8, p += 8) c = _mm_crc32_u64(c, load(reinterpret_cast<const uint64_t*>(p)));
-  for (; n; --n) c = _mm_crc32_u8(static_cast<uint32_t>(c), *p++);
+  for (; n >= 8; n -= 8, p += 8) c = crc8(c, load(reinterpret_cast<const uint64_t*>(p)));
+  for (; n; --n) c = crc1(static_cast<uint32_t>(c), *p++);
   return static_cast<uint32_t>(c);
 }
 
@@ -85,8 +101,8 @@ CML_CRC uint32_t crc_hardware(uint32_t crc, const uint8_t* p, size_t n) {
 
 extern "C" uint32_t cml_crc32c(uint32_t crc, const void* data, size_t nbytes) {
   const auto* p = static_cast<const uint8_t*>(data);
-#if CML_X86
-  if (cml::wide()) return ~cml::crc_hardware(~crc, p, nbytes);
+#if CML_VECTORS
+  if (cml::wide_crc()) return ~cml::crc_hardware(~crc, p, nbytes);
 #endif
   return ~cml::crc_portable(~crc, p, nbytes);
 }

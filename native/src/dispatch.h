@@ -11,17 +11,33 @@
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define CML_X86 1
+#define CML_VECTORS 1
+#pragma GCC diagnostic push
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // said of GCC 12's own AVX-512 header
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #define CML_AVX2 __attribute__((target("avx2,f16c,bmi,lzcnt,popcnt")))
+#define CML_AVX512 __attribute__((target("avx512f")))
 #define CML_CRC __attribute__((target("sse4.2,pclmul")))
+#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+#define CML_X86 0
+#define CML_VECTORS 1  // NEON is part of the architecture; its bodies are those of AVX2, in other words
+#include "avx2_on_neon.h"
+#define CML_AVX2
+#define CML_CRC __attribute__((target("+crc+crypto")))
 #else
 #define CML_X86 0
+#define CML_VECTORS 0
 #endif
 
 namespace cml {
 
-// Whether the AVX2 bodies run.
+// Whether the vector bodies run, those of AVX-512 where there are any, and the CPU's instructions for checksums.
 bool wide();
+bool wider();
+bool wide_crc();
 
 template <class T>
 inline T load(const T* p, int64_t i = 0) {

@@ -1,8 +1,8 @@
 // Positions drawn at random, one in each of k strata, and the entries there. Knows no payloads.
-#include "draws.h"
+#include "philox.h"
 #include "sparse.h"
 
-extern "C" uint32_t cml_draw_word(uint64_t key, uint64_t step) { return cml::philox(key, 0, step).w[0]; }
+extern "C" uint32_t cml_draw_word(uint64_t key, uint64_t step) { return cml::philox(key, 0, step).at[0]; }
 
 extern "C" int64_t cml_draw_strata(uint32_t* idx, int64_t k, int64_t n, uint32_t seed) {
   if (n < 0 || n > cml::kMaxN || k < 0 || k > n) return CML_ERR_ARGUMENT;
@@ -16,7 +16,7 @@ extern "C" int64_t cml_draw_strata(uint32_t* idx, int64_t k, int64_t n, uint32_t
     const int64_t carry = rest >= k ? 1 : 0;
     rest -= carry * k;
     const auto width = static_cast<uint64_t>(whole + carry);
-    cml::store(idx, j, static_cast<uint32_t>(begin + static_cast<int64_t>(words.w[j % 4] * width >> 32)));
+    cml::store(idx, j, static_cast<uint32_t>(begin + static_cast<int64_t>(words.at[j % 4] * width >> 32)));
     begin += static_cast<int64_t>(width);
   }
   return k;

@@ -3,6 +3,7 @@
 
 #include "arguments.h"
 #include "commlayer.h"
+#include "parts.h"
 
 #include <nanobind/nanobind.h>
 
@@ -43,6 +44,7 @@ class Optional {
                  static_cast<long long>(n));
   }
   float* data() const { return data_; }
+  float* at(int64_t i) const { return data_ ? data_ + i : nullptr; }
 
  private:
   std::optional<Memory> memory_;

@@ -4,6 +4,8 @@
 namespace glue {
 namespace {
 
+constexpr int64_t kByte = 8;  // elements that fill whole bytes at every width
+
 int64_t packed(int64_t n, int width) { return (n * width + 7) / 8; }
 
 void require_width(int width) {
@@ -21,7 +23,9 @@ bool int_maxima(nb::handle max, nb::handle x, int64_t block) {
   int64_t n = 0;
   const float* from = x_memory.array<float>(Kind::f32, &n);
   auto* to = max_memory.payload<uint16_t>(Kind::bf16, blocks(n, block), 0);
-  return checked("int_maxima", run(4 * n, [&] { return cml_int_maxima(to, from, n, block); })) != 0;
+  return checked("int_maxima", run(4 * n, [&] {
+    return Parts(n, block).least([&](Part p) { return cml_int_maxima(to + p.lo / block, from + p.lo, p.n, block); });
+  })) != 0;
 }
 
 void int_encode(nb::handle q, nb::handle x, nb::handle max, int64_t block, int bits, bool dither, uint64_t key, uint64_t step) {
@@ -32,7 +36,11 @@ void int_encode(nb::handle q, nb::handle x, nb::handle max, int64_t block, int b
   const float* from = x_memory.array<float>(Kind::f32, &n);
   auto* to = q_memory.bytes<uint8_t>(packed(n, bits));
   const auto* tops = max_memory.payload<uint16_t>(Kind::bf16, blocks(n, block), 0);
-  checked("int_encode", run(4 * n, [&] { return cml_int_encode(to, from, tops, n, block, bits, dither ? 1 : 0, key, step); }));
+  checked("int_encode", run(4 * n, [&] {
+    return Parts(n, kByte * (block < n ? block : n)).least([&](Part p) {
+      return cml_int_encode(to + packed(p.lo, bits), from + p.lo, tops + p.lo / block, p.n, block, bits, dither ? 1 : 0, key, step, p.lo);
+    });
+  }));
 }
 
 bool int_legal(nb::handle q, int64_t n, int bits) {
@@ -49,7 +57,9 @@ void int_add(nb::handle acc, nb::handle q, int bits, bool assign) {
   int64_t n = 0;
   auto* to = reinterpret_cast<int32_t*>(acc_memory.array<uint32_t>(Kind::u32, &n));
   const auto* from = q_memory.bytes<uint8_t>(packed(n, bits));
-  checked("int_add", run(4 * n, [&] { return cml_int_add(to, from, n, bits, assign ? 1 : 0); }));
+  checked("int_add", run(4 * n, [&] {
+    return Parts(n, kByte).least([&](Part p) { return cml_int_add(to + p.lo, from + packed(p.lo, bits), p.n, bits, assign ? 1 : 0); });
+  }));
 }
 
 void int_pack(nb::handle out, nb::handle acc, int width) {
@@ -58,7 +68,9 @@ void int_pack(nb::handle out, nb::handle acc, int width) {
   int64_t n = 0;
   const auto* from = reinterpret_cast<const int32_t*>(acc_memory.array<uint32_t>(Kind::u32, &n));
   auto* to = out_memory.bytes<uint8_t>(packed(n, width));
-  checked("int_pack", run(4 * n, [&] { return cml_int_pack(to, from, n, width); }));
+  checked("int_pack", run(4 * n, [&] {
+    return Parts(n, kByte).least([&](Part p) { return cml_int_pack(to + packed(p.lo, width), from + p.lo, p.n, width); });
+  }));
 }
 
 void int_decode(nb::handle out, nb::handle q, nb::handle max, int64_t block, int bits, int width) {
@@ -70,7 +82,11 @@ void int_decode(nb::handle out, nb::handle q, nb::handle max, int64_t block, int
   auto* to = out_memory.array<float>(Kind::f32, &n);
   const auto* from = q_memory.bytes<uint8_t>(packed(n, width));
   const auto* tops = max_memory.payload<uint16_t>(Kind::bf16, blocks(n, block), 0);
-  checked("int_decode", run(4 * n, [&] { return cml_int_decode(to, from, tops, n, block, bits, width); }));
+  checked("int_decode", run(4 * n, [&] {
+    return Parts(n, kByte * (block < n ? block : n)).least([&](Part p) {
+      return cml_int_decode(to + p.lo, from + packed(p.lo, width), tops + p.lo / block, p.n, block, bits, width);
+    });
+  }));
 }
 
 void outer(nb::handle out, nb::handle p, nb::handle q, int64_t rank) {

@@ -10,6 +10,15 @@ struct Encode {
       : q_memory("q", q.ptr(), true), scale_memory("scale", scale.ptr(), true), x_memory("x", x.ptr(), false),
         from(x_memory.array<float>(Kind::f32, &n)), kept("residual", residual, n) {}
 
+  // code(part, its residual or NULL) and give_back(part, its residual) over parts of whole blocks.
+  template <class F, class G>
+  int64_t parts(int64_t block, F code, G give_back) const {
+    return Parts(n, block).encode([&](Part p) { return code(p, kept.at(p.lo)); },
+                                  [&](Part p) {
+                                    if (kept.data()) give_back(p, kept.at(p.lo));
+                                  });
+  }
+
   Memory q_memory, scale_memory, x_memory;
   int64_t n = 0;
   const float* from;
@@ -48,7 +57,12 @@ bool linear_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle resi
   auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, bits));
   auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
   return checked("linear_encode", run(4 * e.n, [&] {
-    return cml_linear_encode(codes, scales, e.from, e.kept.data(), e.n, block, bits, euclidean, dither, key, step);
+    return e.parts(block, [&](Part p, float* kept) {
+      return cml_linear_encode(codes + stream_nbytes(p.lo, bits), scales + p.lo / block, e.from + p.lo, kept, p.n, block, bits, euclidean,
+                               dither, key, step, p.lo);
+    }, [&](Part p, float* kept) {
+      cml_linear_decode(kept, codes + stream_nbytes(p.lo, bits), scales + p.lo / block, p.n, block, bits, 0);
+    });
   })) != 0;
 }
 
@@ -57,7 +71,11 @@ void linear_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block
   const Decode d(acc, q, scale);
   const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, bits));
   const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
-  checked("linear_decode", run(4 * d.n, [&] { return cml_linear_decode(d.to, codes, scales, d.n, block, bits, assign); }));
+  checked("linear_decode", run(4 * d.n, [&] {
+    return Parts(d.n, block).least([&](Part p) {
+      return cml_linear_decode(d.to + p.lo, codes + stream_nbytes(p.lo, bits), scales + p.lo / block, p.n, block, bits, assign);
+    });
+  }));
 }
 
 bool ternary_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, float clip, uint64_t key,
@@ -67,7 +85,9 @@ bool ternary_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle res
   auto* codes = e.q_memory.bytes<uint8_t>(ternary_nbytes(e.n));
   auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
   return checked("ternary_encode", run(4 * e.n, [&] {
-    return cml_ternary_encode(codes, scales, e.from, e.kept.data(), e.n, block, clip, key, step);
+    return e.parts(block, [&](Part p, float* kept) {
+      return cml_ternary_encode(codes + p.lo / 5, scales + p.lo / block, e.from + p.lo, kept, p.n, block, clip, key, step, p.lo);
+    }, [&](Part p, float* kept) { cml_ternary_decode(kept, codes + p.lo / 5, scales + p.lo / block, p.n, block, 0); });
   })) != 0;
 }
 
@@ -76,7 +96,11 @@ void ternary_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t bloc
   const Decode d(acc, q, scale);
   const auto* codes = d.q_memory.bytes<uint8_t>(ternary_nbytes(d.n));
   const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
-  checked("ternary_decode", run(4 * d.n, [&] { return cml_ternary_decode(d.to, codes, scales, d.n, block, assign); }));
+  checked("ternary_decode", run(4 * d.n, [&] {
+    return Parts(d.n, block).least([&](Part p) {
+      return cml_ternary_decode(d.to + p.lo, codes + p.lo / 5, scales + p.lo / block, p.n, block, assign);
+    });
+  }));
 }
 
 bool natural_encode(nb::handle q, nb::handle base, nb::handle x, nb::handle residual, int64_t block, int bits, uint64_t key,
@@ -86,7 +110,12 @@ bool natural_encode(nb::handle q, nb::handle base, nb::handle x, nb::handle resi
   auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, bits));
   auto* bases = e.scale_memory.bytes<uint8_t>(blocks(e.n, block));
   return checked("natural_encode", run(4 * e.n, [&] {
-    return cml_natural_encode(codes, bases, e.from, e.kept.data(), e.n, block, bits, key, step);
+    return e.parts(block, [&](Part p, float* kept) {
+      return cml_natural_encode(codes + stream_nbytes(p.lo, bits), bases + p.lo / block, e.from + p.lo, kept, p.n, block, bits, key, step,
+                                p.lo);
+    }, [&](Part p, float* kept) {
+      cml_natural_decode(kept, codes + stream_nbytes(p.lo, bits), bases + p.lo / block, p.n, block, bits, 0);
+    });
   })) != 0;
 }
 
@@ -95,7 +124,11 @@ void natural_decode(nb::handle acc, nb::handle q, nb::handle base, int64_t block
   const Decode d(acc, q, base);
   const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, bits));
   const auto* bases = d.scale_memory.bytes<uint8_t>(blocks(d.n, block));
-  checked("natural_decode", run(4 * d.n, [&] { return cml_natural_decode(d.to, codes, bases, d.n, block, bits, assign); }));
+  checked("natural_decode", run(4 * d.n, [&] {
+    return Parts(d.n, block).least([&](Part p) {
+      return cml_natural_decode(d.to + p.lo, codes + stream_nbytes(p.lo, bits), bases + p.lo / block, p.n, block, bits, assign);
+    });
+  }));
 }
 
 bool onebit_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block) {
@@ -104,7 +137,9 @@ bool onebit_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle resi
   auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, 1));
   auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
   return checked("onebit_encode", run(4 * e.n, [&] {
-    return cml_onebit_encode(codes, scales, e.from, e.kept.data(), e.n, block);
+    return e.parts(block, [&](Part p, float* kept) {
+      return cml_onebit_encode(codes + p.lo / 8, scales + p.lo / block, e.from + p.lo, kept, p.n, block);
+    }, [&](Part p, float* kept) { cml_onebit_decode(kept, codes + p.lo / 8, scales + p.lo / block, p.n, block, 0); });
   })) != 0;
 }
 
@@ -113,7 +148,11 @@ void onebit_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block
   const Decode d(acc, q, scale);
   const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, 1));
   const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
-  checked("onebit_decode", run(4 * d.n, [&] { return cml_onebit_decode(d.to, codes, scales, d.n, block, assign); }));
+  checked("onebit_decode", run(4 * d.n, [&] {
+    return Parts(d.n, block).least([&](Part p) {
+      return cml_onebit_decode(d.to + p.lo, codes + p.lo / 8, scales + p.lo / block, p.n, block, assign);
+    });
+  }));
 }
 
 }  // namespace

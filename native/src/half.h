@@ -29,7 +29,7 @@ inline uint16_t bfloat_of(float f) {
 
 inline float float_of_bfloat(uint16_t b) { return float_of(static_cast<uint32_t>(b) << 16); }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 inline __m256 load8_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

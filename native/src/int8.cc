@@ -29,7 +29,7 @@ void decode_portable(float* acc, const int8_t* q, float scale, int64_t from, int
   }
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 int64_t code_avx2(int8_t* q, float scale, const float* x, float* residual, int64_t n) {
   const Steps8 steps(scale, 127.0f);
@@ -75,7 +75,7 @@ struct Int8 {
     const float s = load(scale, b);
     if (s == 0.0f) return code_nothing(reinterpret_cast<uint8_t*>(q + at), count, x, residual, count);
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (wide()) i = code_avx2(q + at, s, x, residual, count);
 #endif
     code_portable(q + at, s, x, residual, i, count);
@@ -99,7 +99,7 @@ extern "C" void cml_int8_decode(float* acc, const int8_t* q, const float* scale,
     const int64_t count = n - at < block ? n - at : block;
     const float s = cml::load(scale, b);
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (avx2) i = cml::decode_avx2(acc + at, q + at, s, count, assign != 0);
 #endif
     cml::decode_portable(acc + at, q + at, s, i, count, assign != 0);

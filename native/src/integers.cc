@@ -1,6 +1,6 @@
 // Integers in a scale that all members share: maxima, dithered quanta, sums, and their packing in 4 to 32 bits.
 // Works in chunks of eight elements, which fill whole bytes at every width. Knows neither headers nor members.
-#include "dispatch.h"
+#include "random.h"
 
 #include <cmath>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even, for |t| < 2^22
 constexpr uint32_t kMostBf16 = 0x7f7fu;
-constexpr int64_t kChunk = 8, kWords = 32;
+constexpr int64_t kChunk = 8;
 
 inline float levels(int bits) { return static_cast<float>((1 << (bits - 1)) - 1); }
 
@@ -23,22 +23,6 @@ inline uint16_t rounded_up(uint32_t magnitude) {
   return static_cast<uint16_t>(up > kMostBf16 ? kMostBf16 : up);
 }
 
-// ---- Philox4x32-10: counter (block, 0, step lo, step hi), key (lo, hi); element i takes word i % 4 of block i / 4.
-
-constexpr uint32_t kM0 = 0xd2511f53u, kM1 = 0xcd9e8d57u, kW0 = 0x9e3779b9u, kW1 = 0xbb67ae85u;
-
-void philox(uint32_t* words, uint32_t block, uint64_t key, uint64_t step) {
-  uint32_t c[4] = {block, 0, static_cast<uint32_t>(step), static_cast<uint32_t>(step >> 32)};
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round, k0 += kW0, k1 += kW1) {
-    const uint64_t a = uint64_t{kM0} * c[0], b = uint64_t{kM1} * c[2];
-    const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(b),
-                              static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(a)};
-    std::memcpy(c, next, sizeof c);
-  }
-  std::memcpy(words, c, sizeof c);
-}
-
 // ---- chunks of eight (the last may be shorter), portable
 
 inline int32_t quantum(float v, float scale, float inverse, float most, const uint32_t* word) {
@@ -47,8 +31,8 @@ inline int32_t quantum(float v, float scale, float inverse, float most, const ui
   t = t > most ? most : t;
   t = t < -most ? -most : t;
   if (!word) return static_cast<int32_t>((t + kRound) - kRound);
-  const float low = std::floor(t), u = static_cast<float>(*word >> 8) * 0x1p-24f;
-  return static_cast<int32_t>(low) + (u < t - low ? 1 : 0);
+  const float low = std::floor(t);
+  return static_cast<int32_t>(low) + (uniform(*word) < t - low ? 1 : 0);
 }
 
 inline int64_t packed_nbytes(int64_t count, int width) { return (count * width + 7) / 8; }
@@ -74,58 +58,14 @@ void get_portable(int32_t* q, const uint8_t* in, int64_t i, int64_t count, int w
   }
 }
 
-#if CML_X86
-
-// Four blocks, one in each 64-bit lane; only the lower halves count.
-struct Four {
-  __m256i c0, c1, c2, c3;
-};
-
-CML_AVX2 inline void turn(Four* c, __m256i m0, __m256i m1, __m256i k0, __m256i k1) {
-  const __m256i a = _mm256_mul_epu32(c->c0, m0), b = _mm256_mul_epu32(c->c2, m1);
-  c->c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), c->c1), k0);
-  c->c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), c->c3), k1);
-  c->c1 = b;
-  c->c3 = a;
-}
-
-// The 16 words of blocks {0, 1, 4, 5} or {2, 3, 6, 7} of eight, whose first two and last two stand 16 words apart.
-CML_AVX2 inline void put_words(uint32_t* words, const Four& c) {
-  const __m256i first = _mm256_blend_epi32(c.c0, _mm256_slli_epi64(c.c1, 32), 0xaa);   // words 0 and 1 of each block
-  const __m256i second = _mm256_blend_epi32(c.c2, _mm256_slli_epi64(c.c3, 32), 0xaa);  // words 2 and 3
-  const __m256i even = _mm256_unpacklo_epi64(first, second), odd = _mm256_unpackhi_epi64(first, second);
-  auto* to = reinterpret_cast<__m256i*>(words);
-  _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-  _mm256_storeu_si256(to + 2, _mm256_permute2x128_si256(even, odd, 0x31));
-}
-
-// Eight blocks, 32 words, in the order of the elements.
-CML_AVX2 inline void philox_avx2(uint32_t* words, uint32_t block, uint64_t key, uint64_t step) {
-  const __m256i m0 = _mm256_set1_epi64x(kM0), m1 = _mm256_set1_epi64x(kM1);
-  const __m256i w0 = _mm256_set1_epi32(static_cast<int>(kW0)), w1 = _mm256_set1_epi32(static_cast<int>(kW1));
-  const __m256i zero = _mm256_setzero_si256(), low = _mm256_set1_epi64x(static_cast<int64_t>(step & 0xffffffffu)),
-                high = _mm256_set1_epi64x(static_cast<int64_t>(step >> 32)), from = _mm256_set1_epi64x(block);
-  Four a = {_mm256_add_epi64(from, _mm256_setr_epi64x(0, 1, 4, 5)), zero, low, high};
-  Four b = {_mm256_add_epi64(from, _mm256_setr_epi64x(2, 3, 6, 7)), zero, low, high};
-  __m256i k0 = _mm256_set1_epi32(static_cast<int>(key)), k1 = _mm256_set1_epi32(static_cast<int>(key >> 32));
-  for (int round = 0; round < 10; ++round) {
-    turn(&a, m0, m1, k0, k1);
-    turn(&b, m0, m1, k0, k1);
-    k0 = _mm256_add_epi32(k0, w0);
-    k1 = _mm256_add_epi32(k1, w1);
-  }
-  put_words(words, a);
-  put_words(words + 8, b);
-}
+#if CML_VECTORS
 
 CML_AVX2 inline __m256i quantum8(const float* x, float scale, float inverse, float most, const uint32_t* words) {
   if (scale == 0.0f) return _mm256_setzero_si256();
   const __m256 top = _mm256_set1_ps(most), bottom = _mm256_set1_ps(-most);
   const __m256 t = _mm256_max_ps(_mm256_min_ps(_mm256_mul_ps(_mm256_loadu_ps(x), _mm256_set1_ps(inverse)), top), bottom);
   if (!words) return _mm256_cvtps_epi32(t);
-  const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-  const __m256 u = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(word, 8)), _mm256_set1_ps(0x1p-24f));
-  const __m256 low = _mm256_floor_ps(t), up = _mm256_cmp_ps(u, _mm256_sub_ps(t, low), _CMP_LT_OQ);
+  const __m256 low = _mm256_floor_ps(t), up = _mm256_cmp_ps(uniform8(words8(words)), _mm256_sub_ps(t, low), _CMP_LT_OQ);
   return _mm256_sub_epi32(_mm256_cvtps_epi32(low), _mm256_castps_si256(up));
 }
 
@@ -228,15 +168,13 @@ CML_AVX2 int64_t decode_avx2(float* out, const uint8_t* q, const uint16_t* max, 
 // Codes as far as whole chunks lie in one block; `at` and what follows is the caller's.
 template <int kWidth>
 CML_AVX2 int64_t encode_avx2(uint8_t* out, const float* x, const uint16_t* max, int64_t n, int64_t block, float most,
-                             bool dither, uint64_t key, uint64_t step) {
-  uint32_t words[kWords];
+                             bool dither, Random& random) {
   int64_t i = 0;
   for (int64_t b = 0; b * block < n; ++b) {
     const int64_t end = n - b * block < block ? n : (b + 1) * block;
     const float s = scale_of(load(max, b), most), inverse = s == 0.0f ? 0.0f : 1.0f / s;
     for (; i + kChunk <= end; i += kChunk) {
-      if (dither && i % kWords == 0) philox_avx2(words, static_cast<uint32_t>(i / 4), key, step);
-      put8<kWidth>(out, i, quantum8(x + i, s, inverse, most, dither ? words + i % kWords : nullptr));
+      put8<kWidth>(out, i, quantum8(x + i, s, inverse, most, dither ? random.words(i, kChunk) : nullptr));
     }
     if (i < end) return i;
   }
@@ -248,7 +186,7 @@ CML_AVX2 int64_t encode_avx2(uint8_t* out, const float* x, const uint16_t* max, 
 uint32_t most_of(const float* x, int64_t n, [[maybe_unused]] bool avx2) {
   uint32_t most = 0;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (avx2) most = most_avx2(x, n, &i);
 #endif
   for (; i < n; ++i) {
@@ -286,19 +224,19 @@ extern "C" int64_t cml_int_maxima(uint16_t* max, const float* x, int64_t n, int6
 }
 
 extern "C" int64_t cml_int_encode(uint8_t* q, const float* x, const uint16_t* max, int64_t n, int64_t block, int bits,
-                                  int dither, uint64_t key, uint64_t step) {
-  if (n < 0 || n > cml::kMaxN || block < 1 || (bits != 4 && bits != 8)) return CML_ERR_ARGUMENT;
+                                  int dither, uint64_t key, uint64_t step, int64_t first) {
+  if (n < 0 || n > cml::kMaxN || first < 0 || first % 8 || block < 1 || (bits != 4 && bits != 8)) return CML_ERR_ARGUMENT;
   const float most = cml::levels(bits);
+  cml::Random random(key, step, first);
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide())
-    i = bits == 4 ? cml::encode_avx2<4>(q, x, max, n, block, most, dither != 0, key, step)
-                  : cml::encode_avx2<8>(q, x, max, n, block, most, dither != 0, key, step);
+    i = bits == 4 ? cml::encode_avx2<4>(q, x, max, n, block, most, dither != 0, random)
+                  : cml::encode_avx2<8>(q, x, max, n, block, most, dither != 0, random);
 #endif
   for (; i < n; i += cml::kChunk) {
     const int64_t count = cml::chunk_at(i, n);
-    uint32_t words[cml::kChunk];
-    for (int64_t j = 0; dither && j < count; j += 4) cml::philox(words + j, static_cast<uint32_t>((i + j) / 4), key, step);
+    const uint32_t* words = dither ? random.words(i, cml::kChunk) : nullptr;
     int32_t whole[cml::kChunk];
     for (int64_t j = 0; j < count; ++j) {
       const float s = cml::scale_of(cml::load(max, (i + j) / block), most), inverse = s == 0.0f ? 0.0f : 1.0f / s;
@@ -323,7 +261,7 @@ extern "C" int64_t cml_int_legal(const uint8_t* q, int64_t n, int bits) {
 extern "C" int64_t cml_int_add(int32_t* acc, const uint8_t* q, int64_t n, int bits, int assign) {
   if (n < 0 || (bits != 4 && bits != 8)) return CML_ERR_ARGUMENT;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = bits == 4 ? cml::add_avx2<4>(acc, q, n, assign != 0) : cml::add_avx2<8>(acc, q, n, assign != 0);
 #endif
   for (; i < n; i += cml::kChunk) {
@@ -338,7 +276,7 @@ extern "C" int64_t cml_int_add(int32_t* acc, const uint8_t* q, int64_t n, int bi
 extern "C" int64_t cml_int_pack(uint8_t* out, const int32_t* acc, int64_t n, int width) {
   if (n < 0 || !cml::known_width(width)) return CML_ERR_ARGUMENT;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = CML_BY_WIDTH(pack_avx2, width, (out, acc, n));
 #endif
   for (; i < n; i += cml::kChunk) {
@@ -355,7 +293,7 @@ extern "C" int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* 
   if (n < 0 || block < 1 || (bits != 4 && bits != 8) || !cml::known_width(width)) return CML_ERR_ARGUMENT;
   const float most = cml::levels(bits);
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = CML_BY_WIDTH(decode_avx2, width, (out, q, max, n, block, most));
 #endif
   for (; i < n; i += cml::kChunk) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockwise.h"
-#include "philox_avx2.h"
+#include "random.h"
 
 namespace cml {
 
@@ -24,7 +24,7 @@ inline int dithered(float v, float scale, float top, uint32_t word) {
   return static_cast<int>(whole) + (uniform(word) < t - whole ? 1 : 0);
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 struct Steps8 {
   CML_AVX2 Steps8(float scale, float top)
@@ -44,19 +44,15 @@ struct Steps8 {
     return _mm256_sub_ps(v, _mm256_mul_ps(scale_, _mm256_cvtepi32_ps(whole)));
   }
 
-  // 32 elements from i of a block; i0 is where the block begins in the bucket. The residual takes the rest.
+  // 32 elements from i of a block, by 32 words. The residual takes the rest.
   template <bool kDither>
-  CML_AVX2 inline void code32(__m256i whole[4], const float* x, float* residual, int64_t i, const Stream16& stream, int64_t i0) const {
-    for (int half = 0; half < 2; ++half) {
-      __m256i words[2];
-      if (kDither) stream.words(i0 + i + 16 * half, words);
-      for (int j = 0; j < 2; ++j) {
-        const int64_t at = i + 16 * half + 8 * j;
-        const __m256 v = value8(x, residual, at);
-        const __m256i w = kDither ? dithered(v, words[j]) : nearest(v);
-        whole[2 * half + j] = w;
-        if (residual) _mm256_storeu_ps(residual + at, rest(v, w));
-      }
+  CML_AVX2 inline void code32(__m256i whole[4], const float* x, float* residual, int64_t i, const uint32_t* words) const {
+    for (int j = 0; j < 4; ++j) {
+      const int64_t at = i + 8 * j;
+      const __m256 v = value8(x, residual, at);
+      const __m256i w = kDither ? dithered(v, words8(words + 8 * j)) : nearest(v);
+      whole[j] = w;
+      if (residual) _mm256_storeu_ps(residual + at, rest(v, w));
     }
   }
 

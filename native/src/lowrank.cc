@@ -12,7 +12,7 @@ void row_portable(float* out, const float* p, const float* q, int64_t m, int64_t
   }
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 int64_t row_avx2(float* out, const float* p, const float* q, int64_t m, int64_t n, int64_t rank, int64_t i) {
   int64_t j = 0;
@@ -39,7 +39,7 @@ extern "C" void cml_outer(float* out, const float* p, const float* q, int64_t m,
   const bool avx2 = cml::wide();
   for (int64_t i = 0; i < m; ++i) {
     int64_t from = 0;
-#if CML_X86
+#if CML_VECTORS
     if (avx2) from = cml::row_avx2(out, p, q, m, n, rank, i);
 #endif
     cml::row_portable(out, p, q, m, n, rank, i, from);

@@ -19,7 +19,7 @@ void add(nb::handle acc, nb::handle x, float w, int64_t at) {
   int64_t n = 0;
   float* a = acc_memory.array<float>(Kind::f32, &n);
   const T* b = x_memory.payload<T>(kKind, n, at);
-  run(4 * n, [&] { kKernel(a, b, n, w); });
+  run(4 * n, [&] { Parts(n, 1).each([&](Part p) { kKernel(a + p.lo, b + p.lo, p.n, w); }); });
 }
 
 template <Kind kKind, int64_t (*kKernel)(uint16_t*, const float*, int64_t)>
@@ -28,7 +28,9 @@ bool narrow(nb::handle dst, nb::handle src, int64_t at) {
   int64_t n = 0;
   const float* from = src_memory.array<float>(Kind::f32, &n);
   uint16_t* to = dst_memory.payload<uint16_t>(kKind, n, at);
-  return run(4 * n, [&] { return kKernel(to, from, n); }) != 0;
+  return run(4 * n, [&] {
+    return Parts(n, 1).least([&](Part p) { return kKernel(to + p.lo, from + p.lo, p.n); });
+  }) != 0;
 }
 
 template <Kind kKind, void (*kKernel)(float*, const uint16_t*, int64_t)>
@@ -37,7 +39,7 @@ void widen(nb::handle dst, nb::handle src, int64_t at) {
   int64_t n = 0;
   float* to = dst_memory.array<float>(Kind::f32, &n);
   const uint16_t* from = src_memory.payload<uint16_t>(kKind, n, at);
-  run(4 * n, [&] { kKernel(to, from, n); });
+  run(4 * n, [&] { Parts(n, 1).each([&](Part p) { kKernel(to + p.lo, from + p.lo, p.n); }); });
 }
 
 bool all_finite(nb::handle x, nb::handle residual) {
@@ -57,8 +59,13 @@ bool int8_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residu
   const Optional kept("residual", residual, n);
   auto* quanta = q_memory.payload<int8_t>(Kind::i8, n, q_at);
   auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block), scale_at);
-  return checked("int8_encode",
-                 run(4 * n, [&] { return cml_int8_encode(quanta, scales, from, kept.data(), n, block); })) != 0;
+  return checked("int8_encode", run(4 * n, [&] {
+    return Parts(n, block).encode(
+        [&](Part p) { return cml_int8_encode(quanta + p.lo, scales + p.lo / block, from + p.lo, kept.at(p.lo), p.n, block); },
+        [&](Part p) {
+          if (kept.data()) cml_int8_decode(kept.at(p.lo), quanta + p.lo, scales + p.lo / block, p.n, block, 0);
+        });
+  })) != 0;
 }
 
 void int8_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, bool assign, int64_t q_at,
@@ -69,7 +76,11 @@ void int8_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, 
   float* to = acc_memory.array<float>(Kind::f32, &n);
   const auto* quanta = q_memory.payload<int8_t>(Kind::i8, n, q_at);
   const auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block), scale_at);
-  run(4 * n, [&] { cml_int8_decode(to, quanta, scales, n, block, assign ? 1 : 0); });
+  run(4 * n, [&] {
+    Parts(n, block).each([&](Part p) {
+      cml_int8_decode(to + p.lo, quanta + p.lo, scales + p.lo / block, p.n, block, assign ? 1 : 0);
+    });
+  });
 }
 
 nb::tuple select_above(nb::handle g, nb::handle residual, float threshold, int64_t start, nb::handle idx, nb::handle val) {
@@ -82,7 +93,7 @@ nb::tuple select_above(nb::handle g, nb::handle residual, float threshold, int64
   auto* values = val_memory.array<float>(Kind::f32, &room);
   if (room < cap) cap = room;
   const int64_t count = checked("select: threshold >= 2^-126 and 0 <= start < n", run(4 * n, [&] {
-    return cml_select(from, kept.data(), n, threshold, start, positions, values, cap, &overflow, &finite);
+    return glue::select(from, kept.data(), n, threshold, start, positions, values, cap, &overflow, &finite);
   }));
   return nb::make_tuple(count, overflow, finite != 0);
 }
@@ -130,6 +141,7 @@ NB_MODULE(_core, m) {
   using namespace nb::literals;
   m.doc() = "The native kernels. native/include/commlayer.h states what each does; _core.pyi how Python calls it.";
   m.def("isa", [] { return cml_isa(); });
+  m.def("threads", &set_threads, "count"_a, "grain"_a);
   m.def("force_portable", [](bool on) { return cml_force_portable(on ? 1 : 0) != 0; }, "on"_a);
   m.def("crc32c", &crc32c, "data"_a, "crc"_a = 0);
 

@@ -1,7 +1,7 @@
 // Sign and power of two, by random numbers, with an exponent per block below which nothing but zero is told. Knows no headers.
 #include "bits.h"
 #include "blockwise.h"
-#include "philox_avx2.h"
+#include "random.h"
 
 namespace cml {
 namespace {
@@ -26,7 +26,7 @@ inline float meaning(int k, bool negative, uint32_t base) {
   return float_of(k ? sign | (base + static_cast<uint32_t>(k)) << 23 : 0u);
 }
 
-#if CML_X86
+#if CML_VECTORS
 struct Levels8 {
   CML_AVX2 Levels8(uint32_t base, int bits)
       : base_(_mm256_set1_epi32(static_cast<int>(base))),
@@ -72,7 +72,7 @@ struct Natural {
   int64_t n, block;
   int bits;
   Random random;
-#if CML_X86
+#if CML_VECTORS
   Packer packer;
 #endif
 
@@ -88,16 +88,17 @@ struct Natural {
   void code(int64_t b, int64_t at, const float* x, float* residual, int64_t count) {
     uint8_t* out = q + at / 8 * bits;
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (wide()) i = code_avx2(out, stream_nbytes(n, bits) - at / 8 * bits, base[b], at, x, residual, count);
 #endif
     for (; i < count; i += 8) {
       const int some = count - i < 8 ? static_cast<int>(count - i) : 8;
+      const uint32_t* words = random.words(at + i, 8);
       int codes[8];
       for (int j = 0; j < some; ++j) {
         const float v = value(x, residual, i + j);
         const bool negative = bits_of(v) >> 31;
-        const int k = level(v, base[b], levels_of(bits), random.one.word(static_cast<uint64_t>(at + i + j)));
+        const int k = level(v, base[b], levels_of(bits), words[j]);
         codes[j] = k && negative ? k | 1 << (bits - 1) : k;
         if (residual) store(residual, i + j, v - meaning(k, negative, base[b]));
       }
@@ -105,25 +106,22 @@ struct Natural {
     }
   }
 
-#if CML_X86
+#if CML_VECTORS
   CML_AVX2 int64_t code_avx2(uint8_t* out, int64_t left, uint32_t first, int64_t at, const float* x, float* residual, int64_t count) {
     const Levels8 levels(first, bits);
     const __m256i low = _mm256_set1_epi32((1 << bits) - 1);
     int64_t i = 0;
     for (; i + 32 <= count && i / 8 * bits + packer.room() <= left; i += 32) {
+      const uint32_t* words = random.words(at + i, 32);
       __m256i codes[4];
-      for (int half = 0; half < 2; ++half) {
-        __m256i words[2];
-        random.sixteen.words(at + i + 16 * half, words);
-        for (int j = 0; j < 2; ++j) {
-          const int64_t here = i + 16 * half + 8 * j;
-          const __m256 v = value8(x, residual, here);
-          const __m256i k = levels.level(v, words[j]);
-          // Sign-extended, so that narrowing does not saturate codes of eight bits.
-          const __m256i code = _mm256_and_si256(levels.code(v, k), low);
-          codes[2 * half + j] = bits == 8 ? _mm256_srai_epi32(_mm256_slli_epi32(code, 24), 24) : code;
-          if (residual) _mm256_storeu_ps(residual + here, _mm256_sub_ps(v, levels.meaning(k, _mm256_castps_si256(v))));
-        }
+      for (int j = 0; j < 4; ++j) {
+        const int64_t here = i + 8 * j;
+        const __m256 v = value8(x, residual, here);
+        const __m256i k = levels.level(v, words8(words + 8 * j));
+        // Sign-extended, so that narrowing does not saturate codes of eight bits.
+        const __m256i code = _mm256_and_si256(levels.code(v, k), low);
+        codes[j] = bits == 8 ? _mm256_srai_epi32(_mm256_slli_epi32(code, 24), 24) : code;
+        if (residual) _mm256_storeu_ps(residual + here, _mm256_sub_ps(v, levels.meaning(k, _mm256_castps_si256(v))));
       }
       packer.put(out + i / 8 * bits, narrow32(codes));
     }
@@ -134,7 +132,7 @@ struct Natural {
   void give_back(float* residual, int64_t count) { cml_natural_decode(residual, q, base, count, block, bits, 0); }
 };
 
-#if CML_X86
+#if CML_VECTORS
 CML_AVX2 int64_t decode_avx2(float* acc, const uint8_t* in, int64_t left, const Unpacker& unpacker, int bits, uint32_t base,
                              int64_t count, bool assign) {
   const Levels8 levels(base, bits);
@@ -163,10 +161,10 @@ void decode_portable(float* acc, const uint8_t* in, int bits, uint32_t base, int
 }  // namespace cml
 
 extern "C" int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x, float* residual, int64_t n, int64_t block,
-                                      int bits, uint64_t key, uint64_t step) {
-  if (n < 0 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
-  cml::Natural codec{q, base, n, block, bits, {key, step}
-#if CML_X86
+                                      int bits, uint64_t key, uint64_t step, int64_t first) {
+  if (n < 0 || first < 0 || first % 8 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
+  cml::Natural codec{q, base, n, block, bits, {key, step, first}
+#if CML_VECTORS
                      , cml::Packer(bits)
 #endif
   };
@@ -176,14 +174,14 @@ extern "C" int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x,
 extern "C" int64_t cml_natural_decode(float* acc, const uint8_t* q, const uint8_t* base, int64_t n, int64_t block, int bits,
                                       int assign) {
   if (n < 0 || block < 8 || block % 8 || !cml::is_width(bits)) return CML_ERR_ARGUMENT;
-#if CML_X86
+#if CML_VECTORS
   const bool avx2 = cml::wide();
   const cml::Unpacker unpacker(bits);
 #endif
   for (int64_t b = 0, at = 0; at < n; ++b, at += block) {
     const int64_t count = n - at < block ? n - at : block, from = at / 8 * bits;
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     const int64_t left = cml::stream_nbytes(n, bits) - from;
     if (avx2) i = cml::decode_avx2(acc + at, q + from, left, unpacker, bits, base[b], count, assign != 0);
 #endif

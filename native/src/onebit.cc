@@ -28,7 +28,7 @@ struct OneBit {
     const uint32_t s = static_cast<uint32_t>(load(scale, b)) << 16;
     uint8_t* out = q + at / 8;
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (wide()) i = code_avx2(out, s, x, residual, count);
 #endif
     for (; i < count; i += 8) {
@@ -43,7 +43,7 @@ struct OneBit {
     }
   }
 
-#if CML_X86
+#if CML_VECTORS
   CML_AVX2 static int64_t code_avx2(uint8_t* out, uint32_t scale, const float* x, float* residual, int64_t count) {
     const __m256 s = _mm256_set1_ps(float_of(scale)), sign = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(~kAbs)));
     int64_t i = 0;
@@ -63,7 +63,7 @@ struct OneBit {
   void give_back(float* residual, int64_t count) { cml_onebit_decode(residual, q, scale, count, block, 0); }
 };
 
-#if CML_X86
+#if CML_VECTORS
 CML_AVX2 int64_t decode_avx2(float* acc, const uint8_t* in, uint32_t scale, int64_t count, bool assign) {
   const __m256i s = _mm256_set1_epi32(static_cast<int>(scale)), sign = _mm256_set1_epi32(static_cast<int>(~kAbs));
   int64_t i = 0;
@@ -96,7 +96,7 @@ extern "C" int64_t cml_onebit_decode(float* acc, const uint8_t* q, const uint16_
     const int64_t count = n - at < block ? n - at : block;
     const uint32_t s = static_cast<uint32_t>(cml::load(scale, b)) << 16;
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (cml::wide()) i = cml::decode_avx2(acc + at, q + at / 8, s, count, assign != 0);
 #endif
     for (; i < count; ++i) {

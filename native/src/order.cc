@@ -23,7 +23,7 @@ void split_portable(const float* g, const float* residual, int64_t from, int64_t
   }
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 template <bool kResidual>
 CML_AVX2 int64_t split_avx2(const float* g, const float* residual, int64_t n, uint32_t low, uint32_t high, uint32_t* x,
@@ -57,7 +57,7 @@ CML_AVX2 int64_t split_avx2(const float* g, const float* residual, int64_t n, ui
 Between split(const float* g, const float* residual, int64_t n, uint32_t low, uint32_t high, uint32_t* x) {
   Between out;
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (wide())
     i = residual ? split_avx2<true>(g, residual, n, low, high, x, out) : split_avx2<false>(g, nullptr, n, low, high, x, out);
 #endif

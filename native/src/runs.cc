@@ -66,7 +66,7 @@ void scan_portable(const float* g, float* residual, int64_t n, int64_t run, int6
   }
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 // v of a whole run, eight at a time, and its score.
 template <int kVectors, bool kResidual>
@@ -118,7 +118,7 @@ CML_AVX2 float score_whole(const float* g, const float* residual, int64_t lo) {
 #endif
 
 void scan(const float* g, float* residual, int64_t n, int64_t run, int64_t first, int64_t last, Runs& out) {
-#if CML_X86
+#if CML_VECTORS
   if (wide()) {
     const int64_t whole = last < n / run ? last : n / run;
     if (first < whole) {
@@ -136,7 +136,7 @@ void scan(const float* g, float* residual, int64_t n, int64_t run, int64_t first
 }
 
 float score(const float* g, const float* residual, int64_t lo, int64_t n, int64_t run) {
-#if CML_X86
+#if CML_VECTORS
   if (wide() && n - lo >= run) {
     switch (run) {
       case 8: return score_whole<1>(g, residual, lo);

@@ -317,7 +317,7 @@ extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, cons
       choice[buckets[i]] = j;
     }
     // A little less, since sums round.
-    out[j] = (first + most + in->tail) * (1 - 1e-9) >= limit ? cml::kNever : run.run(choice, limit, nullptr, nullptr);
+    out[j] = (first + most + in->tail) * (1 - 1e-9) > limit ? cml::kNever : run.run(choice, limit, nullptr, nullptr);
   }
   for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = kept[i];
 }

@@ -37,7 +37,7 @@ void scan_portable(const float* g, float* residual, int64_t lo, int64_t hi, floa
   }
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 // The scan works chunk by chunk, so that what the first pass touched is still in the nearest cache for the other two:
 //   1. residual = v everywhere, one bit per element that passed: no branch depends on the data;
@@ -144,7 +144,7 @@ CML_AVX2 void scan_avx2(const float* g, float* residual, int64_t lo, int64_t hi,
 #endif
 
 void scan(const float* g, float* residual, int64_t lo, int64_t hi, float threshold, Picked& out) {
-#if CML_X86
+#if CML_VECTORS
   if (wide()) {
     if (residual)
       scan_avx2<true>(g, residual, lo, hi, threshold, out);

@@ -10,7 +10,7 @@ bool increasing_portable(const uint32_t* idx, int64_t from, int64_t k) {
   return ok;
 }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 int64_t increasing_avx2(const uint32_t* idx, int64_t k, bool* ok) {
   const __m256i flip = _mm256_set1_epi32(INT32_MIN);  // compares are signed
@@ -40,7 +40,7 @@ bool positions_ok(const uint32_t* idx, int64_t k, int64_t n) {
   if (k > n || load(idx, k - 1) >= n) return false;
   int64_t j = 0;
   bool ok = true;
-#if CML_X86
+#if CML_VECTORS
   if (wide()) j = increasing_avx2(idx, k, &ok);
 #endif
   return ok && increasing_portable(idx, j, k);

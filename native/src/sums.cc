@@ -11,7 +11,7 @@ void add_portable(float* acc, const T* x, int64_t from, int64_t n, float w) {
 
 inline float same(float f) { return f; }
 
-#if CML_X86
+#if CML_VECTORS
 
 CML_AVX2 inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 
@@ -33,7 +33,7 @@ CML_AVX2 int64_t add_avx2(float* acc, const T* x, int64_t n, float w) {
 
 extern "C" void cml_add_f32(float* acc, const float* x, int64_t n, float w) {
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::add_avx2<float, cml::load8>(acc, x, n, w);
 #endif
   cml::add_portable<float, cml::same>(acc, x, i, n, w);
@@ -41,7 +41,7 @@ extern "C" void cml_add_f32(float* acc, const float* x, int64_t n, float w) {
 
 extern "C" void cml_add_f16(float* acc, const uint16_t* x, int64_t n, float w) {
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::add_avx2<uint16_t, cml::load8_half>(acc, x, n, w);
 #endif
   cml::add_portable<uint16_t, cml::float_of_half>(acc, x, i, n, w);
@@ -49,7 +49,7 @@ extern "C" void cml_add_f16(float* acc, const uint16_t* x, int64_t n, float w) {
 
 extern "C" void cml_add_bf16(float* acc, const uint16_t* x, int64_t n, float w) {
   int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
   if (cml::wide()) i = cml::add_avx2<uint16_t, cml::load8_bfloat>(acc, x, n, w);
 #endif
   cml::add_portable<uint16_t, cml::float_of_bfloat>(acc, x, i, n, w);

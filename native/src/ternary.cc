@@ -37,15 +37,16 @@ struct Ternary {
     uint8_t* out = q + nbytes_before(at);
     if (s == 0.0f) return code_nothing(out, nbytes_before(count) + group_nbytes(count % kGroup), x, residual, count);
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (wide()) i = code_avx2(out, s, at, x, residual, count);
 #endif
     for (; i < count; i += kGroup) {
       const int64_t some = count - i < kGroup ? count - i : kGroup, m = group_nbytes(some);
+      const uint32_t* words = random.words(at + i, kGroup);
       uint8_t bytes[kGroup / kDigits] = {};
       for (int64_t j = some - 1; j >= 0; --j) {
         const float v = value(x, residual, i + j);
-        const int whole = dithered(v, s, 1.0f, random.one.word(static_cast<uint64_t>(at + i + j)));
+        const int whole = dithered(v, s, 1.0f, words[j]);
         if (residual) store(residual, i + j, v - s * static_cast<float>(whole));
         bytes[j % m] = static_cast<uint8_t>(bytes[j % m] * 3 + (whole < 0 ? 2 : whole));
       }
@@ -53,16 +54,17 @@ struct Ternary {
     }
   }
 
-#if CML_X86
+#if CML_VECTORS
   CML_AVX2 int64_t code_avx2(uint8_t* out, float s, int64_t at, const float* x, float* residual, int64_t count) {
     const Steps8 steps(s, 1.0f);
     const __m256i two = _mm256_set1_epi8(2);
     int64_t i = 0;
     for (; i + kGroup <= count; i += kGroup) {
+      const uint32_t* words = random.words(at + i, kGroup);
       __m256i bytes = _mm256_setzero_si256();
       for (int digit = kDigits - 1; digit >= 0; --digit) {
         __m256i whole[4];
-        steps.code32<true>(whole, x, residual, i + 32 * digit, random.sixteen, at);
+        steps.code32<true>(whole, x, residual, i + 32 * digit, words + 32 * digit);
         const __m256i codes = narrow32(whole);
         const __m256i trits = _mm256_max_epi8(codes, _mm256_and_si256(codes, two));
         bytes = _mm256_add_epi8(_mm256_add_epi8(bytes, _mm256_add_epi8(bytes, bytes)), trits);
@@ -76,7 +78,7 @@ struct Ternary {
   void give_back(float* residual, int64_t count) { cml_ternary_decode(residual, q, scale, count, block, 0); }
 };
 
-#if CML_X86
+#if CML_VECTORS
 CML_AVX2 int64_t decode_avx2(float* acc, const uint8_t* in, float scale, int64_t count, bool assign) {
   const __m256i third = _mm256_set1_epi16(21846);  // 2^16 / 3, rounded up: right for bytes
   const __m256 values = _mm256_setr_ps(0.0f, scale, -scale, 0.0f, 0.0f, scale, -scale, 0.0f);
@@ -120,9 +122,9 @@ void decode_portable(float* acc, const uint8_t* in, float scale, int64_t from, i
 }  // namespace cml
 
 extern "C" int64_t cml_ternary_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block,
-                                      float clip, uint64_t key, uint64_t step) {
-  if (n < 0 || block < cml::kGroup || block % cml::kGroup || !(clip >= 0.0f)) return CML_ERR_ARGUMENT;
-  cml::Ternary codec{q, scale, block, clip, {key, step}};
+                                      float clip, uint64_t key, uint64_t step, int64_t first) {
+  if (n < 0 || first < 0 || first % 8 || block < cml::kGroup || block % cml::kGroup || !(clip >= 0.0f)) return CML_ERR_ARGUMENT;
+  cml::Ternary codec{q, scale, block, clip, {key, step, first}};
   return cml::encode_blocks(codec, x, residual, n, block);
 }
 
@@ -133,7 +135,7 @@ extern "C" int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16
     const uint8_t* in = q + cml::nbytes_before(at);
     const float s = cml::float_of_bfloat(cml::load(scale, b));
     int64_t i = 0;
-#if CML_X86
+#if CML_VECTORS
     if (cml::wide()) i = cml::decode_avx2(acc + at, in, s, count, assign != 0);
 #endif
     cml::decode_portable(acc + at, in, s, i, count, assign != 0);

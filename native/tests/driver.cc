@@ -1,16 +1,16 @@
 // Drives every function of commlayer.h under sanitizers: memory of exactly the stated size, any alignment, damaged bytes.
 // Values are the property tests' affair (tests/test_native_laws.py); here a wrong access must show.
 #include "commlayer.h"
+#include "kit.h"
 
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <vector>
 
 namespace {
+
+using namespace kit;
 
 int failures = 0;
 
@@ -21,54 +21,6 @@ int failures = 0;
       ++failures;                                                                   \
     }                                                                               \
   } while (0)
-
-uint64_t seed = 88172645463325252ull;
-
-uint32_t draw() {
-  seed ^= seed << 13;
-  seed ^= seed >> 7;
-  seed ^= seed << 17;
-  return static_cast<uint32_t>(seed >> 32);
-}
-
-float draw_float() { return static_cast<float>(static_cast<int32_t>(draw())) * 0x1p-31f; }
-
-// n elements `shift` bytes into a block of their own, so that one byte beyond them is not ours.
-template <class T>
-class Array {
- public:
-  Array(int64_t n, int shift) : n_(n), shift_(shift), bytes_(new char[bytes() + static_cast<size_t>(shift)]()) {}
-  T* data() { return reinterpret_cast<T*>(bytes_.get() + shift_); }
-  size_t bytes() const { return static_cast<size_t>(n_) * sizeof(T); }
-  void set(int64_t i, T value) { std::memcpy(bytes_.get() + shift_ + i * int64_t{sizeof(T)}, &value, sizeof(T)); }
-  T get(int64_t i) const {
-    T value;
-    std::memcpy(&value, bytes_.get() + shift_ + i * int64_t{sizeof(T)}, sizeof(T));
-    return value;
-  }
-  bool equals(const Array& other) const {
-    return std::memcmp(bytes_.get() + shift_, other.bytes_.get() + other.shift_, bytes()) == 0;
-  }
-
- private:
-  int64_t n_;
-  int shift_;
-  std::unique_ptr<char[]> bytes_;
-};
-
-Array<float> floats(int64_t n, int shift) {
-  Array<float> x(n, shift);
-  for (int64_t i = 0; i < n; ++i) x.set(i, draw_float());
-  return x;
-}
-
-std::vector<uint32_t> positions(int64_t n, int64_t k) {
-  std::vector<uint32_t> idx;
-  for (int64_t i = 0; i < n && static_cast<int64_t>(idx.size()) < k; ++i)
-    if (static_cast<int64_t>(draw() % static_cast<uint32_t>(n - i)) < k - static_cast<int64_t>(idx.size()))
-      idx.push_back(static_cast<uint32_t>(i));
-  return idx;
-}
 
 void checksums(int64_t n, int shift) {
   Array<uint8_t> data(n, shift);
@@ -144,13 +96,13 @@ void quantisers(int64_t n, int shift) {
         const float most = 1.02f / static_cast<float>((1 << (bits - 1)) - 1) / (dither ? 1.0f : 2.0f);
         quantiser<uint16_t>(
             n, shift, block, nbytes, most,
-            [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_linear_encode(q, s, x, r, n, block, bits, 0, dither, 7, 9); },
+            [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_linear_encode(q, s, x, r, n, block, bits, 0, dither, 7, 9, 0); },
             [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_linear_decode(a, q, s, n, block, bits, assign); });
       }
       if (bits == 2) continue;
       quantiser<uint8_t>(
           n, shift, block, nbytes, 1.0f,
-          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9); },
+          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9, 0); },
           [&](float* a, const uint8_t* q, const uint8_t* s, int assign) { return cml_natural_decode(a, q, s, n, block, bits, assign); });
     }
     quantiser<uint16_t>(
@@ -162,15 +114,15 @@ void quantisers(int64_t n, int shift) {
     for (float clip : {0.0f, 2.5f})
       quantiser<uint16_t>(
           n, shift, block, (n + 4) / 5, 1.02f,
-          [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, block, clip, 7, 9); },
+          [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, block, clip, 7, 9, 0); },
           [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_ternary_decode(a, q, s, n, block, assign); });
   Array<uint32_t> words(n, shift);
   for (int64_t first : {0, 1, 4}) cml_philox(words.data(), n, first, 7, 9);
-  CHECK(cml_linear_encode(nullptr, nullptr, nullptr, nullptr, 0, 12, 4, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_linear_encode(nullptr, nullptr, nullptr, nullptr, 0, 12, 4, 0, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_linear_decode(nullptr, nullptr, nullptr, 0, 8, 6, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_ternary_encode(nullptr, nullptr, nullptr, nullptr, 0, 32, 0.0f, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_ternary_encode(nullptr, nullptr, nullptr, nullptr, 0, 32, 0.0f, 0, 0, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_ternary_decode(nullptr, nullptr, nullptr, 0, 32, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_natural_encode(nullptr, nullptr, nullptr, nullptr, 0, 8, 2, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_natural_encode(nullptr, nullptr, nullptr, nullptr, 0, 8, 2, 0, 0, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_natural_decode(nullptr, nullptr, nullptr, 0, 8, 2, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_onebit_encode(nullptr, nullptr, nullptr, nullptr, 0, 1 << 21) == CML_ERR_ARGUMENT);
   CHECK(cml_onebit_decode(nullptr, nullptr, nullptr, 0, 4, 0) == CML_ERR_ARGUMENT);
@@ -274,7 +226,7 @@ void integers(int64_t n, int shift) {
       Array<uint8_t> q((n * bits + 7) / 8, shift);
       Array<int32_t> acc(n, shift);
       for (int dither : {1, 0})
-        CHECK(cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1) == CML_OK);
+        CHECK(cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1, 0) == CML_OK);
       CHECK(cml_int_legal(q.data(), n, bits) == 1);
       CHECK(cml_int_add(acc.data(), q.data(), n, bits, 1) == CML_OK && cml_int_add(acc.data(), q.data(), n, bits, 0) == CML_OK);
       for (int width : {4, 8, 12, 16, 32}) {
@@ -293,7 +245,7 @@ void integers(int64_t n, int shift) {
     CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 0);
   }
   CHECK(cml_int_maxima(nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT && cml_int_legal(nullptr, 0, 5) == CML_ERR_ARGUMENT);
-  CHECK(cml_int_encode(nullptr, nullptr, nullptr, 0, 8, 12, 0, 0, 0) == CML_ERR_ARGUMENT);
+  CHECK(cml_int_encode(nullptr, nullptr, nullptr, 0, 8, 12, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_int_add(nullptr, nullptr, 0, 16, 0) == CML_ERR_ARGUMENT && cml_int_pack(nullptr, nullptr, 0, 6) == CML_ERR_ARGUMENT);
   CHECK(cml_int_decode(nullptr, nullptr, nullptr, 0, 8, 8, 7) == CML_ERR_ARGUMENT);
 }
@@ -384,8 +336,8 @@ void draws_and_nibbles(int64_t n, int shift) {
 int main() {
   const char* errors[] = {cml_error_name(CML_ERR_CAPACITY), cml_error_name(CML_ERR_CORRUPT), cml_error_name(CML_ERR_ARGUMENT)};
   for (const char* name : errors) CHECK(std::strcmp(name, cml_error_name(0)) != 0);
-  for (int portable : {0, 1}) {
-    cml_force_portable(portable);
+  for (int forced : {0, 1}) {
+    cml_force_portable(forced);
     for (int64_t n : {0, 1, 7, 8, 9, 31, 33, 63, 64, 65, 257, 2047, 2112, 4097, 12289}) {
       for (int shift : {0, 1, 3}) {
         checksums(n, shift);

@@ -1,0 +1,183 @@
+"""Every codec over sizes and backends: speed, bits, error, beside torch's own and what memory allows. Knows codecs, no network.
+
+A row is one bucket of normal numbers, one thread: "encode" is what a worker does from gradient to payload, all rounds, as a
+plan wraps the codec; "add" is the server's, "decode" the way back of the result. GB/s counts 4 bytes per element. Bits
+are those of the payloads up; the error is that of a first payload, before any residual, as a share of the gradient's norm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import kernels as memory_speed
+from bench.codecs_figures import figures
+from bench.codecs_plot import draw_rows
+from bench.report import Result
+from commlayer.compressors import Codec, kernels, parse, seed, wrap
+from commlayer.compressors.kernels import BACKENDS
+from commlayer.records import Spec
+
+CODECS = (
+    "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "qsgd(levels=1)", "natural()", "terngrad()", "onebit()",
+    "topk(0.01)", "topk(0.01, 'int4')", "topk(0.01, exact=True)", "block_threshold(0.01)", "randomk(0.01)", "powersgd(4)",
+    "shared_int(8)", "shared_int(4)", "chain(topk(0.01, 'fp32'), int8())", "partition(topk(0.01), 4)", "ef21(topk(0.01))",
+    "momentum(topk(0.01))", "dgc(0.01)",
+)  # fmt: skip
+SIZES = tuple(side**2 for side in (32, 128, 512, 1024, 4096, 10_000))
+"""Elements, of square matrices: 4 KB, 64 KB, 1 MB, 4 MB, 64 MB, 400 MB."""
+QUICK = SIZES[:3]
+REFERENCE_MOST = 1 << 20
+"""Elements up to which the reference backend runs: 4 MB."""
+REFERENCE_MOST_QUICK = 1 << 14
+BUDGET_S = 0.15
+"""For the repetitions of one row, after one call that is not counted; at least three."""
+
+Calls = dict[str, Callable[[], object]]
+
+
+def steps(codec: Codec, x: torch.Tensor) -> Calls:
+    """The three parts of a step of one worker and a server. `encode` runs all rounds, since a later one needs the results."""
+    spec = Spec((math.isqrt(x.numel()),) * 2)
+    state, server, last = codec.init(spec), codec.init_server(spec), len(codec.rounds) - 1
+    seed(state, "bench", 0, 0)
+    out, room, total = memoryview(bytearray(codec.bound(spec))), memoryview(bytearray(codec.bound(spec))), torch.empty_like(x)
+    accs = [codec.zeros(spec, r) for r in range(last + 1)]
+    turns = [x, x.flip(0)]  # a gradient that never changes would build up a residual that training does not
+    sent: list[memoryview] = []
+    results: list[bytes] = []
+
+    def encode() -> int:
+        """Bytes of all payloads."""
+        turns.reverse()
+        nbytes = codec.start(turns[1], state, out)
+        whole = nbytes
+        for r in range(last):
+            codec.add(r, out[:nbytes], accs[r], first=True)
+            nbytes = codec.next(r, bytes(room[: codec.emit(r, accs[r], server, room)]), state, out)
+            whole += nbytes
+        sent[:] = [out[:nbytes]]
+        return whole
+
+    def emit() -> None:
+        results[:] = [bytes(room[: codec.emit(last, accs[last], server, room)])]
+
+    return {
+        "encode": encode,
+        "add": lambda: codec.add(last, sent[0], accs[last], first=True),
+        "emit": emit,
+        "decode": lambda: codec.decode(results[0], state, total),
+        "total": lambda: total,
+    }
+
+
+def best_s(call: Callable[[], object], quick: bool) -> float:
+    """The least of the repetitions that fit."""
+    spent: list[float] = []
+    while len(spent) < 3 or (sum(spent) < (BUDGET_S / 5 if quick else BUDGET_S) and len(spent) < 200):
+        begin = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - begin)
+    return min(spent)
+
+
+def error_of(codec: Codec, x: torch.Tensor) -> tuple[float, float]:
+    """(bits per element, relative error) of a first payload, the result brought back exactly."""
+    calls = steps(codec, x)
+    nbytes = calls["encode"]()
+    for name in ("add", "emit", "decode"):
+        calls[name]()
+    sent = calls["total"]()
+    assert isinstance(nbytes, int)
+    assert isinstance(sent, torch.Tensor)
+    assert bool(torch.isfinite(sent).all()), f"{codec}: the sum is not finite"
+    return 8 * nbytes / x.numel(), float((sent - x).norm() / x.norm())
+
+
+def row(text: str, backend: str, x: torch.Tensor, quick: bool) -> dict[str, Any]:
+    """Checked before it is timed: what came back points the way of what went in."""
+    codec = parse(text)
+    with kernels.use(backend):
+        bits, error = error_of(codec, x)
+        assert error < 3, f"{text}: relative error {error}"
+        calls = steps(wrap(codec), x)
+        for name in ("encode", "add", "emit", "decode"):
+            calls[name]()
+        spent = {name: best_s(calls[name], quick) for name in ("encode", "add", "decode")}
+    return {
+        "codec": text, "backend": backend, "elements": x.numel(), "kB": round(4 * x.numel() / 1e3, 1),
+        "encode_gb_per_s": round(4 * x.numel() / spent["encode"] / 1e9, 3),
+        **{f"{name}_us": round(t * 1e6, 1) for name, t in spent.items()},
+        "bits_per_element": round(bits, 4), "relative_error": round(error, 5),
+    }  # fmt: skip
+
+
+def rivals(x: torch.Tensor) -> dict[str, tuple[Callable[[], object], float, float]]:
+    """Name -> (call, bits per element, relative error) of what torch has, and of moving memory."""
+    n, acc, half = x.numel(), torch.zeros_like(x), torch.empty(x.numel(), dtype=torch.float16)
+    k, scale = max(1, n // 100), float(x.abs().max()) / 127
+    kept = torch.zeros_like(x).scatter_(0, (top := torch.topk(x.abs(), k).indices), x[top])
+    rounded = (x / scale).round_().clamp_(-127, 127) * scale
+    codes = torch.empty(n, dtype=torch.int8)
+
+    def quantise() -> None:
+        """Symmetric, a scale for the whole, as torch.quantize_per_tensor, which torch has given up."""
+        codes.copy_(torch.mul(x, 127 / float(x.abs().max()), out=acc).round_())
+
+    def off(y: torch.Tensor) -> float:
+        return float((y - x).norm() / x.norm())
+
+    return {
+        "stream (r += g)": (lambda: acc.add_(x), 32.0, 0.0),
+        "copy": (lambda: acc.copy_(x), 32.0, 0.0),
+        "torch cast to fp16": (lambda: half.copy_(x), 16.0, off(x.half().float())),
+        "torch int8 by tensor": (quantise, 8.0, off(rounded)),
+        "torch.topk 1 %": (lambda: torch.topk(x.abs(), k), 0.64, off(kept)),
+    }
+
+
+def rows(quick: bool) -> Iterator[dict[str, Any]]:
+    for n in QUICK if quick else SIZES:
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        for name, (call, bits, error) in rivals(x).items():
+            call()
+            spent = best_s(call, quick)
+            yield {"codec": name, "backend": "torch", "elements": n, "kB": round(4 * n / 1e3, 1),
+                   "encode_gb_per_s": round(4 * n / spent / 1e9, 3), "encode_us": round(spent * 1e6, 1),
+                   "bits_per_element": bits, "relative_error": round(error, 5)}
+        for backend, module in BACKENDS.items():
+            if module is None or (backend == "reference" and n > (REFERENCE_MOST_QUICK if quick else REFERENCE_MOST)):
+                continue
+            for text in CODECS:
+                yield row(text, backend, x, quick)
+
+
+def run(quick: bool) -> Result:
+    """The table; the ratios of bench.kernels, whose rivals are interleaved; what positions cost; a GPU where there is one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        table = list(rows(quick))
+        speed = memory_speed.run(quick)["summary"]
+        summary = {name: speed[name] for name in (
+            "select_1pct_vs_torch_topk", "select_1pct_vs_stream", "codec_topk_1pct_vs_stream", "decode_add_vs_stream",
+            "onebit_vs_copy", "int8_vs_copy")}  # fmt: skip
+        summary |= figures(quick)
+    finally:
+        torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        gpu = importlib.import_module("bench.gpu").run(quick)
+        table += gpu["rows"]
+        summary |= gpu["summary"]
+    return {"rows": table, "summary": summary}
+
+
+def draw(json_file: Path) -> str:
+    """Error and speed against bits, as a PNG beside the file; the line that says where it is, or why there is none."""
+    return f"drawn: {draw_rows(json_file, json_file.with_suffix('.png'))}"

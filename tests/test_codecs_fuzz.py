@@ -1,0 +1,45 @@
+"""Damaged payloads at every reader of every codec: those that are kept, and fresh ones. `make fuzz` does it for longer."""
+
+from __future__ import annotations
+
+import codecs_kit as kit
+import fuzz_kit
+import pytest
+
+from commlayer.compressors.parse import FACTORIES
+from commlayer.compressors.payload import CODEC_IDS
+
+
+def test_every_codec_is_attacked_in_every_round() -> None:
+    found = {(target.codec.id, target.r) for target in fuzz_kit.targets()}
+    assert {number for number, _ in found} == set(CODEC_IDS.values())
+    assert all(any(t.text == kit.NAMED[name] and t.r == r for t in fuzz_kit.targets())
+               for name in FACTORIES for r in range(len(kit.EVERY[name].rounds)))
+
+
+def test_what_is_kept_is_still_refused() -> None:
+    """Each line by at least one reader, as it was when it was found."""
+    for target, bad in fuzz_kit.read_corpus():
+        said = fuzz_kit.Stands(target).attack(bad)
+        assert any(said), fuzz_kit.line_of(target, bad)
+
+
+def test_fresh_damage_is_refused_or_read_alike() -> None:
+    assert fuzz_kit.run(20261121, attacks=8) > 2000
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "shared_int"])
+def test_the_attack_sees_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that writes before it has judged is a finding."""
+    target = fuzz_kit.Target(kit.NAMED[name], (300,), 0)
+    stands = fuzz_kit.Stands(target)
+    good = fuzz_kit.stand(target).payloads[0]
+    inner = target.codec.inner if "error_feedback" in str(target.codec) else target.codec
+
+    def hasty(self: object, r: int, payload: object, acc: dict, *, first: bool) -> None:
+        acc["flagged"][0] = not acc["flagged"][0]
+        self.put(r, self.vet(r, payload, acc), acc, first=first)
+
+    monkeypatch.setattr(type(inner), "add", hasty)
+    with pytest.raises(AssertionError, match="add changed the accumulator before it refused"):
+        stands.attack(good[:-1])
