@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.commlayer-ready
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test lint types unit bench fuzz docs clean
+.PHONY: setup demo test lint types unit cuda bench fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
@@ -27,6 +27,10 @@ types: setup
 
 unit: setup
 	$(BIN)/python -m pytest
+
+# The CUDA sources for every target (needs nvcc, no GPU).
+cuda: setup
+	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/test_cuda_compile.py
 
 # make bench NAME=overhead
 bench: setup

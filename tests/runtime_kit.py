@@ -84,13 +84,16 @@ def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) ->
     return results
 
 
-def step(worker: Worker, gradients: list[torch.Tensor | None], deadline_s: float = 20.0) -> list[torch.Tensor | None]:
+def step(
+    worker: Worker, gradients: list[torch.Tensor | None], deadline_s: float = 20.0, device: torch.device | None = None
+) -> list[torch.Tensor | None]:
     """One step: announces all gradients there are, waits, and returns what the worker wrote into copies of them."""
     for tensor, gradient in enumerate(gradients):
         if gradient is not None:
             worker.ready(tensor, gradient)
     worker.finish(list(gradients), deadline_s)
     used = worker.used()
-    targets = [torch.empty(info.shape) if anyone else None for info, anyone in zip(worker.job.tensors, used, strict=True)]
+    shapes = [info.shape for info in worker.job.tensors]
+    targets = [torch.empty(shape, device=device) if anyone else None for shape, anyone in zip(shapes, used, strict=True)]
     worker.commit(targets)
     return targets

@@ -148,6 +148,7 @@ DAMAGE = [
     (changed(0, owner=-1), "bucket 0: owner -1, the plan has 1 ranks per node"),
     (changed(0, path="carrier pigeon"), "bucket 0: path 'carrier pigeon': 'carrier' is no op"),
     (changed(0, codec=" "), "bucket 0: no codec"),
+    (changed(0, coder="tpu"), "bucket 0: coder 'tpu', allowed: 'gpu', or nothing for the host"),
     (changed(0, slices=()), "bucket 0: 0 slices, allowed: 1 to 64"),
     (changed(0, slices=(Slice(4, 0, 1),)), "bucket 0: tensor 4, the model has 4"),
     (changed(0, slices=(Slice(3, 0, 2501),)), "bucket 0: elements 0..2501 of t3, which has 2500"),

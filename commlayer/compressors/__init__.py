@@ -16,6 +16,7 @@ from commlayer.compressors.natural import natural
 from commlayer.compressors.onebit import onebit
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import partition
+from commlayer.compressors.placement import place, runs_on
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.qsgd import qsgd
 from commlayer.compressors.randomk import randomk
@@ -45,10 +46,12 @@ __all__ = [
     "onebit",
     "parse",
     "partition",
+    "place",
     "powersgd",
     "qsgd",
     "randomk",
     "restore",
+    "runs_on",
     "seed",
     "shared_int",
     "snapshot",

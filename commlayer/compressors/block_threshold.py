@@ -12,7 +12,7 @@ import torch
 
 from commlayer.compressors import inputs, kernels, payload, positions, runs, threshold
 from commlayer.compressors import values as value_kinds
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
 
@@ -45,10 +45,10 @@ class BlockThreshold(OneRound, frozen=True):
         memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
         return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}, "_numel": n}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
         n, memory = state["_numel"], state["_scratch"]
         inputs.check(self.name, "x", x, n)

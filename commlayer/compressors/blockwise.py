@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from commlayer.compressors import payload
-from commlayer.compressors.codec import State
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.compressors.dense import check_dense
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.errors import CorruptFrame
@@ -32,12 +32,12 @@ class Blockwise(OneRound, frozen=True):
         raise NotImplementedError
 
     def encode(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, state: State
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
         """False if x + residual is not finite; the residual then took the finite part."""
         raise NotImplementedError
 
-    def check_body(self, codes: memoryview, scales: memoryview, numel: int) -> None:
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         """CorruptFrame for scales and codes that break the format; their sizes are right."""
         raise NotImplementedError
 
@@ -47,10 +47,10 @@ class Blockwise(OneRound, frozen=True):
     def bound(self, spec: Spec) -> int:
         return HEADER + self.scales_nbytes(spec.numel) + self.codes_nbytes(spec.numel)
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual, writing back what the rounding keeps. Flagged: the residual took the finite part of x."""
         n = x.numel()
         middle = HEADER + self.scales_nbytes(n)
@@ -79,28 +79,27 @@ class Dithered(Blockwise, frozen=True):
         return {"own": 0, "step": 0}
 
     def encode(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, state: State
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
         finite = self.draw(codes, scales, x, residual, (state["own"], state["step"]))
         state["step"] += finite
         return finite
 
     def draw(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
     ) -> bool:
         """`encode` with the key and the step of its random numbers."""
         raise NotImplementedError
 
 
-def check_scales16(name: str, scales: memoryview, most: int) -> None:
-    values = np.frombuffer(scales, np.uint16)
-    if values.size and values.max() > most:
+def check_scales16(name: str, scales: Buffer, most: int) -> None:
+    if kernels.largest(scales, np.uint16) > most:
         raise CorruptFrame(f"{name} payload with a scale that is negative, not finite or too large")
 
 
-def check_padding(name: str, codes: memoryview, numel: int, bits: int) -> None:
+def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
     used = numel * bits % 8
-    if used and codes[-1] >> used:
+    if used and int(codes[-1]) >> used:
         raise CorruptFrame(f"{name} payload with bits set past its last element")
 
 

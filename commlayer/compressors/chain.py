@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import kernels, payload, positions
-from commlayer.compressors.codec import Buffer, Codec, State
+from commlayer.compressors.codec import Buffer, Codec, Out, State
 from commlayer.compressors.feedback import Limited
 from commlayer.compressors.oneround import OneRound, accumulator, check_numel
 from commlayer.compressors.picking import Picks
@@ -37,10 +37,10 @@ class Chain(OneRound, frozen=True):
         most = self.first.capacity(check_numel(spec))
         return {"first": self.first.init(spec), "second": self.second.init(Spec((most,)))}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """See feedback.Fed."""
         n = x.numel()
         idx, val, finite = self.first.pick(x, residual, state["first"])
@@ -54,14 +54,14 @@ class Chain(OneRound, frozen=True):
             kernels.scatter_add(residual, idx, kept)
         kind, places_nbytes = positions.encode(out[VALUES_AT + nbytes :], idx, n)
         payload.write(out, self.id, n, idx.numel(), aux=kind)
-        _LENGTH.pack_into(out, HEADER, nbytes)
+        _LENGTH.pack_into(payload.on_host(out), HEADER, nbytes)
         return VALUES_AT + nbytes + places_nbytes
 
     def check(self, head: payload.Head, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         payload.expect("seed", head.seed, 0)
         if head.body.nbytes < _LENGTH.size:
             raise CorruptFrame(f"chain payload with {head.body.nbytes} bytes of body, at least {_LENGTH.size} are needed")
-        (nbytes,) = _LENGTH.unpack_from(head.body)
+        (nbytes,) = _LENGTH.unpack_from(payload.on_host(head.body))
         values, places = head.body[_LENGTH.size :][:nbytes], head.body[_LENGTH.size :][nbytes:]
         payload.expect("bytes of values", values.nbytes, nbytes)
         val = torch.empty(head.entries)
@@ -81,7 +81,7 @@ class Chain(OneRound, frozen=True):
         head = payload.read(payload_, self.id, numel)
         return torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
 
-    def _values(self, val: torch.Tensor, kept: torch.Tensor, state: State, out: memoryview, *, saturate: bool) -> int:
+    def _values(self, val: torch.Tensor, kept: torch.Tensor, state: State, out: Out, *, saturate: bool) -> int:
         """kept = val - what was written. 0 if the second codec cannot hold a value, which it can where `saturate` cuts it."""
         nbytes = int(self.second.start(val, state, out))
         carried = self.second.decode(out[:nbytes], state, kept)

@@ -1,4 +1,5 @@
-"""Codec state as named tensors and back, so that training goes on bit for bit. Knows the shape of states, not their meaning."""
+"""Codec state as named tensors and back, so that training goes on bit for bit. Knows the shape of states, not
+their meaning."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS}
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:
-    """Copies of all that a step depends on: `residual`, `inner.threshold`, ... Scratch (keys with `_` in front) is left out."""
-    return {path: value.clone() if isinstance(value, torch.Tensor) else number(value) for path, _, _, value in _walk(state)}
+    """Host copies of all that a step depends on: `residual`, `inner.threshold`, ... Not of scratch (keys with `_` in front)."""
+    return {path: _copy(value) if isinstance(value, torch.Tensor) else number(value) for path, _, _, value in _walk(state)}
 
 
 def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -44,6 +45,10 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 def number(value: float) -> torch.Tensor:
     """A number as a 0-d tensor that holds it exactly."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def _check_values(path: str, value: torch.Tensor) -> None:

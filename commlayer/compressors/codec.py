@@ -11,6 +11,9 @@ What a SUM round adds is linear in the payload (an all-reduce could do it), MAX 
 the accumulator space that `zeros` made. Memory is the caller's: `out` holds `bound(spec)` bytes, sized once. State is donated
 and updated in place. `x` is float32, contiguous and one-dimensional; `spec.shape` says what it was. It is not modified, and
 stays as it is until the last `next`, so a codec of several rounds may keep a reference.
+
+On a CUDA device everything of a call lies there: x, the state (see `place`), and payloads as uint8 tensors, aligned as torch
+allocates them, whose memory reaches to the next multiple of 4 bytes. The bytes are those that the CPU would make.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ import torch
 
 from commlayer.records import Spec
 
-Buffer = memoryview | bytes | bytearray
-"""Payload bytes. Writable ones are memoryviews over memory of the caller."""
+Out = memoryview | torch.Tensor
+"""Payload memory of the caller, to be written: host memory, or uint8 on a device."""
+
+Buffer = Out | bytes | bytearray
+"""Payload bytes, to be read."""
 
 State = dict[str, Any]
 """What changes from step to step, by name: tensors and plain numbers, so that a checkpoint is a walk over it."""
@@ -77,9 +83,9 @@ class Codec(Protocol):
         """Server state before the first step."""
         ...
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int: ...
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int: ...
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int: ...
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int: ...
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         """Writes the sum into `out` (float32, 1-D). False if it is non-finite; `out` is then all NaN.
@@ -107,4 +113,4 @@ class Codec(Protocol):
         """Checks the whole payload, then adds it. CorruptFrame leaves `acc` as it was."""
         ...
 
-    def emit(self, r: int, acc: Mapping[str, Any], state: State, out: memoryview) -> int: ...
+    def emit(self, r: int, acc: Mapping[str, Any], state: State, out: Out) -> int: ...

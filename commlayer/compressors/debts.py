@@ -63,6 +63,7 @@ def pay(debts: Sequence[Debt], slices: Sequence[Slice]) -> torch.Tensor | None:
             if debt.tensor == s.tensor and low < high:
                 if total is None:
                     total = torch.zeros(sum(part.numel for part in slices))
-                total[at + low - s.start : at + high - s.start] += debt.values[low - debt.start : high - debt.start]
+                owing = debt.values[low - debt.start : high - debt.start]
+                total[at + low - s.start : at + high - s.start] += owing.to(total.device)
         at += s.numel
     return total

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.oneround import NAN, OneRound
 from commlayer.records import Spec
 
@@ -25,15 +25,12 @@ class Identity(OneRound, frozen=True):
     def bound(self, spec: Spec) -> int:
         return HEADER + 4 * spec.numel
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         n = x.numel()
         if not kernels.all_finite(x):
             return payload.write_flagged(out, self.id, n)
         payload.write(out, self.id, n, n)
-        if n:
-            body = torch.frombuffer(out, dtype=torch.float32, count=n, offset=HEADER)
-            if body.data_ptr() != x.data_ptr():
-                body.copy_(x)
+        kernels.store_f32(out[HEADER : HEADER + 4 * n], x)
         return HEADER + 4 * n
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
@@ -50,9 +47,9 @@ class Identity(OneRound, frozen=True):
 class _Cast(NamedTuple):
     """The kernels of one 16-bit format."""
 
-    encode: Callable[[memoryview, torch.Tensor], bool]
-    decode: Callable[[torch.Tensor, memoryview], None]
-    add: Callable[[torch.Tensor, memoryview], None]
+    encode: Callable[[Buffer, torch.Tensor], bool]
+    decode: Callable[[torch.Tensor, Buffer], None]
+    add: Callable[[torch.Tensor, Buffer], None]
 
 
 CASTS = {
@@ -72,7 +69,7 @@ class _Half(OneRound, frozen=True):
     def bound(self, spec: Spec) -> int:
         return HEADER + 2 * spec.numel
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         n = x.numel()
         if not CASTS[self.name].encode(out[HEADER : HEADER + 2 * n], x):
             return payload.write_flagged(out, self.id, n)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Limited
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.wrapper import Wrapper, check_plain
@@ -44,7 +44,7 @@ class EF21(Wrapper, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return {**self.init(spec), "inner": self.inner.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         state["_sent"] = None
         inputs.check(self.name, "x", x, state["estimate"].numel(), state["estimate"].device)
         estimate = state["estimate"].mul_(FADE)
@@ -72,7 +72,7 @@ class EF21(Wrapper, frozen=True):
             state["estimate"] -= state["_added"]
             state["_added"] = None
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         state["_added"] = None
         total, estimate = acc["sum"], state["estimate"].mul_(FADE)
         if not kernels.all_finite(total, estimate):
@@ -86,7 +86,7 @@ class EF21(Wrapper, frozen=True):
         self._follow(out[:nbytes], state["held"])
         return nbytes
 
-    def _start(self, x: torch.Tensor, known: torch.Tensor, state: State, out: memoryview) -> int:
+    def _start(self, x: torch.Tensor, known: torch.Tensor, state: State, out: Out) -> int:
         """Codes x - known, cut to what the inner codec can hold."""
         difference = torch.sub(x, known, out=state["_scratch"])
         if not kernels.all_finite(difference):

@@ -12,7 +12,7 @@ import msgspec.structs
 import torch
 
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.oneround import accumulator, check_numel, spell
 from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.records import Spec
@@ -22,7 +22,7 @@ from commlayer.records import Spec
 class Fed(Protocol):
     """A codec that codes x + residual and updates the residual in one pass."""
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int: ...
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int: ...
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class ErrorFeedback(Wrapper, frozen=True):
             return {**self.init(spec), "inner": self.inner.init_server(spec), "_added": None}
         return {"inner": self.inner.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         state["_sent"] = None  # what the last step sent was delivered: a step that fails from here on must not give it back
         _check(self.name, "x", x, state)
         nbytes = self._start(x, state, out)
@@ -89,7 +89,7 @@ class ErrorFeedback(Wrapper, frozen=True):
             state["_sent"] = out[:nbytes]
         return nbytes
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         nbytes = int(self.inner.next(r, result, state["inner"], out))
         if r + 2 == len(self.rounds):
             self.inner.sent(state["inner"], state["_scratch"])
@@ -118,7 +118,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         self.inner.add(0, state["_sent"], accumulator(state["residual"]), first=False)
         state["_sent"] = state["_added"] = None
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if not self._lossy_emit():
             return int(self.inner.emit(r, acc, state["inner"], out))
         state["_sent"] = state["_added"] = None
@@ -136,7 +136,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         """A SUM is sent back as it is; only a GATHER is coded again, and then the server keeps what that loses."""
         return self.rounds == (Round.GATHER,)
 
-    def _start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def _start(self, x: torch.Tensor, state: State, out: Out) -> int:
         residual, inner = state["residual"], state["inner"]
         if fused := getattr(self.inner, "start_fed", None):  # isinstance(_, Fed) costs as much as a small bucket's selection
             return int(fused(x, residual, inner, out))

@@ -8,7 +8,7 @@ import torch
 
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Blockwise, check_block, check_padding, check_scales16
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Buffer, Out, State
 
 BITS = 4
 MOST = MOST16 - ((BITS - 1) << 7)
@@ -28,11 +28,11 @@ class Int4(Blockwise, frozen=True):
         return (numel * BITS + 7) // 8
 
     def encode(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, state: State
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
         return kernels.linear_encode(codes, scales, x, residual, self.block, BITS, euclidean=False, random=None)
 
-    def check_body(self, codes: memoryview, scales: memoryview, numel: int) -> None:
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         check_scales16(self.name, scales, MOST)
         check_padding(self.name, codes, numel, BITS)
 

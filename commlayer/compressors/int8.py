@@ -8,7 +8,7 @@ import torch
 
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Blockwise, check_block
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.errors import CorruptFrame
 
 
@@ -23,11 +23,11 @@ class Int8(Blockwise, frozen=True):
         return numel
 
     def encode(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, state: State
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
         return kernels.int8_encode(codes, scales, x, residual, self.block)
 
-    def check_body(self, codes: memoryview, scales: memoryview, numel: int) -> None:
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         if not kernels.scales_valid(scales):
             raise CorruptFrame("int8 payload with a scale that is negative, not finite or too large")
 

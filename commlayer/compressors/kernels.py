@@ -1,7 +1,8 @@
-"""The kernels that codecs are made of, and the one table that chooses who runs them: native where it is built, else reference.
+"""The kernels that codecs are made of, and the one table that chooses who runs them: native where it is built, else reference;
+for tensors on a CUDA device the kernels in cuda/.
 
-Tensors are float32, contiguous, one-dimensional, on the CPU; payload bytes are memoryviews of any alignment. Both backends
-give the same bytes. native/include/commlayer.h states what each does.
+Tensors are float32, contiguous, one-dimensional; payload bytes are memoryviews of any alignment, or uint8 tensors where the
+other tensors are on a device. All backends give the same bytes. native/include/commlayer.h states what each does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from commlayer import native
-from commlayer.compressors import reference
+from commlayer.compressors import device, reference
+from commlayer.compressors.codec import Buffer
 
 MOST_SCALE = np.finfo(np.float32).max / np.float32(128)
 """Any int8 times this is finite."""
@@ -54,53 +57,59 @@ def use(backend: str) -> Iterator[None]:
         _chosen[0] = before
 
 
+def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
+    """Who runs the kernels on x; on x and a payload, if there is one."""
+    there = device.serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
+    return device if there else _chosen[0]
+
+
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
     """Whether all of x, or of x + residual, is finite."""
-    return bool(_chosen[0].all_finite(x, residual))
+    return bool(_of(x).all_finite(x, residual))
 
 
-def add_f32(acc: torch.Tensor, x: memoryview) -> None:
-    _chosen[0].add_f32(acc, x)
+def add_f32(acc: torch.Tensor, x: Buffer) -> None:
+    _of(acc, x).add_f32(acc, x)
 
 
-def add_f16(acc: torch.Tensor, x: memoryview) -> None:
-    _chosen[0].add_f16(acc, x)
+def add_f16(acc: torch.Tensor, x: Buffer) -> None:
+    _of(acc, x).add_f16(acc, x)
 
 
-def add_bf16(acc: torch.Tensor, x: memoryview) -> None:
-    _chosen[0].add_bf16(acc, x)
+def add_bf16(acc: torch.Tensor, x: Buffer) -> None:
+    _of(acc, x).add_bf16(acc, x)
 
 
-def f32_to_f16(dst: memoryview, src: torch.Tensor) -> bool:
+def f32_to_f16(dst: Buffer, src: torch.Tensor) -> bool:
     """Whether all results are finite."""
-    return bool(_chosen[0].f32_to_f16(dst, src))
+    return bool(_of(src, dst).f32_to_f16(dst, src))
 
 
-def f32_to_bf16(dst: memoryview, src: torch.Tensor) -> bool:
+def f32_to_bf16(dst: Buffer, src: torch.Tensor) -> bool:
     """Whether all results are finite."""
-    return bool(_chosen[0].f32_to_bf16(dst, src))
+    return bool(_of(src, dst).f32_to_bf16(dst, src))
 
 
-def f16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
-    _chosen[0].f16_to_f32(dst, src)
+def f16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
+    _of(dst, src).f16_to_f32(dst, src)
 
 
-def bf16_to_f32(dst: torch.Tensor, src: memoryview) -> None:
-    _chosen[0].bf16_to_f32(dst, src)
+def bf16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
+    _of(dst, src).bf16_to_f32(dst, src)
 
 
-def int8_encode(quanta: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+def int8_encode(quanta: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     """Codes x + residual and writes back what the rounding keeps. False if it is not finite: residual takes the finite part."""
-    return bool(_chosen[0].int8_encode(quanta, scales, x, residual, block))
+    return bool(_of(x, quanta).int8_encode(quanta, scales, x, residual, block))
 
 
-def int8_decode(acc: torch.Tensor, quanta: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
-    _chosen[0].int8_decode(acc, quanta, scales, block, assign)
+def int8_decode(acc: torch.Tensor, quanta: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
+    _of(acc, quanta).int8_decode(acc, quanta, scales, block, assign)
 
 
 def linear_encode(
-    codes: memoryview,
-    scales: memoryview,
+    codes: Buffer,
+    scales: Buffer,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     block: int,
@@ -111,16 +120,16 @@ def linear_encode(
 ) -> bool:
     """As int8_encode; `random` is key and step of the words that round, None rounds to the nearest."""
     key, step = random or (0, 0)
-    return bool(_chosen[0].linear_encode(codes, scales, x, residual, block, bits, euclidean, random is not None, key, step))
+    return bool(_of(x, codes).linear_encode(codes, scales, x, residual, block, bits, euclidean, random is not None, key, step))
 
 
-def linear_decode(acc: torch.Tensor, codes: memoryview, scales: memoryview, block: int, bits: int, *, assign: bool) -> None:
-    _chosen[0].linear_decode(acc, codes, scales, block, bits, assign)
+def linear_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, bits: int, *, assign: bool) -> None:
+    _of(acc, codes).linear_decode(acc, codes, scales, block, bits, assign)
 
 
 def ternary_encode(
-    codes: memoryview,
-    scales: memoryview,
+    codes: Buffer,
+    scales: Buffer,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     block: int,
@@ -129,16 +138,16 @@ def ternary_encode(
     random: tuple[int, int],
 ) -> bool:
     """As linear_encode; clip is in root mean squares of a block, 0 for none."""
-    return bool(_chosen[0].ternary_encode(codes, scales, x, residual, block, clip, *random))
+    return bool(_of(x, codes).ternary_encode(codes, scales, x, residual, block, clip, *random))
 
 
-def ternary_decode(acc: torch.Tensor, codes: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
-    _chosen[0].ternary_decode(acc, codes, scales, block, assign)
+def ternary_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
+    _of(acc, codes).ternary_decode(acc, codes, scales, block, assign)
 
 
 def natural_encode(
-    codes: memoryview,
-    bases: memoryview,
+    codes: Buffer,
+    bases: Buffer,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     block: int,
@@ -147,81 +156,81 @@ def natural_encode(
     random: tuple[int, int],
 ) -> bool:
     """As linear_encode."""
-    return bool(_chosen[0].natural_encode(codes, bases, x, residual, block, bits, *random))
+    return bool(_of(x, codes).natural_encode(codes, bases, x, residual, block, bits, *random))
 
 
-def natural_decode(acc: torch.Tensor, codes: memoryview, bases: memoryview, block: int, bits: int, *, assign: bool) -> None:
-    _chosen[0].natural_decode(acc, codes, bases, block, bits, assign)
+def natural_decode(acc: torch.Tensor, codes: Buffer, bases: Buffer, block: int, bits: int, *, assign: bool) -> None:
+    _of(acc, codes).natural_decode(acc, codes, bases, block, bits, assign)
 
 
-def onebit_encode(codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+def onebit_encode(codes: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     """As int8_encode."""
-    return bool(_chosen[0].onebit_encode(codes, scales, x, residual, block))
+    return bool(_of(x, codes).onebit_encode(codes, scales, x, residual, block))
 
 
-def onebit_decode(acc: torch.Tensor, codes: memoryview, scales: memoryview, block: int, *, assign: bool) -> None:
-    _chosen[0].onebit_decode(acc, codes, scales, block, assign)
+def onebit_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
+    _of(acc, codes).onebit_decode(acc, codes, scales, block, assign)
 
 
 def select(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: float, start: int, idx: torch.Tensor, val: torch.Tensor
 ) -> tuple[int, int, bool]:
     """(entries selected, entries that reached the threshold but did not fit, whether all of g + residual is finite)."""
-    count, overflow, finite = _chosen[0].select(g, residual, threshold, start, idx, val)
+    count, overflow, finite = _of(g).select(g, residual, threshold, start, idx, val)
     return int(count), int(overflow), bool(finite)
 
 
 def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out: torch.Tensor) -> None:
-    _chosen[0].sample_abs(g, residual, offset, out)
+    _of(g).sample_abs(g, residual, offset, out)
 
 
 def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
     """idx must have been made by `select` or checked by a decode."""
-    _chosen[0].scatter_add(acc, idx, val)
+    _of(acc).scatter_add(acc, idx, val)
 
 
-def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: memoryview, scales: memoryview, block: int) -> None:
+def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: Buffer, scales: Buffer, block: int) -> None:
     """As scatter_add, with values scale * q."""
-    _chosen[0].scatter_add_int8(acc, idx, quanta, scales, block)
+    _of(acc, quanta).scatter_add_int8(acc, idx, quanta, scales, block)
 
 
-def ef_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
-    return int(_chosen[0].ef_encode(out, idx, n))
+def ef_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx, out).ef_encode(out, idx, n))
 
 
-def ef_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+def ef_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """CorruptFrame for bytes that are not exactly idx.numel() positions below n."""
-    _chosen[0].ef_decode(idx, n, src)
+    _of(idx, src).ef_decode(idx, n, src)
 
 
-def bitmap_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
-    return int(_chosen[0].bitmap_encode(out, idx, n))
+def bitmap_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx, out).bitmap_encode(out, idx, n))
 
 
-def bitmap_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+def bitmap_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """As ef_decode."""
-    _chosen[0].bitmap_decode(idx, n, src)
+    _of(idx, src).bitmap_decode(idx, n, src)
 
 
 def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
-    return int(_chosen[0].blocks_nbytes(idx, n))
+    return int(_of(idx).blocks_nbytes(idx, n))
 
 
-def blocks_encode(out: memoryview, idx: torch.Tensor, n: int) -> int:
-    return int(_chosen[0].blocks_encode(out, idx, n))
+def blocks_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
+    return int(_of(idx, out).blocks_encode(out, idx, n))
 
 
-def blocks_decode(idx: torch.Tensor, n: int, src: memoryview) -> None:
+def blocks_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
     """As ef_decode."""
-    _chosen[0].blocks_decode(idx, n, src)
+    _of(idx, src).blocks_decode(idx, n, src)
 
 
 def kth_abs(g: torch.Tensor, residual: torch.Tensor | None, rank: int, scratch: torch.Tensor) -> float:
-    return float(_chosen[0].kth_abs(g, residual, rank, scratch))
+    return float(_of(g).kth_abs(g, residual, rank, scratch))
 
 
 def count_above(x: torch.Tensor, cut: float) -> int:
-    return int(_chosen[0].count_above(x, cut))
+    return int(_of(x).count_above(x, cut))
 
 
 def trim(
@@ -235,7 +244,7 @@ def trim(
     scratch: torch.Tensor,
 ) -> int:
     """How many entries stay, at the front of idx and val; the rest of the first `count` goes back to the residual."""
-    return int(_chosen[0].trim(residual, n, idx, val, count, keep, start, scratch))
+    return int(_of(val).trim(residual, n, idx, val, count, keep, start, scratch))
 
 
 def select_runs(
@@ -269,51 +278,51 @@ def draw_word(key: int, step: int) -> int:
 
 
 def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
-    _chosen[0].draw_strata(idx, n, seed)
+    _of(idx).draw_strata(idx, n, seed)
 
 
 def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
     """val = src[idx]."""
-    _chosen[0].take(src, idx, val)
+    _of(src).take(src, idx, val)
 
 
-def nibbles_encode(q: memoryview, scales: memoryview, x: torch.Tensor, rest: torch.Tensor, block: int) -> bool:
+def nibbles_encode(q: Buffer, scales: Buffer, x: torch.Tensor, rest: torch.Tensor, block: int) -> bool:
     """Codes x to 4 bits an entry; rest = x - what that says. False if x is not finite."""
-    return bool(_chosen[0].nibbles_encode(q, scales, x, rest, block))
+    return bool(_of(x, q).nibbles_encode(q, scales, x, rest, block))
 
 
-def nibbles_decode(out: torch.Tensor, q: memoryview, scales: memoryview, block: int) -> None:
-    _chosen[0].nibbles_decode(out, q, scales, block)
+def nibbles_decode(out: torch.Tensor, q: Buffer, scales: Buffer, block: int) -> None:
+    _of(out, q).nibbles_decode(out, q, scales, block)
 
 
-def int_maxima(most: memoryview, x: torch.Tensor, block: int) -> bool:
+def int_maxima(most: Buffer, x: torch.Tensor, block: int) -> bool:
     """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
     return bool(_chosen[0].int_maxima(most, x, block))
 
 
 def int_encode(
-    q: memoryview, x: torch.Tensor, most: memoryview, block: int, bits: int, *, dither: bool, key: int, step: int
+    q: Buffer, x: torch.Tensor, most: Buffer, block: int, bits: int, *, dither: bool, key: int, step: int
 ) -> None:
     """x in the scale that the maxima give, `bits` each; dithered by the random numbers of (key, step), or to the nearest."""
     _chosen[0].int_encode(q, x, most, block, bits, dither, key, step)
 
 
-def int_legal(q: memoryview, n: int, bits: int) -> bool:
+def int_legal(q: Buffer, n: int, bits: int) -> bool:
     """Whether q holds n integers that an encoder makes, and no padding is set."""
     return bool(_chosen[0].int_legal(q, n, bits))
 
 
-def int_add(acc: torch.Tensor, q: memoryview, bits: int, *, assign: bool) -> None:
+def int_add(acc: torch.Tensor, q: Buffer, bits: int, *, assign: bool) -> None:
     """acc is int32."""
     _chosen[0].int_add(acc, q, bits, assign)
 
 
-def int_pack(out: memoryview, acc: torch.Tensor, width: int) -> None:
+def int_pack(out: Buffer, acc: torch.Tensor, width: int) -> None:
     """acc (int32) in `width` bits each, which must hold them."""
     _chosen[0].int_pack(out, acc, width)
 
 
-def int_decode(out: torch.Tensor, q: memoryview, most: memoryview, block: int, bits: int, width: int) -> None:
+def int_decode(out: torch.Tensor, q: Buffer, most: Buffer, block: int, bits: int, width: int) -> None:
     _chosen[0].int_decode(out, q, most, block, bits, width)
 
 
@@ -322,18 +331,41 @@ def outer(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int) -> Non
     _chosen[0].outer(out, p, q, rank)
 
 
-def copy_f32(dst: torch.Tensor, src: memoryview) -> None:
+def copy_f32(dst: torch.Tensor, src: Buffer) -> None:
     """dst = the floats in src, whatever its alignment."""
-    np.copyto(dst.numpy(), np.frombuffer(src, np.float32))
+    if isinstance(src, torch.Tensor):
+        dst.copy_(src.view(torch.float32))
+    else:
+        np.copyto(dst.numpy(), np.frombuffer(src, np.float32))
 
 
-def store_f32(dst: memoryview, src: torch.Tensor) -> None:
-    """The floats of src as bytes."""
-    np.copyto(np.frombuffer(dst, np.float32), src.numpy())
+def store_f32(dst: Buffer, src: torch.Tensor) -> None:
+    """The floats of src as bytes. Nothing is done where they lie there already."""
+    if isinstance(dst, torch.Tensor):
+        dst.view(torch.float32).copy_(src)
+    else:
+        floats = np.frombuffer(dst, np.float32)
+        if floats.ctypes.data != src.data_ptr():
+            np.copyto(floats, src.numpy())
 
 
-def scales_valid(src: memoryview, most: np.floating[Any] = MOST_SCALE) -> bool:
+def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
+    """The largest of the unsigned numbers in src; 0 if there is none."""
+    if isinstance(src, torch.Tensor):
+        return device.largest(src, np.dtype(dtype).itemsize)
+    numbers = np.frombuffer(src, dtype)
+    return int(numbers.max()) if numbers.size else 0
+
+
+def octets(src: Buffer) -> npt.NDArray[np.uint8]:
+    """The bytes on the host. For a few: those of a device are waited for."""
+    return src.cpu().numpy() if isinstance(src, torch.Tensor) else np.frombuffer(src, np.uint8)
+
+
+def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
     """Whether every float32 scale in src is from 0 to `most`."""
+    if isinstance(src, torch.Tensor):
+        return device.within(src, float(most))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 

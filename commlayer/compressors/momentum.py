@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, kernels
-from commlayer.compressors.codec import Buffer, Codec, State
+from commlayer.compressors.codec import Buffer, Codec, Out, State
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.picking import Placed
 from commlayer.compressors.wrapper import Wrapper, check_codec, check_plain, check_share
@@ -31,7 +31,7 @@ class Momentum(Wrapper, frozen=True):
     def init(self, spec: Spec) -> State:
         return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
         if kernels.all_finite(x):
             x = accelerate(state["velocity"], self.beta, x)
@@ -63,7 +63,7 @@ class MomentumCorrection(Wrapper, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return self.feedback.init_server(spec)
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         state["_sent"] = state["_masked"] = None
         inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
         if not kernels.all_finite(x):
@@ -91,7 +91,7 @@ class MomentumCorrection(Wrapper, frozen=True):
     def undo_server(self, state: State) -> None:
         self.feedback.undo_server(state)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         return self.feedback.emit(r, acc, state, out)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Dithered, check_block, check_padding
+from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
 
 WIDTHS = (3, 4, 5, 8)
@@ -27,13 +28,13 @@ class Natural(Dithered, frozen=True):
         return (numel * self.bits + 7) // 8
 
     def draw(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
     ) -> bool:
         return kernels.natural_encode(codes, scales, x, residual, self.block, self.bits, random=random)
 
-    def check_body(self, codes: memoryview, scales: memoryview, numel: int) -> None:
-        bases, levels = np.frombuffer(scales, np.uint8), (1 << (self.bits - 1)) - 1
-        if bases.size and bases.max() > TOP_EXPONENT - levels:
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        levels = (1 << (self.bits - 1)) - 1
+        if kernels.largest(scales, np.uint8) > TOP_EXPONENT - levels:
             raise CorruptFrame("natural payload with an exponent whose uppermost level is not finite")
         check_padding(self.name, codes, numel, self.bits)
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from commlayer.compressors import payload
-from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.records import Spec
 
 NAN = float("nan")
@@ -61,7 +61,7 @@ class OneRound(msgspec.Struct, frozen=True):
         """Adds the parts to `out`, or overwrites it with them. Cannot fail."""
         raise NotImplementedError
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         raise NotImplementedError
 
     def init(self, spec: Spec) -> State:
@@ -71,7 +71,7 @@ class OneRound(msgspec.Struct, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return self.init(spec)
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         raise ValueError(f"{self} has one round, round {r + 1} was asked for")
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
@@ -111,7 +111,7 @@ class OneRound(msgspec.Struct, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, acc["sum"].numel())
         return self.start(acc["sum"], state, out)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, payload
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
 from commlayer.compressors.several import SeveralRounds
@@ -69,14 +69,14 @@ class Partition(Wrapper, frozen=True):
         parts = {str(i): make(s) for i, s in enumerate(self.specs(check_numel(spec)))}
         return {"parts": parts, "_numel": spec.numel, "_flagged": False}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         inputs.check(self.name, "x", x, state["_numel"])
         slices, states = self._cut(x), list(state["parts"].values())
         nbytes = self._join(x.numel(), out, lambda i, room: self.inner.start(slices[i], states[i], room))
         state["_flagged"] = nbytes == HEADER
         return nbytes
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         numel, states = state["_numel"], list(state["parts"].values())
         bodies = self._read_result(r, result, state)
         if bodies is None:
@@ -139,7 +139,7 @@ class Partition(Wrapper, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         numel, accs = self._accs(acc)
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, numel)
@@ -163,15 +163,15 @@ class Partition(Wrapper, frozen=True):
     def _cut(self, x: torch.Tensor) -> list[torch.Tensor]:
         return list(x.split([s.numel for s in self.specs(x.numel())]))
 
-    def _join(self, numel: int, out: memoryview, write: Callable[[int, memoryview], int]) -> int:
+    def _join(self, numel: int, out: Out, write: Callable[[int, memoryview], int]) -> int:
         """Header, the length of each slice's payload, the payloads. Flagged as soon as one of them is."""
         specs = self.specs(numel)
         at = HEADER + _LENGTH.size * len(specs)
-        flagged = False
+        flagged, memory = False, payload.on_host(out)
         for i, spec in enumerate(specs):
-            nbytes = write(i, out[at:])
-            flagged |= payload.read(out[at : at + nbytes], self.inner.id, spec.numel).flagged
-            _LENGTH.pack_into(out, HEADER + _LENGTH.size * i, nbytes)
+            nbytes = write(i, memory[at:])
+            flagged |= payload.read(memory[at : at + nbytes], self.inner.id, spec.numel).flagged
+            _LENGTH.pack_into(memory, HEADER + _LENGTH.size * i, nbytes)
             at += nbytes
         if flagged:
             return payload.write_flagged(out, self.id, numel)
@@ -186,13 +186,13 @@ class Partition(Wrapper, frozen=True):
         payload.expect("aux", head.aux, 0)
         payload.expect("seed", head.seed, 0)
         payload.expect("count", head.entries, 0)
-        count = len(self.specs(numel))
-        if head.body.nbytes < _LENGTH.size * count:
-            raise CorruptFrame(f"partition payload with {head.body.nbytes} bytes of body, {count} lengths take {4 * count}")
-        lengths = [_LENGTH.unpack_from(head.body, _LENGTH.size * i)[0] for i in range(count)]
+        count, whole = len(self.specs(numel)), payload.on_host(head.body)
+        if whole.nbytes < _LENGTH.size * count:
+            raise CorruptFrame(f"partition payload with {whole.nbytes} bytes of body, {count} lengths take {4 * count}")
+        lengths = [_LENGTH.unpack_from(whole, _LENGTH.size * i)[0] for i in range(count)]
         edges = list(accumulate(lengths, initial=_LENGTH.size * count))
-        payload.expect("bytes of body", head.body.nbytes, edges[-1])
-        bodies = [head.body[start:stop] for start, stop in pairwise(edges)]
+        payload.expect("bytes of body", whole.nbytes, edges[-1])
+        bodies = [whole[start:stop] for start, stop in pairwise(edges)]
         for body, spec in zip(bodies, self.specs(numel), strict=True):
             if payload.read(body, self.inner.id, spec.numel).flagged:
                 raise CorruptFrame("partition payload with a flagged slice, expected the whole to be flagged")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from commlayer.compressors.codec import Buffer
+import torch
+
+from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
 
 VERSION = 1
@@ -50,7 +52,7 @@ class Head(NamedTuple):
     entries: int
     """Entries in the body; numel for dense codecs."""
     seed: int
-    body: memoryview
+    body: Out
 
 
 def codec_name(number: int) -> str:
@@ -59,24 +61,46 @@ def codec_name(number: int) -> str:
     return names[0] if names else f"codec {number}"
 
 
-def write(out: memoryview, codec: int, numel: int, count: int, aux: int = 0, seed: int = 0) -> None:
+def write(out: Out, codec: int, numel: int, count: int, aux: int = 0, seed: int = 0) -> None:
     """Header of a payload with a body."""
-    _LAYOUT.pack_into(out, 0, codec, VERSION, 0, aux, numel, count, seed)
+    _put(out, codec, VERSION, 0, aux, numel, count, seed)
 
 
-def write_flagged(out: memoryview, codec: int, numel: int) -> int:
+def write_flagged(out: Out, codec: int, numel: int) -> int:
     """The whole payload of something non-finite; returns its size."""
-    _LAYOUT.pack_into(out, 0, codec, VERSION, NONFINITE, 0, numel, 0, 0)
+    _put(out, codec, VERSION, NONFINITE, 0, numel, 0, 0)
     return HEADER_NBYTES
+
+
+def on_host(memory: Out) -> memoryview:
+    """For codecs without kernels for a device, which nobody asks to run there (placement.py)."""
+    if isinstance(memory, torch.Tensor):
+        raise ValueError(f"payload memory on {memory.device}, allowed for this codec is host memory")
+    return memory
+
+
+def _put(out: Out, *fields: int) -> None:
+    if isinstance(out, torch.Tensor):
+        out[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(_LAYOUT.pack(*fields)), dtype=torch.uint8))
+    else:
+        _LAYOUT.pack_into(out, 0, *fields)
+
+
+def _split(payload: Buffer) -> tuple[memoryview, Out]:
+    """The header's bytes on the host, and the body where it lies. Either may be too short."""
+    if isinstance(payload, torch.Tensor):
+        return payload[:HEADER_NBYTES].cpu().numpy().data, payload[HEADER_NBYTES:]
+    view = memoryview(payload)
+    view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
+    return view[:HEADER_NBYTES], view[HEADER_NBYTES:]
 
 
 def read(payload: Buffer, codec: int, numel: int) -> Head:
     """The checked header. CorruptFrame says what came and what was expected."""
-    view = memoryview(payload)
-    if view.nbytes < HEADER_NBYTES:
-        raise CorruptFrame(f"payload of {view.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
-    view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
-    got, version, flags, aux, got_numel, count, seed = _LAYOUT.unpack_from(view)
+    header, body = _split(payload)
+    if header.nbytes < HEADER_NBYTES:
+        raise CorruptFrame(f"payload of {header.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
+    got, version, flags, aux, got_numel, count, seed = _LAYOUT.unpack_from(header)
     if got != codec:
         raise CorruptFrame(f"payload coded by {codec_name(got)}, expected {codec_name(codec)}")
     if version != VERSION:
@@ -87,7 +111,6 @@ def read(payload: Buffer, codec: int, numel: int) -> Head:
         raise CorruptFrame(f"payload of {got_numel} elements, the bucket has {numel}")
     if count > numel:
         raise CorruptFrame(f"payload with {count} entries, the bucket has {numel} elements")
-    body = view[HEADER_NBYTES:]
     if flags & NONFINITE and (body.nbytes or aux or count or seed):
         raise CorruptFrame(f"non-finite payload with {body.nbytes} bytes of body, aux {aux}, count {count}, expected none")
     return Head(bool(flags & NONFINITE), aux, count, seed, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors import kernels
+from commlayer.compressors.codec import Out
 from commlayer.compressors.payload import expect
 from commlayer.errors import CorruptFrame
 
@@ -34,7 +35,7 @@ def bound(n: int, cap: int) -> int:
     return 0 if n == 0 else min(elias_fano_nbytes(n, cap) + 2, bitmap_nbytes(n))
 
 
-def encode(out: memoryview, idx: torch.Tensor, n: int) -> tuple[int, int]:
+def encode(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
     """(kind, bytes written). No positions take no bytes."""
     k = idx.numel()
     if k == 0:
@@ -47,9 +48,9 @@ def encode(out: memoryview, idx: torch.Tensor, n: int) -> tuple[int, int]:
     return BITMAP, kernels.bitmap_encode(out[:dense], idx, n)
 
 
-def decode(kind: int, body: memoryview, k: int, n: int) -> torch.Tensor:
+def decode(kind: int, body: Out, k: int, n: int) -> torch.Tensor:
     """int32 positions, strictly increasing and below n; CorruptFrame otherwise."""
-    idx = torch.empty(k, dtype=torch.int32)
+    idx = torch.empty(k, dtype=torch.int32, device=body.device if isinstance(body, torch.Tensor) else None)
     if kind not in DECODERS:
         raise CorruptFrame(f"payload with positions of kind {kind}, this side knows {', '.join(map(str, DECODERS))}")
     if kind != BLOCKS:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from commlayer.compressors import inputs, kernels, lowrank, payload
-from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.several import HEADER, SeveralRounds, add_floats, read_floats, write_floats
@@ -66,7 +66,7 @@ class PowerSGD(SeveralRounds, frozen=True):
         check_numel(spec)
         return {}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         m, n, rank = state["_sides"]
         inputs.check(self.name, "x", x, m * n)
         state["_x"], state["_carried"] = x.view(m, n), False
@@ -82,7 +82,7 @@ class PowerSGD(SeveralRounds, frozen=True):
         torch.mm(state["q"], state["_x"].t(), out=state["_p"])
         return write_floats(out, self.id, m * n, 0, state["_p"].view(-1))
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         m, n, rank = state["_sides"]
         body = self.read_result(0, result, state)
         if body is None:
@@ -138,7 +138,7 @@ class PowerSGD(SeveralRounds, frozen=True):
     def put(self, r: int, vetted: memoryview | None, acc: Any, *, first: bool) -> None:
         add_floats(vetted, acc, first=first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, acc["numel"])
         return write_floats(out, self.id, acc["numel"], r, acc["sum"])

@@ -8,6 +8,7 @@ import torch
 
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Dithered, check_block, check_padding, check_scales16
+from commlayer.compressors.codec import Buffer, Out
 
 BITS = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
 """Levels and the bits that they fill, sign included."""
@@ -31,12 +32,12 @@ class Qsgd(Dithered, frozen=True):
         return (numel * self.bits + 7) // 8
 
     def draw(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
     ) -> bool:
         euclidean = self.norm == "l2"
         return kernels.linear_encode(codes, scales, x, residual, self.block, self.bits, euclidean=euclidean, random=random)
 
-    def check_body(self, codes: memoryview, scales: memoryview, numel: int) -> None:
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         check_scales16(self.name, scales, MOST16 - ((self.bits - 1) << 7))
         check_padding(self.name, codes, numel, self.bits)
 

@@ -13,7 +13,7 @@ import torch
 
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
-from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
 
@@ -53,10 +53,10 @@ class RandomK(OneRound, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return {}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
         n = state["_numel"]
         inputs.check(self.name, "x", x, n)
@@ -83,8 +83,8 @@ class RandomK(OneRound, frozen=True):
         return end
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        idx = torch.empty(self.entries(numel), dtype=torch.int32)
         val = self._values(head, numel)
+        idx = torch.empty(self.entries(numel), dtype=torch.int32, device=val.device)
         kernels.draw_strata(idx, numel, head.seed)
         return idx, val
 
@@ -120,7 +120,7 @@ class RandomK(OneRound, frozen=True):
         acc["none"][0] = none and vetted is None
         acc["flagged"][0] = vetted is None or (acc["flagged"][0] and not first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         """Float32, whatever the members sent: rounding a sum again would lose what no residual keeps."""
         total: torch.Tensor = acc["sum"]
         n: int = acc["numel"]

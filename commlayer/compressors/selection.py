@@ -64,7 +64,16 @@ def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, st
         state["step"] += finite
         return Picked(idx[:count], val[:count], finite)
     tracked = threshold.begin(k, n, partial(kernels.sample_abs, x, residual), state)
-    count, overflow, finite = kernels.select(x, residual, tracked.threshold, start, idx, val)
+    return mend(k, x, residual, state, tracked, *kernels.select(x, residual, tracked.threshold, start, idx, val))
+
+
+def mend(
+    k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, tracked: threshold.Cut,
+    count: int, overflow: int, finite: bool,
+) -> Picked:
+    """What `pick` does after the scan of a larger tensor: scans again where too little was found, trims too much."""
+    n, memory = x.numel(), state["_scratch"]
+    idx, val, start = memory["idx"], memory["val"], threshold.rotation(n, state)
     if finite and count < ENOUGH * k and tracked.threshold > threshold.TINY:
         v = x
         if residual is not None:
@@ -77,6 +86,6 @@ def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, st
     if not finite:
         return Picked(idx[:count], val[:count], False)
     threshold.end(k, n, count + overflow, tracked, state)
-    if count > room(n, k, exact):
+    if count > room(n, k, False):
         count = kernels.trim(residual, n, idx, val, count, k, start, memory["words"])
     return Picked(idx[:count], val[:count], True)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.oneround import spell
 
 HEADER = payload.HEADER_NBYTES
@@ -55,7 +55,7 @@ class SeveralRounds(msgspec.Struct, frozen=True):
         """As `undo`."""
 
 
-def write_floats(out: memoryview, codec: int, numel: int, r: int, values: torch.Tensor) -> int:
+def write_floats(out: Out, codec: int, numel: int, r: int, values: torch.Tensor) -> int:
     """The payload that carries these floats in round r; flagged unless all are finite."""
     if not kernels.all_finite(values):
         return payload.write_flagged(out, codec, numel)
@@ -74,7 +74,7 @@ def read_floats(message: Buffer, codec: int, numel: int, r: int, count: int) -> 
     payload.expect("round", head.aux, r)
     payload.expect("count", head.entries, count)
     payload.expect("bytes of body", head.body.nbytes, 4 * count)
-    return head.body
+    return payload.on_host(head.body)
 
 
 def add_floats(body: memoryview | None, acc: Any, *, first: bool) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Round, State
+from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, check_numel
 from commlayer.compressors.several import HEADER, SeveralRounds
@@ -59,7 +59,7 @@ class SharedInt(SeveralRounds, frozen=True):
         check_numel(spec)
         return {}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         n = state["_numel"]
         inputs.check(self.name, "x", x, n)
         state["_x"], state["_carried"] = x, None
@@ -70,7 +70,7 @@ class SharedInt(SeveralRounds, frozen=True):
         payload.write(out, self.id, n, self._blocks(n))
         return end
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         x = state["_x"]
         n = x.numel()
         body = self.read_result(0, result, state)
@@ -128,7 +128,7 @@ class SharedInt(SeveralRounds, frozen=True):
         _check_quanta(head, n, self.bits)
         if not kernels.int_legal(head.body, n, self.bits):
             raise CorruptFrame(f"shared_int payload with an integer beyond {self.levels}, or with padding set")
-        return head.body
+        return payload.on_host(head.body)
 
     def put(self, r: int, vetted: memoryview | None, acc: Any, *, first: bool) -> None:
         if first:
@@ -147,13 +147,13 @@ class SharedInt(SeveralRounds, frozen=True):
         elif first:
             acc["sum"].zero_()
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         n = acc["numel"]
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, n)
         if r == 0:
             end = HEADER + self._maxima_nbytes(n)
-            out[HEADER:end] = memoryview(acc["max"].view(np.uint8))
+            payload.on_host(out)[HEADER:end] = memoryview(acc["max"].view(np.uint8))
             payload.write(out, self.id, n, self._blocks(n))
             return end
         width = width_for(acc["members"][0], self.levels)
@@ -176,9 +176,10 @@ class SharedInt(SeveralRounds, frozen=True):
         payload.expect("bits", head.aux, 0)
         payload.expect("count", head.entries, self._blocks(numel))
         payload.expect("bytes of body", head.body.nbytes, self._maxima_nbytes(numel))
-        if bool((np.frombuffer(head.body, np.uint16) > MOST_BF16).any()):
+        body = payload.on_host(head.body)
+        if bool((np.frombuffer(body, np.uint16) > MOST_BF16).any()):
             raise CorruptFrame("shared_int payload with a maximum that is negative or not finite")
-        return head.body
+        return body
 
     def _cannot_overflow(self, state: State, width: int) -> bool:
         bits = int(np.frombuffer(state["_maxima"], np.uint16).max(initial=0)) << 16

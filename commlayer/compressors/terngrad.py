@@ -10,6 +10,7 @@ import torch
 
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Dithered, check_block, check_scales16
+from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
 
 GROUP, DIGITS = 160, 5
@@ -26,20 +27,20 @@ class Terngrad(Dithered, frozen=True):
         return -(-numel // DIGITS)
 
     def draw(
-        self, codes: memoryview, scales: memoryview, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
     ) -> bool:
         return kernels.ternary_encode(codes, scales, x, residual, self.block, self.clip or 0.0, random=random)
 
-    def check_body(self, codes: memoryview, scales: memoryview, numel: int) -> None:
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         check_scales16(self.name, scales, MOST16)
-        octets = np.frombuffer(codes, np.uint8)
-        if octets.size and octets.max() >= 3**DIGITS:
+        if kernels.largest(codes, np.uint8) >= 3**DIGITS:
             raise CorruptFrame("terngrad payload with a byte that is no five ternaries")
         count = numel % GROUP
         width = -(-count // DIGITS)
+        last = kernels.octets(codes[self.codes_nbytes(numel) - width :])
         for byte in range(width):
             digits = -(-(count - byte) // width)
-            if octets[octets.size - width + byte] >= 3**digits:
+            if last[byte] >= 3**digits:
                 raise CorruptFrame("terngrad payload with ternaries past its last element")
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:

@@ -97,24 +97,39 @@ def sample_sizes(n: int, k: int) -> tuple[int, int]:
     return min(usual, n), min(LARGER * usual | 1, n)
 
 
-def begin(k: int, n: int, draw: Draw, state: State) -> Cut:
-    """Where to cut n magnitudes for a little more than k of them."""
-    sample, words = state["_scratch"]["sample"], state["_scratch"]["words"]
+class Sampling(NamedTuple):
+    """How this step samples: elements of the usual and the larger sample, the rank in the larger one that the cut should have,
+    how many of the usual one should pass, and whether counts alone predict well."""
+
+    usual: int
+    larger: int
+    rank: int
+    expected: float
+    calm: bool
+
+
+def sampling(n: int, k: int, state: State) -> Sampling:
     k = aim(n, k)
     usual, larger = sample_sizes(n, k)
     calm = state["doubt"] < CALM
     if calm:
         usual = min(usual, usual // CALM_SHARE | 1)
+    return Sampling(usual, larger, min(max(round(larger * k / n), 1), larger), usual * k / n, calm)
+
+
+def begin(k: int, n: int, draw: Draw, state: State) -> Cut:
+    """Where to cut n magnitudes for a little more than k of them."""
+    sample, words = state["_scratch"]["sample"], state["_scratch"]["words"]
+    usual, larger, rank, expected, calm = sampling(n, k, state)
     cut, offset = state["threshold"], rotation(n, state)
     seen = sample[:usual]
     draw(offset, seen)
-    expected = usual * k / n
     passed = _passing(seen, cut)
     shift: float | None = None
     if cut <= TINY or abs(passed - expected) > SIGMAS * math.sqrt(expected) + 2:
         seen = sample[:larger]
         draw(offset, seen)
-        cut = _quantile(seen, round(larger * k / n), words)
+        cut = _quantile(seen, rank, words)
     else:
         trust = state["doubt"] / (state["doubt"] + 1 / expected)
         shift = trust * math.log(max(passed, 0.5) / expected)

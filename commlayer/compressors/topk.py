@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import inputs, kernels, payload, positions, selection, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, queued, selection, threshold
 from commlayer.compressors import values as value_kinds
-from commlayer.compressors.codec import Buffer, State
+from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
 
@@ -45,13 +45,19 @@ class TopK(OneRound, frozen=True):
         n = check_numel(spec)
         return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
-        n = x.numel()
-        idx, val, finite = self.pick(x, residual, state)
+        n, k = x.numel(), self.wanted(x.numel())
+        if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
+            nbytes, picked = queued.start(self.id, value_kinds.KINDS[self.values], k, x, residual, state, out)
+            if picked is None:
+                return nbytes
+        else:
+            picked = self.pick(x, residual, state)
+        idx, val, finite = picked
         if not finite and residual is not None:
             kernels.scatter_add(residual, idx, val)
         nbytes = self._encode(n, idx, val, residual, state["_scratch"]["kept"][: idx.numel()], out) if finite else 0
@@ -86,7 +92,7 @@ class TopK(OneRound, frozen=True):
             kernels.scatter_add(out, idx, val)
 
     def _encode(
-        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, out: memoryview
+        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, out: Out
     ) -> int:
         """Writes the payload, and to the residual what rounding keeps of the values. 0 if a value became infinite.
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.dense import Identity
 from commlayer.compressors.ef21 import EF21
 from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
@@ -51,10 +51,10 @@ class TwoWay(msgspec.Struct, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return {"down": self.down.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return int(self.up.start(x, state["up"], out))
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         return int(self.up.next(r, result, state["up"], out))
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
@@ -72,7 +72,7 @@ class TwoWay(msgspec.Struct, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.up.add(r, payload_, acc, first=first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         return int(self.down.emit(r, acc, state["down"], out))
 
 

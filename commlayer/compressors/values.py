@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from commlayer.compressors import kernels
+from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
 
 Kind = Literal["int8", "fp16", "fp32", "bf16", "int4"]
@@ -34,7 +35,7 @@ def nbytes(kind: str, count: int) -> int:
     return scales_nbytes(kind, count) + (BITS[kind] * count + 7) // 8
 
 
-def encode(kind: str, body: memoryview, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
+def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
     """kept = val - what the body says. False if a value became infinite; with `saturate` none does, and kept has the rest."""
     if kind == "fp32":
         kernels.store_f32(body, val)
@@ -53,17 +54,17 @@ def encode(kind: str, body: memoryview, val: torch.Tensor, kept: torch.Tensor, *
     return finite
 
 
-def check(kind: str, body: memoryview, count: int) -> None:
+def check(kind: str, body: Buffer, count: int) -> None:
     """CorruptFrame unless `body`, which is nbytes(kind, count) long, decodes to finite values in the one way there is."""
     if kind not in SCALED:
         return
     if not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
         raise CorruptFrame(f"{kind} values with a scale that is negative, not finite or too large")
-    if kind == "int4" and count % 2 and body[-1] >> 4:
+    if kind == "int4" and count % 2 and int(body[-1]) >> 4:
         raise CorruptFrame("int4 values with padding that is not zero")
 
 
-def cut(codec: str, kind: str, body: memoryview, count: int) -> tuple[memoryview, memoryview]:
+def cut(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
     """The checked bytes of `count` values, and those after them."""
     middle = nbytes(kind, count)
     if body.nbytes < middle:
@@ -72,9 +73,9 @@ def cut(codec: str, kind: str, body: memoryview, count: int) -> tuple[memoryview
     return body[:middle], body[middle:]
 
 
-def decode(kind: str, body: memoryview, count: int) -> torch.Tensor:
+def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
     """The values of a checked body. CorruptFrame if one is not finite."""
-    val = torch.empty(count)
+    val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)
     if not count:
         return val
     middle = scales_nbytes(kind, count)

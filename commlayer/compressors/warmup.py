@@ -12,7 +12,7 @@ import msgspec.structs
 import torch
 
 from commlayer.compressors import payload
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Fed
 from commlayer.compressors.picking import Placed
 from commlayer.compressors.wrapper import Wrapper, check_plain
@@ -57,10 +57,10 @@ class Warmup(Wrapper, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return self.init(spec)
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: memoryview) -> int:
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """See feedback.Fed."""
         stage = self.stage(state["step"])
         codec = self.at(stage)
@@ -77,7 +77,7 @@ class Warmup(Wrapper, frozen=True):
         places: torch.Tensor = self.inner.places(payload_, numel)
         return places
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, acc["sum"].numel())
         return self.start(acc["sum"], state, out)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from commlayer.compressors.codec import Buffer, Codec, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.oneround import spell
 from commlayer.records import Spec
 
@@ -51,10 +51,10 @@ class Wrapper(msgspec.Struct, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return {"inner": self.inner.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: memoryview) -> int:
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return int(self.inner.start(x, state["inner"], out))
 
-    def next(self, r: int, result: Buffer, state: State, out: memoryview) -> int:
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         return int(self.inner.next(r, result, state["inner"], out))
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
@@ -72,7 +72,7 @@ class Wrapper(msgspec.Struct, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.inner.add(r, payload_, acc, first=first)
 
-    def emit(self, r: int, acc: Any, state: State, out: memoryview) -> int:
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         return int(self.inner.emit(r, acc, state["inner"], out))
 
 

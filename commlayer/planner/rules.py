@@ -56,6 +56,8 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
         paths.parse(bucket.path)
     except ValueError as error:
         yield f"{name}: {error}"
+    if bucket.coder not in ("", "gpu"):
+        yield f"{name}: coder {bucket.coder!r}, allowed: 'gpu', or nothing for the host"
     if not bucket.codec.strip():
         yield f"{name}: no codec"
     if served and not 0 <= bucket.server < plan.servers:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.compressors import seed
+from commlayer.compressors import device as devices
+from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
 from commlayer.compressors.debts import Debt, owed, spread
 from commlayer.compressors.feedback import in_updates
+from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 
 PAYLOAD_HEADER = 16
@@ -21,13 +23,17 @@ class Flow:
     """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
 
     The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
-    the device and `host` is its pinned twin that codecs read and write; on CPU they are one.
+    the device and `host` is its pinned twin that codecs read and write; on CPU they are one. Where the codec runs on the device
+    there is no twin, and only payloads cross, those that go and those that come each through pinned memory.
     """
 
     def __init__(
         self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, coded: bool, rank: int = 0,
+        on_device: bool = False,
     ) -> None:
-        """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
+        """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state.
+        `on_device`: its codec runs where the gradients are; see coders.py.
+        """
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
         self.in_updates = bucket.path == "service" and in_updates(codec)
@@ -35,8 +41,9 @@ class Flow:
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
         floats = self.numel + self.nslices + 1
-        on_host = device.type == "cpu"
-        block = _aligned(PAYLOAD_HEADER, floats if on_host or coded else 0, pinned=not on_host and coded)
+        on_host, self.on_device = device.type == "cpu", on_device and coded
+        staged = coded and not self.on_device
+        block = _aligned(PAYLOAD_HEADER, floats if on_host or staged else 0, pinned=not on_host and staged)
         host = block[PAYLOAD_HEADER:].view(torch.float32)
         self.host = host[: self.numel]
         self.all = host if on_host else torch.empty(floats, device=device)
@@ -48,7 +55,13 @@ class Flow:
             seed(self.state, job.digest(), bucket.id, rank)
             self.bound = codec.bound(self.spec)
             whole = block[: PAYLOAD_HEADER + 4 * self.numel]
-            self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
+            if self.on_device:
+                place(self.state, device)
+                self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=not on_host) for _ in range(2)]
+                self._there = [devices.words(self.bound, device) for _ in range(2)]
+                self.payload = self._pinned[0].numpy().data
+            else:
+                self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
@@ -121,14 +134,28 @@ class Flow:
     def encode(self) -> int:
         """Round 0: x to payload."""
         self.started = True
-        return self.codec.start(self.host, self.state, self.payload)
+        if not self.on_device:
+            return self.codec.start(self.host, self.state, self.payload)
+        nbytes = self.codec.start(self.x, self.state, self._there[0])
+        self._pinned[0][:nbytes].copy_(self._there[0][:nbytes], non_blocking=True)
+        if self.x.is_cuda:
+            torch.cuda.current_stream(self.x.device).synchronize()
+        return nbytes
 
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
 
-    def decode(self, result: Buffer) -> None:
+    def decode(self, result: memoryview) -> None:
         """The last round's result to x."""
-        self.finite = self.codec.decode(result, self.state, self.host)
+        if not self.on_device:
+            self.finite = self.codec.decode(result, self.state, self.host)
+            return
+        nbytes = result.nbytes
+        if nbytes > self.bound:
+            raise CorruptFrame(f"result of {nbytes} bytes, at most {self.bound} are possible")
+        self._pinned[1][:nbytes].numpy().data[:] = result
+        self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
+        self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.x)
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = x times factor, in one pass; None leaves out a slice."""

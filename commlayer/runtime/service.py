@@ -69,7 +69,7 @@ class Service:
                 flow.weight = float(flow.tail[-1])
                 flow.used = sum(1 << i for i, flag in enumerate(flow.tail[:-1].tolist()) if flag > 0)
             self._staging.to_host(flow)
-        nbytes = flow.encode()
+            nbytes = flow.encode()
         worker.counters.encode_s += time.perf_counter() - begin
         worker.recorder.add("encode", "encode", flow.bucket.id, begin, nbytes)
         self._send(flow, 0, nbytes)
@@ -113,7 +113,8 @@ class Service:
         last = r + 1 == len(flow.codec.rounds)
         try:
             if last:
-                flow.decode(message.body)
+                with self._staging.way_back():
+                    flow.decode(message.body)
                 flow.weight, flow.used = message.header.weight, message.header.used
             else:
                 again_nbytes = flow.encode_next(r, message.body)

@@ -1,4 +1,4 @@
-"""Moves a flow between its device and the host memory that codecs work on. On CPU every move is nothing.
+"""Moves a flow between its device and the host memory that codecs work on. On CPU, and for codecs on the device, nothing moves.
 
 Rules for CUDA: the lane's stream waits on the event of the hook's stream, so it reads finished gradients; every tensor of the
 caller that the lane reads is recorded on the lane's stream; host copies are pinned; only lane threads wait for the device.
@@ -48,15 +48,19 @@ class Staging:
 
     def to_host(self, flow: Flow) -> None:
         """x is readable on the host when this returns. Called inside `lane`."""
-        if self._stream is not None:
+        if self._stream is not None and not flow.on_device:
             flow.host.copy_(flow.x, non_blocking=True)
             self._stream.synchronize()
 
     def to_device(self, flow: Flow) -> None:
         """Queues the way back; `join` orders the training stream behind it."""
-        if self._back is not None:
+        if self._back is not None and not flow.on_device:
             with torch.cuda.stream(self._back):
                 flow.x.copy_(flow.host, non_blocking=True)
+
+    def way_back(self) -> contextlib.AbstractContextManager[object]:
+        """The stream on which results come to the device."""
+        return contextlib.nullcontext() if self._back is None else torch.cuda.stream(self._back)
 
     def join(self) -> None:
         """The current stream goes on only when all results are on the device."""

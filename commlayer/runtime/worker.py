@@ -21,6 +21,7 @@ from commlayer.compressors.debts import Debt, pay
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
+from commlayer.runtime.coders import device_buckets
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
@@ -51,9 +52,10 @@ class Worker:
         self._local = rank % plan.ranks_per_node
         self._shared = plan.ranks_per_node > 1
         self.counters = Counters()
+        on_device = device_buckets(plan, codecs, device)
         self.flows = [
             Flow(b, job, codecs[b.id], device, len(plan.buckets) - 1 - i, coded=b.path == "service" and b.owner == self._local,
-                 rank=rank)
+                 rank=rank, on_device=b.id in on_device)
             for i, b in enumerate(plan.buckets)
         ]
         # Whether a step that turns out non-finite must be given back. The same on all ranks.

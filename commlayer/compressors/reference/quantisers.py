@@ -18,7 +18,7 @@ def _steps(rows: torch.Tensor, scale: torch.Tensor, top: int, word: torch.Tensor
     t = (rows / some).clamp(-top, top)
     down = t.floor()
     whole = t.round() if word is None else down + (uniform(word).view_as(t) < t - down)
-    return torch.where(scale == 0, torch.zeros_like(whole), whole)
+    return torch.where(scale == 0, torch.zeros_like(whole), whole) + 0.0  # whole numbers have no -0
 
 
 def linear_encode(

@@ -1,0 +1,77 @@
+"""Who starts kernels on which kind of device. Knows launchers and argument kinds; not what a kernel does.
+
+A launcher is the seam between the drivers and the machine: CuPy's for CUDA, and in tests one that runs the same kernels on CPU
+tensors. Memory is torch's throughout; a launcher only passes addresses on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+Argument = torch.Tensor | int | float | None
+"""Passed as an address, a long long, a double or a null pointer: 8 bytes each."""
+
+THREADS = 256
+MOST_BLOCKS = 2048
+"""Threads loop over what is more than this; enough to fill any GPU."""
+
+
+class Launcher(Protocol):
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
+        """Queues `kernel` of cuda/<family>.cu on the current stream of its tensors' device."""
+        ...
+
+
+_launchers: dict[str, Launcher] = {}
+
+
+def serves(device: torch.device) -> bool:
+    """Whether tensors there are coded by kernels of this package rather than by the host's."""
+    return device.type == "cuda" or device.type in _launchers
+
+
+def launcher(device: torch.device) -> Launcher:
+    """The launcher for a device. ValueError, with the remedy, where CUDA has none."""
+    found = _launchers.get(device.type)
+    if found is None:
+        if device.type != "cuda":
+            raise ValueError(f"device codecs: {device} has no launcher, allowed is a CUDA device")
+        from commlayer.compressors.device.launch_cupy import CupyLauncher
+
+        found = _launchers.setdefault("cuda", CupyLauncher())
+    return found
+
+
+@contextlib.contextmanager
+def use(device_type: str, chosen: Launcher) -> Iterator[None]:
+    """Within it, `chosen` serves that type of device. For tests and measurements."""
+    before = _launchers.get(device_type)
+    _launchers[device_type] = chosen
+    try:
+        yield
+    finally:
+        if before is None:
+            del _launchers[device_type]
+        else:
+            _launchers[device_type] = before
+
+
+def words(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes whose memory reaches to the next multiple of 4, as kernels that set bits need."""
+    return torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)[:nbytes]
+
+
+def start(family: str, kernel: str, grid: int, *args: Argument, threads: int = THREADS) -> None:
+    """Queues a kernel with exactly that grid."""
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    launcher(device).launch(family, kernel, grid, threads, args)
+
+
+def each(family: str, kernel: str, items: int, *args: Argument) -> None:
+    """Queues a kernel whose threads loop over `items`."""
+    if items > 0:
+        start(family, kernel, min(-(-items // THREADS), MOST_BLOCKS), *args)

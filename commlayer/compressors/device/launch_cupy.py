@@ -1,0 +1,53 @@
+"""Launches through CuPy on torch's current stream. The only module that imports cupy; it allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from commlayer.compressors.device import sources
+from commlayer.compressors.device.launch import Argument
+
+MASK = (1 << 64) - 1
+OPTIONS = ("--std=c++17", "--fmad=false")
+"""A fused multiply-add would round once where the host's kernels round twice."""
+
+
+class CupyLauncher:
+    """Kernels are compiled at their first use per device; CuPy keeps binaries on disk, keyed by text and architecture."""
+
+    def __init__(self) -> None:
+        self._cupy = _cupy()
+        self._kernels: dict[tuple[int, str], Any] = {}
+
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
+        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        with self._cupy.cuda.Device(index):
+            found = self._kernels.get((index, kernel))
+            if found is None:
+                module = self._cupy.RawModule(code=sources.text(family), options=OPTIONS, backend="nvrtc")
+                found = self._kernels[index, kernel] = module.get_function(kernel)
+            with self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, index):
+                found((grid,), (threads,), tuple(map(_slot, args)))
+
+
+def _slot(arg: Argument) -> np.generic:
+    if isinstance(arg, float):
+        return np.float64(arg)
+    if isinstance(arg, int):
+        return np.uint64(arg & MASK)  # keys of random numbers fill all 64 bits
+    return np.uint64(0 if arg is None else arg.data_ptr())
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        major = (torch.version.cuda or "12").split(".")[0]
+        remedy = f"install commlayer[gpu{major}], or plan without them"
+        raise ValueError(f"device codecs: CuPy cannot be loaded ({error}); {remedy}") from None
+    return cupy

@@ -1,0 +1,39 @@
+"""Finds the CUDA sources and makes each one text. Knows files; nothing of devices.
+
+They lie in <root>/cuda beside an editable install and in commlayer/_cuda in any other.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2]
+FOLDERS = (PACKAGE.parent / "cuda", PACKAGE / "_cuda")
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+
+def folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
+    """Where the sources are."""
+    for candidate in candidates:
+        if (candidate / "common.cuh").is_file():
+            return candidate
+    raise FileNotFoundError(f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
+
+
+@cache
+def text(family: str) -> str:
+    """A family with its headers in it: the compiler needs no paths, and a cache keyed by the text sees every change."""
+    return _resolved(folder() / f"{family}.cu", set())
+
+
+def _resolved(file: Path, seen: set[str]) -> str:
+    def include(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _resolved(file.with_name(name), seen)
+
+    return _INCLUDE.sub(include, file.read_text("utf-8"))

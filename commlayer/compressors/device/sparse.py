@@ -1,0 +1,169 @@
+"""The sparse kernels on a device: selection, scattering, positions. Same names and results as the host's; knows no payloads.
+
+Unlike the host's, scattering trusts its positions, and bad bytes are found only after scratch positions have been written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from commlayer.compressors.device.dense import yes
+from commlayer.compressors.device.launch import THREADS, each, start
+from commlayer.errors import CorruptFrame
+
+TILE = 16 * THREADS
+"""Elements that a block scans, as in cuda/select.cu."""
+
+UNPACK_TILE_NBYTES = 16 * THREADS
+"""As in cuda/positions.cu."""
+
+TRIM_TILE = 4 * THREADS
+TRIM_DIGITS = 3
+TRIM_HISTOGRAMS = TRIM_DIGITS * 2048
+"""Of 32 bits. As in cuda/trim.cu."""
+
+ELIAS_FANO, BITMAP, SMALLER = 0, 1, -1
+"""Kinds of positions; the last lets the kernel choose."""
+
+NO_VALUES = -1
+VALUES_BLOCK = 256
+"""As in cuda/layout.cuh."""
+
+LEAST_THRESHOLD = 2.0**-126
+FOUND = 3
+"""Numbers that select_over leaves: entries that passed, whether something was not finite, those from `start` on."""
+
+
+def tiles(n: int, start_: int) -> int:
+    """Tiles of a scan that begins at `start_` and wraps."""
+    return -(-(n - start_ // 4 * 4) // TILE) + -(-start_ // TILE)
+
+
+Entries = tuple[torch.Tensor, torch.Tensor]
+"""Positions and values."""
+
+
+def queue_scan(
+    g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, to: Entries, found: torch.Tensor,
+    state: torch.Tensor,
+) -> None:
+    """Selects into `to`, in the order of the scan. `found` and `state` (1 + tiles) hold zeros."""
+    n, cap = g.numel(), min(to[0].numel(), to[1].numel())
+    start("select", "select_over", tiles(n, start_), g, residual, n, threshold, start_, *to, cap, state, found)
+
+
+def queue_rotate(to: Entries, from_: Entries, count: torch.Tensor, first: torch.Tensor) -> None:
+    """From the order of the scan to that of the positions; `first` of the entries are from the scan's start on."""
+    cap = min(to[0].numel(), to[1].numel())
+    each("select", "rotate", cap, *to, *from_, count, first, cap)
+
+
+def queue_select(
+    g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, raw: Entries, picked: Entries,
+    found: torch.Tensor, state: torch.Tensor,
+) -> None:
+    """Selects into `raw`, then in order of positions into `picked`. As queue_scan."""
+    queue_scan(g, residual, threshold, start_, raw, found, state)
+    queue_rotate(picked, raw, found, found[2:])
+
+
+def trim_words(cap: int) -> int:
+    """Zeros that `queue_trim` needs."""
+    return TRIM_HISTOGRAMS // 2 + 2 * (1 + _trim_tiles(cap))
+
+
+def _trim_tiles(cap: int) -> int:
+    return -(-cap // TRIM_TILE)
+
+
+def queue_trim(
+    to: Entries, from_: Entries, residual: torch.Tensor | None, k: int, room: int, control: torch.Tensor, words: torch.Tensor
+) -> None:
+    """What stays of a scan's entries, in the same order; the k largest, if they are more than room."""
+    cap = from_[0].numel()
+    histograms, scans = words[: TRIM_HISTOGRAMS // 2], words[TRIM_HISTOGRAMS // 2 :]
+    above, equal = scans.chunk(2)
+    for digit in range(TRIM_DIGITS):
+        each("trim", "trim_count", cap, from_[1], k, cap, room, digit, histograms, control)
+    start("trim", "trim", _trim_tiles(cap), *to, *from_, residual, k, cap, room, histograms, above, equal, control)
+
+
+def select(
+    g: torch.Tensor, residual: torch.Tensor | None, threshold: float, start_: int, idx: torch.Tensor, val: torch.Tensor
+) -> tuple[int, int, bool]:
+    n, cap = g.numel(), min(idx.numel(), val.numel())
+    if not threshold >= LEAST_THRESHOLD or not (0 <= start_ < n or start_ == n == 0):
+        need = "threshold >= 2^-126 and 0 <= start < n"
+        raise ValueError(f"select: got threshold {threshold} and start {start_} for {n} elements, need {need}")
+    if n == 0:
+        return 0, 0, True
+    words = torch.zeros(FOUND + 1 + tiles(n, start_), dtype=torch.int64, device=g.device)
+    cut = torch.full((1,), threshold, device=g.device)
+    raw = torch.empty(cap, dtype=torch.int32, device=g.device), torch.empty(cap, device=g.device)
+    queue_select(g, residual, cut, start_, raw, (idx, val), words[:FOUND], words[FOUND:])
+    passed, bad, _ = words[:FOUND].tolist()
+    return min(passed, cap), passed - min(passed, cap), not bad
+
+
+def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out: torch.Tensor) -> None:
+    if g.numel() == 0:
+        out.zero_()
+        return
+    each("select", "sample_abs", out.numel(), g, residual, g.numel(), offset, out.numel(), out)
+
+
+def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
+    each("sparse", "scatter_add", idx.numel(), acc, idx, val, idx.numel())
+
+
+def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int) -> None:
+    each("sparse", "scatter_add_int8", idx.numel(), acc, idx, q, scale, idx.numel(), block)
+
+
+def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: torch.Tensor, values: int, kind: int) -> None:
+    """Packs as many positions as `count` says, at most `most`, behind values of that kind."""
+    each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
+    each("positions", "pack_positions", most, out, idx, n, count, values, kind)
+
+
+def smaller(n: int, k: int) -> tuple[int, int]:
+    """Kind and exact size of k >= 1 positions below n in the smaller of both kinds."""
+    low = max(0, (n // k).bit_length() - 1)
+    sparse, dense = (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8, (n + 7) // 8
+    return (ELIAS_FANO, sparse) if sparse < dense else (BITMAP, dense)
+
+
+def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:
+    k = idx.numel()
+    queue_pack(out, idx, n, k, torch.full((1,), k, dtype=torch.int64, device=idx.device), NO_VALUES, kind)
+    return out.numel() if k or kind == BITMAP else 0
+
+
+def ef_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
+    """`out` has exactly the size of the code."""
+    return _encode(out, idx, n, ELIAS_FANO)
+
+
+def bitmap_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
+    """`out` has exactly the size of the code."""
+    return _encode(out, idx, n, BITMAP)
+
+
+def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
+    k, valid = idx.numel(), yes(idx)
+    grid = max(1, -(-src.numel() // UNPACK_TILE_NBYTES))
+    state = torch.zeros(1 + grid, dtype=torch.int64, device=idx.device)
+    start("positions", "unpack_positions", grid, idx, k, n, src, kind, state, valid)
+    each("positions", "check_increasing", k, idx, k, valid)
+    if not valid.item():
+        raise CorruptFrame(f"positions: bytes are not {k} positions below {n}")
+
+
+def ef_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
+    """For k >= 1 positions in as many bytes as they take."""
+    _decode(idx, n, src, ELIAS_FANO)
+
+
+def bitmap_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
+    """As ef_decode."""
+    _decode(idx, n, src, BITMAP)

@@ -1,0 +1,51 @@
+"""Where a codec runs: which codecs have kernels for a device, and the move of their state there. Knows no plans."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from commlayer.compressors.codec import Codec, State
+from commlayer.compressors.dense import Bf16, Fp16, Identity
+from commlayer.compressors.device import launcher
+from commlayer.compressors.feedback import ErrorFeedback
+from commlayer.compressors.int4 import Int4
+from commlayer.compressors.int8 import Int8
+from commlayer.compressors.natural import Natural
+from commlayer.compressors.onebit import OneBit
+from commlayer.compressors.qsgd import Qsgd
+from commlayer.compressors.randomk import RandomK
+from commlayer.compressors.terngrad import Terngrad
+from commlayer.compressors.topk import TopK
+
+log = logging.getLogger("commlayer")
+
+WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, Natural, Terngrad, OneBit, TopK, RandomK)
+
+
+def runs_on(codec: Codec, device: torch.device) -> bool:
+    """Whether all that a worker asks of `codec` can be done there: it has kernels, and the machine can launch them."""
+    inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
+    if not isinstance(inner, WITH_KERNELS):
+        return False
+    try:
+        launcher(device)
+    except ValueError as error:
+        if str(error) not in _said:
+            _said.add(str(error))
+            log.warning("%s; coding on the host", error)
+        return False
+    return True
+
+
+_said: set[str] = set()
+
+
+def place(state: State, device: torch.device) -> None:
+    """Moves a state made by `init`, scratch included, to where its codec will run."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            place(value, device)
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.to(device)
