@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from pool_kit import pool
@@ -12,7 +11,7 @@ from runtime_kit import job, step
 
 from commlayer.compressors import codec_of
 from commlayer.planner import grammar, lower
-from commlayer.planner.paths import parse, spell
+from commlayer.planner.paths import spell
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
@@ -28,7 +27,8 @@ def plan(codec: str) -> Plan:
     """Dense codings in paths whose payloads are added up: there `codec` cannot stand."""
     made = job(SHAPES)
     buckets = tuple(
-        Bucket(i, (Slice(i, 0, SHAPES[i][0]),), spell(path), "identity()" if grammar.summing(path) else codec, owner=i % PER_NODE)
+        Bucket(i, (Slice(i, 0, SHAPES[i][0]),), spell(path), owner=i % PER_NODE,
+               codec="identity()" if grammar.summing(path) else codec)
         for i, path in enumerate(PATHS)
     )
     return lower(Plan(made.digest(), buckets, ranks_per_node=PER_NODE))
