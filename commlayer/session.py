@@ -110,7 +110,14 @@ class Session:
 
         What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
         """
-        self._driver.when_connected(lambda: switch(self._driver.connection, plan))
+        self._driver.when_connected(lambda: self._switch(plan))
+
+    def _switch(self, plan: Plan) -> None:
+        connection = self._driver.connection
+        switch(connection, plan)
+        connection.auto = False  # a plan that somebody asked for is kept
+        assert connection.worker is not None
+        connection.worker.recorder.switch(on=False)
 
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""

@@ -147,7 +147,7 @@ class Worker:
                if target is not None and len(self._by_tensor[t]) > 1 and not target.is_contiguous()}
         into = [cut.get(t, target) for t, target in enumerate(targets)]
         for flow in self.flows:
-            if self._tracked and not flow.coded:
+            if (self._tracked or flow.buffer) and not flow.coded:
                 # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
                 flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
             if flow.buffer and not flow.finite:
