@@ -78,6 +78,8 @@ class Flow:
         self.waiting = self.nslices
         self.started = self.done = False
         self.finite = True
+        self.carried: torch.Tensor | None = None
+        """What of an earlier plan's debts went with this step's gradients."""
         self.weight, self.used = 0.0, 0
 
     def _views(self) -> list[torch.Tensor]:
@@ -114,7 +116,7 @@ class Flow:
             self.x.mul_(factor)
         if self.carry is not None:
             self.x += self.carry.to(self.x.device)
-            self.carry = None
+            self.carried, self.carry = self.carry, None
         self.used, self.weight = used, weight
 
     def write_tail(self) -> None:
@@ -158,8 +160,13 @@ class Flow:
         self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.x)
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = x times factor, in one pass; None leaves out a slice."""
+        """targets = x times factor, in one pass; None leaves out a slice. Buffers stay what they are if x is not finite."""
         pairs = self._parts(targets)
+        if self.buffer:
+            finite = torch.isfinite(self.x).all()  # stays on the device: the host waits for nothing
+            for view, target in pairs:
+                target.detach().copy_(torch.where(finite, (view * factor).to(target.dtype), target.detach()))
+            return
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
 
@@ -170,6 +177,11 @@ class Flow:
             if (values := owed(state, high - low)) is not None:
                 found += spread(self.bucket.slices, low, values)
         return found
+
+    def keep_carried(self) -> None:
+        """The step is skipped: what it carried is owed again, unless a residual has taken it up."""
+        if self.carried is not None and (self.bucket.path == "allreduce" or not self.codec.keeps):
+            self.carry = self.carried
 
     def undo(self) -> None:
         if self.started:

@@ -142,12 +142,13 @@ class Worker:
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
         finite = True
+        look = self._tracked or any(flow.carried is not None for flow in self.flows)
         # A cut tensor is written by element ranges, which only a contiguous one has.
         cut = {t: torch.empty_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
                if target is not None and len(self._by_tensor[t]) > 1 and not target.is_contiguous()}
         into = [cut.get(t, target) for t, target in enumerate(targets)]
         for flow in self.flows:
-            if (self._tracked or flow.buffer) and not flow.coded:
+            if look and not flow.coded:
                 # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
                 flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
             if flow.buffer and not flow.finite:
@@ -164,6 +165,9 @@ class Worker:
             for flow in self._mine:
                 flow.undo()
             self._staged.undo()
+        if not finite:
+            for flow in self.flows:
+                flow.keep_carried()
         self.step += 1
         self.counters.steps += 1
         self._reset()
