@@ -1,7 +1,6 @@
 """The planner: how long planning takes, how near to the best choice and to free compression it comes, Espresso's cases.
 
-No figure of a network is measured here: everything is the planner's own simulation. What real steps take beside it is
-bench/wan.py's matter.
+All of that is the planner's own simulation; what real steps take beside it is planner_wan.py's matter.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bench import Unmeasurable, planner_wan
 from bench.report import Result
 from commlayer.planner import tables
 from commlayer.planner.candidates import options
@@ -64,6 +64,13 @@ def run(quick: bool) -> Result:
             "espresso_over_all_pct": steps.over_all_pct, "published_over_all_pct": case.over_all_pct,
         })
     summary["gap_to_free_compression_pct"] = free
+    try:
+        measured, figures = planner_wan.rows(quick)
+    except Unmeasurable as error:
+        rows.append({"what": f"real runs: {error}"})
+    else:
+        rows += measured
+        summary |= figures
     return {"rows": rows, "summary": summary}
 
 

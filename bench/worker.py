@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.auto import Auto
 
 DEADLINE = timedelta(seconds=120)
 
@@ -40,6 +41,8 @@ class Trained(NamedTuple):
     close: Callable[[], None]
     decisions: Callable[[], list[str]] = list
     """What was decided on the way, a line each."""
+    verdicts: Callable[[], list[dict[str, float]]] = list
+    """What planning thought of the plan in force."""
 
 
 def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
@@ -64,11 +67,23 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
     return Trained(model, session.close, session.decisions)
 
 
+def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
+    """As `commlayer`; besides, the plan is priced from the first steps as "auto" would, and kept."""
+    trained = commlayer_service(model, optimizer, argument)
+    session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
+    connection = session._driver.connection
+    assert connection.worker is not None
+    auto = Auto(connection, connection.worker.job, keep=True)
+    optimizer.register_step_post_hook(lambda *_: auto.after_step())
+    return trained._replace(verdicts=lambda: [verdict._asdict() for verdict in auto.settle(30.0)])
+
+
 # A mode is called with the model, its optimizer and what follows the colon in "--mode NAME:ARGUMENT".
 MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
     "ddp_fp32": ddp_fp32,
     "ddp_fp16": ddp_fp16,
     "commlayer": commlayer_service,
+    "priced": commlayer_priced,
 }
 
 
@@ -144,6 +159,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         "loss": told.loss[args.warmup :],
         "digest": digest(model),
         "decisions": trained.decisions(),
+        "verdicts": trained.verdicts(),
     }
     print(json.dumps(answer), flush=True)
     trained.close()

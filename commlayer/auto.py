@@ -64,11 +64,23 @@ def auto_of(connection: Connection) -> Auto | None:
     return Auto(connection, worker.job)
 
 
+class Verdict(NamedTuple):
+    """What planning found: seconds of a step."""
+
+    measured_s: float
+    """Under the plan in force, as all ranks measured it."""
+    priced_s: float
+    """Under the same plan, by the prices that the new one was made with."""
+    found_s: float
+    """Under the best plan found, by those prices."""
+
+
 class Auto:
     """`after_step` is called by every rank after each step."""
 
-    def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S) -> None:
-        self._connection, self._job, self._probe_s = connection, job, probe_s
+    def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
+        """`keep`: looks for plans and changes none."""
+        self._connection, self._job, self._probe_s, self._keep = connection, job, probe_s, keep
         self._steps, self._next, self._gap = 0, 0, FIRST_ASK
         self._measure_from = WARM_STEPS
         self._answer: Plan | None = None
@@ -77,6 +89,8 @@ class Auto:
         self._stale = False
         self._ended = 0.0
         self._recent: list[float] = []
+        self.verdicts: list[Verdict] = []
+        """On rank 0. See `settle`."""
 
     def after_step(self) -> None:
         worker = self._connection.worker
@@ -90,6 +104,12 @@ class Auto:
             self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
         elif self._steps == self._next:
             self._ask()
+
+    def settle(self, deadline_s: float) -> list[Verdict]:
+        """What planning has found, when it is over or that time is."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+        return self.verdicts
 
     # ---- measuring
 
@@ -146,10 +166,11 @@ class Auto:
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
             return
+        self.verdicts.append(Verdict(measured_s, now_s, made.step_s))
         gain = 1.0 - made.step_s / now_s
         said = (f"a plan of {len(made.buckets)} buckets for {1e3 * made.step_s:.1f} ms a step; the one in force takes "
                 f"{1e3 * measured_s:.1f} ms, {1e3 * now_s:.1f} ms by the same prices")
-        if gain < WORTH:
+        if gain < WORTH or self._keep:
             self._drift = Drift(measured_s)
             self._say(f"kept the plan in force: found {said}")
             return
