@@ -1,6 +1,6 @@
-"""Balancing in virtual time: the paper's four GPUs and others, disturbed or not, ours beside LBB and its relatives.
+"""Balancing: the paper's four GPUs and others, disturbed or not, ours beside LBB and its relatives; real processes at the end.
 
-Workers are lines with noise (commlayer.balance.harness), so a run is exact and repeats; only the solve times are measured.
+Emulated workers are lines with noise (commlayer.balance.harness), so a run is exact and repeats; only solve times are measured.
 Every mode meets the same noise. The oracle knows the truth of each step. Communication counts only in the rows that say so.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import balance_live
 from bench.balance_plot import Band, Course, write_png
 from bench.report import Result
 from commlayer.balance import Communication, Line, shares, solve
@@ -94,6 +95,12 @@ RELAXED: Mapping[str, Callable[[Cluster, int], Relaxed]] = {
 
 
 def run(quick: bool) -> Result:
+    virtual, live = emulated(quick), balance_live.run(quick, PAPER, BATCH, ADDED_S)
+    return {"rows": virtual["rows"] + live["rows"], "summary": virtual["summary"] | live["summary"]}
+
+
+def emulated(quick: bool) -> Result:
+    """In virtual time."""
     rows: list[dict[str, Any]] = []
     done: dict[tuple[str, str], list[Step]] = {}
     for scenario, (cluster, steps) in SCENARIOS.items():

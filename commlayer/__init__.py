@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from commlayer import balance as balance
     from commlayer import compressors as compressors
     from commlayer import planner as planner
+    from commlayer.balancing import Controller as Controller
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
+    "Controller": "commlayer.balancing",
     "HookState": "commlayer.ddp",
     "Session": "commlayer.session",
     "attach": "commlayer.session",
@@ -26,7 +28,8 @@ _HOMES = {
 }
 _PACKAGES = ("balance", "compressors", "planner")
 
-__all__ = ["CommError", "Config", "HookState", "Session", "attach", "balance", "comm_hook", "compressors", "planner"]
+__all__ = ["CommError", "Config", "Controller", "HookState", "Session", "attach", "balance", "comm_hook", "compressors",
+           "planner"]
 
 
 def __getattr__(name: str) -> Any:

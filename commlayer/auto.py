@@ -19,6 +19,7 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.compressors import parse
 from commlayer.connect import Connection, switch
+from commlayer.errors import CommError
 from commlayer.observe import Drift
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
@@ -93,8 +94,18 @@ class Auto:
         """On rank 0. See `settle`."""
 
     def after_step(self) -> None:
+        """CommError, latched in the worker, if another rank is gone."""
         worker = self._connection.worker
         assert worker is not None
+        if not self._connection.auto:
+            return  # somebody has asked for a plan since
+        try:
+            self._after_step(worker)
+        except CommError as error:
+            worker.fail(error)
+            worker.check()
+
+    def _after_step(self, worker: Worker) -> None:
         self._steps += 1
         self._watch()
         if self._steps == self._measure_from:
@@ -132,7 +143,7 @@ class Auto:
         worker.recorder.switch(on=False)
         timing = timing_of(steps, len(self._job.tensors), worker.places)
         row = Row(timing.forward_s + timing.backward_s, median(s.marks["end"] for s in steps), *self._probe())
-        rows = [Row(*r) for r in groups.gather_all(torch.tensor(row, dtype=torch.float64)).tolist()]
+        rows = [Row(*r) for r in groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()]
         if made.rank == 0:
             job = Job(self._job.tensors, self._job.batch, timing, self._job.name)
             plan = worker.plan
@@ -163,6 +174,7 @@ class Auto:
             made = planner.plan(job, cluster, profile, policy)
             now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
             measured_s = median(row.step_s for row in rows)
+            answer = self._on_servers(made)
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
             return
@@ -175,7 +187,7 @@ class Auto:
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._answer = self._on_servers(made)
+        self._answer = answer
 
     def _homes(self) -> list[int]:
         """The node of each server."""
@@ -225,13 +237,17 @@ class Auto:
         """All ranks: has rank 0 a plan, or does it want everything measured again?"""
         groups = self._connection.groups
         assert groups is not None
-        word = torch.tensor([self._word()], dtype=torch.int64)
+        word = torch.tensor([self._word()], dtype=torch.int64, device=groups.device)
         groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
         self._gap = min(2 * self._gap, LAST_ASK)
         self._next = self._steps + self._gap
         if int(word) == SWITCH:
             plan, self._answer = self._answer, None
-            switch(self._connection, plan)
+            try:
+                switch(self._connection, plan)
+            except ValueError as error:  # on all ranks, and nothing has changed
+                self._say(f"kept the plan in force: {error}")
+                return
             assert self._connection.plan is not None
             self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
             self._recent.clear()

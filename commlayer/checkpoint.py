@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.connect import Connection, switch
-from commlayer.errors import CommError
 from commlayer.records import Bucket, Plan
 from commlayer.runtime.worker import Worker
+from commlayer.transport.together import gather, together
 
 FORMAT = "commlayer-state-1"
 PLAN_FILE = "plan.json"
@@ -62,7 +61,7 @@ def save(connection: Connection, directory: Path) -> None:
         return
     meta = {"format": FORMAT, "plan": records.digest(worker.plan), "world": str(connection.world), "step": str(worker.step)}
     files: dict[str, dict[str, torch.Tensor]] = {}
-    with _together(connection, "save()"):
+    with together(connection.groups, "save()"):
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
@@ -72,7 +71,7 @@ def save(connection: Connection, directory: Path) -> None:
             files[f"server-{server}"] = tensors
     # Every server has heard of an abandoned step, so from here on nobody may tell them again, whatever becomes of the files.
     worker.settle()
-    with _together(connection, "save()"):  # and the next step's frames would change what others still fetch
+    with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
         files[f"rank-{connection.rank}"] = worker_state(worker)["tensors"]
         directory.mkdir(parents=True, exist_ok=True)
         for name, tensors in files.items():
@@ -90,7 +89,7 @@ def load(connection: Connection, directory: Path) -> None:
     worker = connection.worker
     assert worker is not None
     names = [f"rank-{connection.rank}", *(f"server-{s}" for s in _servers_of(connection))]
-    with _together(connection, "load()"):
+    with together(connection.groups, "load()"):
         read = {name: _read(directory / f"{name}.safetensors") for name in names}
         for name, (_, meta) in read.items():
             _same(f"{directory / name}.safetensors", "world", meta.get("world"), str(connection.world))
@@ -99,7 +98,7 @@ def load(connection: Connection, directory: Path) -> None:
     _one_step(connection, directory, steps)
     tensors, meta = read[names[0]]
     step = int(meta["step"])
-    with _together(connection, "load()"):  # nobody may push before every server has its state back
+    with together(connection.groups, "load()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
             for bucket in _summed_by(worker.plan, server):
@@ -113,53 +112,25 @@ def _take_plan(connection: Connection, directory: Path) -> None:
     if not connection.auto:
         return
     saved: Plan | None = None
-    with _together(connection, "load()"):
+    with together(connection.groups, "load()"):
         file = directory / PLAN_FILE
         if connection.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
     assert connection.worker is not None
     other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
-    if _gather(connection, [other])[0][0]:
+    if gather(connection.groups, [other])[0][0]:
         switch(connection, saved)
-
-
-@contextlib.contextmanager
-def _together(connection: Connection, what: str) -> Iterator[None]:
-    """All ranks leave the block together. What fails on one fails on all: there with its error, elsewhere naming the rank."""
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        mine = error
-    try:
-        rows = _gather(connection, [mine is not None])
-    except CommError as error:
-        raise (mine or error) from None
-    if mine is not None:
-        raise mine
-    failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
-    if failed:
-        raise ValueError(f"{what} failed on rank {', '.join(failed)}, whose own error says why")
 
 
 def _one_step(connection: Connection, directory: Path, steps: list[int]) -> None:
     """The files of a save that was broken off may lie among those of an earlier one."""
-    rows = _gather(connection, [min(steps), max(steps)])
+    rows = gather(connection.groups, [min(steps), max(steps)])
     low, high = min(row[0] for row in rows), max(row[1] for row in rows)
     if low != high:
         first = next(rank for rank, row in enumerate(rows) if row[0] == low)
         last = next(rank for rank, row in enumerate(rows) if row[1] == high)
         raise ValueError(f"{directory}: files of different saves: rank {first} has read one of step {low}, rank {last} one of "
                          f"step {high}; load a directory that one save() has filled")
-
-
-def _gather(connection: Connection, row: list[int]) -> list[list[int]]:
-    """One row per rank."""
-    if connection.groups is None:
-        return [row]
-    mine = torch.tensor(row, dtype=torch.int64, device=connection.groups.device)
-    rows: list[list[int]] = connection.groups.gather_all(mine).tolist()
-    return rows
 
 
 def _servers_of(connection: Connection) -> list[int]:

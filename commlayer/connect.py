@@ -23,10 +23,12 @@ from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import Job, Plan
+from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import GROUP, Groups
 from commlayer.transport.protocol import peer_name
+from commlayer.transport.together import gather, together
 
 LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
@@ -51,6 +53,8 @@ class Connection:
         self.rank, self.world = 0, 1
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
+        self.beside: list[Callable[[], None]] = []
+        """What else is to be closed with it."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False
@@ -75,6 +79,8 @@ class Connection:
             self.uplink.close(reason)
         for child in self.embedded:
             child.close(linger_s=self.notice_s if reason else LINGER_S)
+        for end in self.beside:
+            end()
         if self.groups is not None:
             self.groups.close()
 
@@ -130,7 +136,9 @@ def connect(
     per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
     if not grouped and not config.join:
         settled = _settle(plan, job, config, 1, 1)
-        _check_plan(settled, job)  # a mistake in it is one on a single process, too
+        # A mistake in it is one on a single process, too; how many nodes it is for is none.
+        nodes = max((len(b.by_node) for b in settled.buckets), default=0)
+        _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device)
         if not isinstance(plan, Plan) or not settled.servers:
             return made
     try:
@@ -138,13 +146,11 @@ def connect(
             made.groups = Groups(per_node, config.deadline_s, device)
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
-        made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), job, made.groups)
-        if made.plan.servers and made.plan.ranks_per_node != per_node:
-            raise ValueError(f"plan: made for {made.plan.ranks_per_node} ranks per node, here are {per_node}: make it again, "
-                             "or set ranks_per_node")
+        made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), made.groups)
+        _check_plan(made.plan, job, made.world // per_node, per_node, device)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
-        made.follow(_worker(made, job, device))
+        made.follow(_worker(made, made.plan, job, device))
     except BaseException:
         made.close("failed to start")
         raise
@@ -152,13 +158,11 @@ def connect(
     return made
 
 
-def _worker(made: Connection, job: Job, device: torch.device, generation: int = 1) -> Worker:
-    """Of the connection's plan."""
-    assert made.plan is not None
+def _worker(made: Connection, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
     assert made.uplink is not None
-    codecs = {b.id: codec_of(b, made.rank // made.plan.ranks_per_node) for b in made.plan.buckets}
+    codecs = {b.id: codec_of(b, made.rank // plan.ranks_per_node) for b in plan.buckets}
     return Worker(
-        job, made.plan, codecs, device, rank=made.rank, generation=generation, groups=made.groups,
+        job, plan, codecs, device, rank=made.rank, generation=generation, groups=made.groups,
         transport=made.uplink.transport, recycle=made.uplink.recycle, explain=made.explain,
     )
 
@@ -167,32 +171,62 @@ def switch(made: Connection, plan: Plan | None) -> None:
     """Goes over to another plan between two steps. All ranks call it together; rank 0's plan counts, others may give None.
 
     Codecs start afresh, but what residuals owe is paid under the new plan. On servers that holds for elements that stay on
-    their server; what they owe on others is dropped. ValueError, and nothing changed, if the plan fits some rank ill.
+    their server; what they owe on others is dropped. ValueError, and nothing changed, if the plan fits some rank ill. What
+    breaks off once servers have been told ends the job: some may have gone over, others not.
     """
-    old = made.worker
-    if old is None or made.groups is None or made.uplink is None:
+    old, groups = made.worker, made.groups
+    if old is None or groups is None or made.uplink is None:
         raise ValueError("there is nobody to go over to another plan with")
-    old.check()
-    agreed = _agree(lambda: _given(plan), old.job, made.groups)
-    everyone = made.groups
-    if agreed.servers > len(made.uplink.view.servers) or (agreed.servers and agreed.ranks_per_node != everyone.ranks_per_node):
-        raise ValueError(f"plan: for {agreed.servers} servers and {agreed.ranks_per_node} ranks per node, the job has "
-                         f"{len(made.uplink.view.servers)} and {everyone.ranks_per_node}")
-    everyone.barrier()  # the last step is over on all ranks, so nothing is on its way to a server
-    generation, data = old.generation + 1, records.encode(agreed)
-    for server in range(len(made.uplink.view.servers)):
-        if server % made.world == made.rank:
-            made.uplink.send_plan(server, data, generation, undo=old.undone)
-    everyone.barrier()
+    try:
+        _go_over(made, old, groups, made.uplink, plan)
+    except CommError as error:
+        old.fail(error)
+        old.check()
+
+
+def _go_over(made: Connection, old: Worker, groups: Groups, link: uplink.Uplink, plan: Plan | None) -> None:
+    _check_between(old, groups)
+    agreed = _agree(lambda: _given(plan), groups)
+    servers = len(link.view.servers)
+    with together(groups, "switch()"):
+        if agreed.servers > servers:
+            raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
+        _check_plan(agreed, old.job, groups.world // groups.ranks_per_node, groups.ranks_per_node, old.device)
+    new = _worker(made, agreed, old.job, old.device, old.generation + 1)
+    told = False
+    try:
+        groups.barrier()  # the last step is over on all ranks, so nothing is on its way to a server
+        told = True
+        with together(groups, "switch()"):
+            for server in range(servers):
+                if server % made.world == made.rank:
+                    link.send_plan(server, records.encode(agreed), new.generation, undo=old.undone)
+    except Exception as error:
+        new.close()
+        if told and not isinstance(error, CommError):
+            raise CommError(f"the change of plans broke off: {error}") from error
+        raise
     made.plan = agreed
-    new = _worker(made, old.job, old.device, generation)
     new.take_over(old)
     made.follow(new)
     old.close()
 
 
+def _check_between(old: Worker, groups: Groups) -> None:
+    """All ranks stand between the same two steps, and no error has latched."""
+    with together(groups, "switch()"):
+        old.check()
+        if not old.begins():
+            raise ValueError(f"step {old.step} is half announced: go over to another plan between two steps, behind backward() "
+                             "and ahead of the next")
+    steps = [row[0] for row in gather(groups, [old.step])]
+    if len(set(steps)) > 1:
+        raise ValueError(f"ranks stand at steps {min(steps)} to {max(steps)}: all go over to another plan at the same one")
+
+
 def _given(plan: Plan | None) -> Plan:
-    assert plan is not None
+    if plan is None:
+        raise ValueError("plan: none given, allowed on rank 0: a Plan to go over to")
     return plan
 
 
@@ -249,21 +283,17 @@ def _same_model(job: Job, groups: Groups) -> None:
                          "is trained must be equal")
 
 
-def _check_plan(plan: Plan, job: Job) -> None:
-    problems = planner.verify(plan, job)
-    for bucket in plan.buckets if not problems else ():
-        codec_of(bucket)  # ValueError for one that does not exist
+def _check_plan(plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device) -> None:
+    problems = planner.verify(plan, job) or unsuited(plan, nodes, per_node, cuda=device.type == "cuda")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"plan: {problems[0]}{more}")
 
 
-def _agree(settle: Callable[[], Plan], job: Job, groups: Groups | None) -> Plan:
-    """Rank 0's plan, on every rank, or its reason for having none; checked against this rank's model."""
+def _agree(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
+    """Rank 0's plan, on every rank, or its reason for having none."""
     data = _from_rank_0(lambda: records.encode(planner.lower(settle())), groups)
-    plan = records.decode(data, Plan, "plan of rank 0")
-    _check_plan(plan, job)
-    return plan
+    return records.decode(data, Plan, "plan of rank 0")
 
 
 def _from_rank_0(make: Callable[[], bytes], groups: Groups | None) -> bytes:

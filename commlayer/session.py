@@ -21,6 +21,7 @@ from commlayer.records import Plan
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.order import ForwardOrder
+from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
 
 
@@ -85,9 +86,19 @@ class Session:
         """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
         return self._driver.connection.stats()
 
+    def laps(self) -> list[Lap]:
+        """How long this worker computed in each step since the last call, without waiting for others."""
+        worker = self._driver.connection.worker
+        return [] if worker is None else worker.stopwatch.take()
+
     def decisions(self) -> list[str]:
         """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
         return list(self._driver.connection.decisions)
+
+    @property
+    def connection(self) -> Connection:
+        """For the parts that work beside a session. With DDP there is nobody in it before the first backward pass."""
+        return self._driver.connection
 
     @property
     def plan(self) -> Plan | None:
@@ -99,7 +110,14 @@ class Session:
 
         What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
         """
-        self._driver.when_connected(lambda: switch(self._driver.connection, plan))
+        self._driver.when_connected(lambda: self._switch(plan))
+
+    def _switch(self, plan: Plan) -> None:
+        connection = self._driver.connection
+        switch(connection, plan)
+        connection.auto = False  # a plan that somebody asked for is kept
+        assert connection.worker is not None
+        connection.worker.recorder.switch(on=False)
 
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
@@ -166,6 +184,7 @@ class _ModuleDriver:
             p.grad = grad
         if self._auto is not None:
             self._auto.after_step()
+            self._worker().stopwatch.start()  # what it took is no computing
 
     def _worker(self) -> Worker:
         assert self.connection.worker is not None

@@ -14,7 +14,7 @@ from bench import balance
 
 
 def test_the_summary_holds_and_the_rows_are_there() -> None:
-    result = balance.run(quick=True)
+    result = balance.emulated(quick=True)
     summary = result["summary"]
     assert round(summary["paper_fixture_makespan_ms"], 2) == 104.41
     assert summary["paper_fixture_shares"] == "166/167/159/20"

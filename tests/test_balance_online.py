@@ -107,3 +107,17 @@ def test_after_doubt_one_measurement_is_believed() -> None:
 def test_bad_times_are_refused_by_name(time_s: float) -> None:
     with pytest.raises(ValueError, match=r"^worker 7: measured time .*above 0; it is left out$"):
         checked_time(7, time_s)
+
+
+def test_what_settles_a_guess_is_no_outlier_however_far_from_it() -> None:
+    """A factor, read as an offset at first, is seen for what it is with the first time at another share."""
+    line, slow = Line(0.4e-3, 3e-3), Line(0.8e-3, 6e-3)
+    online = OnlineLine(line)
+    for time_s in (0.01735, 0.01783, 0.0452, 0.0347):
+        online.observe(36, time_s)
+    assert online.ambiguous
+    assert abs(online.line.time_s(1) - slow.time_s(1)) > 2 * slow.time_s(1)
+    assert online.observe(1, slow.time_s(1)) == "follows"
+    assert not online.ambiguous
+    assert online.line.time_s(1) == pytest.approx(slow.time_s(1), rel=0.1)
+    assert online.line.time_s(20) == pytest.approx(slow.time_s(20), rel=0.15)

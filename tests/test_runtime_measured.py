@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,12 @@ from runtime_kit import Rig
 from commlayer.observe import Step
 from commlayer.runtime import calibrate, probe
 from commlayer.runtime.timing import timing_of
+from commlayer.transport import summing
+from commlayer.transport.loopback import Hub
+from commlayer.transport.mailbox import sending
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+from commlayer.transport.service import Summation
+from commlayer.transport.summing import SumServer
 
 
 def step(shift: float) -> Step:
@@ -78,3 +85,26 @@ def test_a_server_answers_probes_of_any_allowed_size() -> None:
             answer = transport.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
             transport.send(SERVER_BASE, header, b"x" * nbytes)
             assert bytes(transport.wait(answer, 1e12).body) == bytes(nbytes)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    member, here = hub.transport(0), hub.transport(SERVER_BASE)
+    if not read:
+        monkeypatch.setattr(here, "send", lambda peer, header, body=b"": sending(peer, header))  # it never leaves
+    server = SumServer(Summation(0, 1, {}, {}), here, [0], stall_s=60.0)
+    try:
+        for number in range(summing.MAX_PROBES + 1):
+            header = Header(Kind.PROBE, 1, step=number, used=summing.MAX_PROBE_NBYTES)
+            answer = member.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
+            member.send(SERVER_BASE, header)
+            if read:
+                assert len(member.wait(answer, time.monotonic() + 20.0).body) == summing.MAX_PROBE_NBYTES
+        deadline = time.monotonic() + 20.0
+        while not read and not server._dropped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server._dropped == ({} if read else {0: "asks for a probe with 2 under way, allowed 2"})
+    finally:
+        server.close()
+        member.close()

@@ -36,7 +36,8 @@ def main(how: str, fail_on: int) -> None:
     model = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
     together = {"plan": "auto", "config": {"ranks_per_node": torch.distributed.get_world_size()}}
     apart = {"plan": commlayer.compressors.parse("topk(ratio=0.1)")}
-    session = commlayer.attach(model, **together if how == "allreduce" else apart)
+    stages = {"plan": staged(model)} if how == "staged" else {}
+    session = commlayer.attach(model, **stages or (together if how == "allreduce" else apart))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)
     step = 0
@@ -50,6 +51,20 @@ def main(how: str, fail_on: int) -> None:
                 tell(pid=os.getpid(), embedded=[child.pid for child in session._driver.connection.embedded])
             if step == 10 and rank == fail_on:
                 raise ValueError("the script's own mistake")
+
+
+def staged(model: Any) -> Any:
+    """Two exchanges of payloads a bucket, so that a step breaks off in the middle of a path."""
+    import msgspec
+
+    from commlayer.planner import default_plan
+    from commlayer.runtime.measure import job_of
+
+    made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
+                        fuse_nbytes=2048, cut_nbytes=4096)
+    path = "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu"
+    buckets = tuple(msgspec.structs.replace(b, path=path) for b in made.buckets)
+    return msgspec.structs.replace(made, buckets=buckets, servers=0)
 
 
 def tell(**what: Any) -> None:
@@ -88,7 +103,8 @@ def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
 
 @pytest.mark.parametrize(("how", "sent"), [
     ("module", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("allreduce", signal.SIGKILL), ("allreduce", signal.SIGSTOP),
-], ids=["killed", "stopped", "killed, all-reduce", "stopped, all-reduce"])
+    ("staged", signal.SIGKILL), ("staged", signal.SIGSTOP),
+], ids=["killed", "stopped", "killed, all-reduce", "stopped, all-reduce", "killed, staged", "stopped, staged"])
 def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
     with tree(__file__, 3, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)

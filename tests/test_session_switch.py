@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from attach_kit import Run, Setting, coordinators, mlp, play
+from attach_kit import Run, Setting, coordinators, loss_of, mlp, play, weights
 from pool_kit import pool
 from torch import nn
 
+from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 from commlayer.runtime.measure import job_of
@@ -23,7 +27,7 @@ STEPS = 4
 def plan(job: Job, kind: str) -> Plan:
     """Results come down whole, so that only workers owe anything."""
     sizes = {"fuse_nbytes": 2048, "cut_nbytes": 4096} if "small" in kind else {"fuse_nbytes": 1 << 20, "cut_nbytes": 1 << 20}
-    codec = "topk(ratio=0.1)" if "topk" in kind else "int8(block=32)"
+    codec = "topk(ratio=0.1)" if "topk" in kind else "identity()" if "exact" in kind else "int8(block=32)"
     made = default_plan(job, codec=codec, path="service", servers=SERVERS, ranks_per_node=1, **sizes)
     changes: dict[str, Any] = {"down": "identity()"}
     if "staged" in kind:
@@ -103,9 +107,106 @@ def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     for result in results:
         assert result["steps"] == 1
         first, second, third = result["said"]
-        assert first == "plan: for 3 servers and 1 ranks per node, the job has 2 and 1"
+        assert first == "plan: for 3 servers, the job has 2"
         assert "are in no bucket" in second
         assert "made for another model" in third
+
+
+def half_announced(run: Run) -> list[str]:
+    """Rank 1 asks in the middle of a backward pass; afterwards both do, at one step, and go on."""
+    model = mlp()
+    run.wrap(model)
+    session = run.sessions[0]
+    good, said = plan(job_of(model), "topk"), []
+
+    def ask(_: torch.Tensor) -> None:
+        try:
+            session.switch(good)
+        except ValueError as error:
+            said.append(str(error))
+
+    if run.rank == 1:
+        handle = model[0].weight.register_hook(ask)  # the last to be final: all others have been announced
+    else:
+        ask(torch.empty(0))
+    model(torch.ones(2, 12)).sum().backward()
+    if run.rank == 1:
+        handle.remove()
+    session.switch(good)
+    model(torch.ones(2, 12)).sum().backward()
+    return [*said, str(session.stats()["steps"])]
+
+
+def test_a_step_that_is_half_announced_is_ended_first() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), "int8()", servers=SERVERS)
+        first, second = pool(WORLD).call(play, WORLD, half_announced, setting)
+    assert first == ["switch() failed on rank 1, whose own error says why", "2"]
+    assert second[0].startswith("step 0 is half announced: go over to another plan between two steps")
+    assert second[1] == "2"
+
+
+def refused(run: Run) -> list[str]:
+    model = mlp()
+    run.wrap(model)
+    session, said = run.sessions[0], []
+    for act in (lambda: session.switch(plan(job_of(model), "topk")), lambda: model(torch.ones(2, 12)).sum().backward()):
+        try:
+            act()
+        except CommError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_server_that_does_not_go_over_ends_the_job_on_all_ranks() -> None:
+    def refuse(_plan: bytes, _generation: int) -> Any:
+        raise ValueError("no room")
+
+    with coordinators(1, WORLD, SERVERS) as made:
+        made[0].serving[1]._replan = refuse
+        results = pool(WORLD).call(play, WORLD, refused, Setting("module", (made[0].address,), "int8()", servers=SERVERS))
+    told = next(rank for rank, said in enumerate(results) if "cannot take" in said[0])
+    assert results[told] == [f"the change of plans broke off: server {told} cannot take the plan: no room"] * 2
+    assert results[1 - told] == [f"the change of plans broke off: switch() failed on rank {told}, whose own error says why"] * 2
+
+
+def again_and_again(run: Run) -> dict[str, Any]:
+    model = mlp()
+    run.wrap(model)
+    session, seen, threads = run.sessions[0], [], []
+    for number in range(6):
+        session.switch(plan(job_of(model), ("staged topk", "small int8")[number % 2]))
+        model(torch.ones(2, 12)).sum().backward()
+        seen.append(weakref.ref(session._driver.connection.worker))
+        threads.append(threading.active_count())
+    gc.collect()
+    return {"alive": [worker() is not None for worker in seen], "threads": threads}
+
+
+def test_workers_of_earlier_plans_are_gone() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), "int8()", servers=SERVERS)
+        for result in pool(WORLD).call(play, WORLD, again_and_again, setting):
+            assert result["alive"] == [False] * 5 + [True]
+            assert result["threads"][-1] == result["threads"][1]
+
+
+def kept(run: Run) -> dict[str, Any]:
+    model = mlp()
+    run.wrap(model)
+    session = run.sessions[0]
+    for number in range(24):
+        if number == 4:
+            session.switch(plan(job_of(model), "small topk"))
+        model(torch.ones(2, 12)).sum().backward()
+    return {"decisions": session.decisions(), "buckets": len(session.plan.buckets)}
+
+
+def test_a_plan_that_somebody_asked_for_is_kept() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
+        for result in pool(WORLD).call(play, WORLD, kept, setting):
+            assert result == {"decisions": [], "buckets": len(plan(job_of(mlp()), "small topk").buckets)}
 
 
 def save_under_another(run: Run, directory: str) -> dict[str, Any]:
@@ -143,3 +244,28 @@ def test_a_resumed_run_goes_over_to_the_plan_of_the_save(tmp_path: Path) -> None
     went_on, resumed = results
     assert went_on[0]["buckets"] == resumed[0]["buckets"] == len(plan(job_of(mlp()), "small topk").buckets)
     torch.testing.assert_close(resumed[0]["moved"], went_on[0]["moved"], rtol=1e-5, atol=1e-5)
+
+
+def descend(run: Run) -> dict[str, torch.Tensor]:
+    model = mlp()
+    called = run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2 * STEPS):
+        if step == STEPS and not run.alone:
+            run.sessions[0].switch(plan(run.sessions[0]._driver.connection.worker.job, "staged exact"))
+        with run.no_sync(called):
+            (loss_of(run, called, step + 100) / 2).backward()
+        (loss_of(run, called, step) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_staged_plans_run_through_both_doors_with_accumulation(how: str) -> None:
+    alone = play(0, WORLD, descend, None)
+    with coordinators(1, WORLD, SERVERS) as made:
+        results = pool(WORLD).call(play, WORLD, descend, Setting(how, (made[0].address,), servers=SERVERS))
+    for name, weight in alone.items():
+        for result in results:
+            torch.testing.assert_close(result[name], weight, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from commlayer.balance.events import Decision, Event, Input, Joined, Measurement, Note, Outcome, Vanished
 from commlayer.balance.models import Accumulated, Line
@@ -55,8 +55,10 @@ class Balancer:
     """decide() once per step, with what was measured in it. Shares in force are kept here, so that a time finds its batch."""
 
     def __init__(
-        self, joined: Sequence[Joined], total: int, policy: Policy | None = None, communication: Communication = FREE
+        self, joined: Sequence[Joined], total: int, policy: Policy | None = None, communication: Communication = FREE,
+        *, shares: Mapping[int, int] | None = None, from_step: int = 0,
     ) -> None:
+        """`shares`: those in force already, or announced for `from_step`; without them the best by the profile are."""
         self.total, self.policy, self.communication = total, policy or Policy(), communication
         self.members = {one.worker: Member(one.cap, one.line) for one in joined}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
@@ -68,12 +70,20 @@ class Balancer:
             )
         found = self._solve(workers, frozenset(workers) if any(one.line is None for one in joined) else frozenset())
         reason = "the profile" if all(one.line for one in joined) else "no profile"
-        self.latest = self._decision(-1, 0, workers, found, reason, math.inf)
+        self.latest = self._decision(-1, from_step, workers, found, reason, math.inf)
+        if shares is not None:
+            self.latest = self._given(shares, from_step)
         self._in_force, self._announced = self.latest, deque[Decision]()
         self._now = self.latest.by_worker
         self._mark_out(self.latest)
         self._under: list[float] = []
         self._forced = ""
+
+    def _given(self, shares: Mapping[int, int], from_step: int) -> Decision:
+        named = {worker: shares.get(worker, 0) for worker in sorted(self.members)}
+        caps = [self.members[worker].cap or self.total for worker in named]
+        pieces = tuple(-(-share // cap) for share, cap in zip(named.values(), caps, strict=True))
+        return Decision(-1, from_step, tuple(named), tuple(named.values()), pieces, "given", math.inf, math.inf)
 
     @property
     def shares(self) -> dict[int, int]:
@@ -138,6 +148,8 @@ class Balancer:
         return compute_s if self._now.get(worker) == batch else 0.0
 
     def _compare(self, step: int, slowest_s: float) -> None:
+        if self._in_force.after_s == math.inf:
+            return  # shares that were given promised nothing
         self._under.append(slowest_s)
         if len(self._under) == OUTCOME_AFTER:
             exposed_s = self.communication.exposed_s(self._places(self._in_force), statistics.median(self._under))

@@ -79,3 +79,13 @@ class Note(Record, frozen=True):
 
 
 Event = Decision | Outcome | Note
+
+
+def said(event: Decision | Outcome) -> str:
+    """In a line, for people."""
+    if isinstance(event, Outcome):
+        return (f"the shares decided at step {event.decided} brought {event.measured_s * 1e3:.1f} ms a step, expected were "
+                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%})")
+    shares = ", ".join(f"worker {w} {share}" for w, share in zip(event.workers, event.shares, strict=True))
+    return (f"new shares from step {event.from_step}: {shares}; {event.reason}: expected {event.after_s * 1e3:.1f} ms a step "
+            f"instead of {event.before_s * 1e3:.1f} ms")

@@ -29,6 +29,8 @@ class Part(NamedTuple):
     repeats: int
     """How often each sample is in it, so that it reaches the least size."""
     last: bool
+    computed: int
+    """How many samples the batch holds."""
 
 
 class Handout:
@@ -36,6 +38,8 @@ class Handout:
 
     def __init__(self) -> None:
         self.fraction, self.last = 1.0, True
+        self.samples = self.computed = 0
+        """This worker's samples in the step, and those that it computes: repeated ones, too, and those that weigh nothing."""
         self.out = False
         """Whether a step's last batch is with the loop, and the step not accounted for."""
         self._session: Averaging | None = None
@@ -46,6 +50,8 @@ class Handout:
         """Yields a step's batches. All but the last accumulate without synchronising."""
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
+        self.samples = sum(part.samples for _, part in batches)
+        self.computed = sum(part.computed for _, part in batches)
         if session is not None:
             session.weight(total)
         self._session, self._steps_before = session, _steps(session)
@@ -80,13 +86,13 @@ def split(samples: int, cap: int) -> list[int]:
 def parts_of(step: int, own: list[T], nothing: list[T], *, least: int, cap: int) -> Iterator[tuple[Part, list[T]]]:
     """A worker's samples of a step as its batches. Where it has none the others still wait for it: `nothing` weighs nothing."""
     if not own:
-        yield Part(step, 0, 1, True), nothing
+        yield Part(step, 0, 1, True, len(nothing)), nothing
         return
     start, sizes = 0, split(len(own), cap)
     for i, samples in enumerate(sizes):
         # Where a batch is too small each sample comes equally often: the mean stays what it is.
         repeats = -(-least // samples)
-        yield Part(step, samples, repeats, i == len(sizes) - 1), own[start : start + samples] * repeats
+        yield Part(step, samples, repeats, i == len(sizes) - 1, samples * repeats), own[start : start + samples] * repeats
         start += samples
 
 

@@ -89,10 +89,12 @@ class OnlineLine:
             self._doubted = False
             return self._jump(error_s, [(batch, time_s)])
         spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
-        if abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
+        settles = self._jumped_at is not None and self._moved(self._jumped_at, batch)
+        # What settles a guess may lie far from it: it is no outlier.
+        if not settles and abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
             return self._outlier(batch, time_s, error_s)
         self._outliers.clear()
-        if self._jumped_at is not None and self._moved(self._jumped_at, batch):
+        if settles:
             self._jumped_at = None
         self._bias = 0.7 * self._bias + 0.3 * error_s / math.sqrt(self._noise_s2)
         self._update(batch, time_s, forget=FORGET_DRIFT if abs(self._bias) > DRIFT else FORGET)

@@ -14,7 +14,7 @@ A torch DataLoader takes it as its batch_sampler. Every worker of the job has on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from commlayer.balance.course import KEEP_STEPS, Course
@@ -57,7 +57,7 @@ class Sampler:
         launch = read_launch() if rank is None or (world is None and shares is None) else None
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
         workers = world if world is not None else launch.world if launch else 1
-        self._least, self._cap, self._drop = least, cap, drop_last
+        self.least, self.cap, self._drop = least, cap, drop_last
         check_sizes(batch, workers if shares is None else 0, least=least, cap=cap)
         if self.length < batch:
             raise ValueError(f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
@@ -90,6 +90,21 @@ class Sampler:
         """Whether the batch at hand is this worker's last of the step, after which the optimizer steps."""
         return self._handout.last
 
+    @property
+    def samples(self) -> int:
+        """This worker's samples in the step at hand: 0 where it only keeps the others company."""
+        return self._handout.samples
+
+    @property
+    def computed(self) -> int:
+        """How many samples it computes in it, those that weigh nothing included."""
+        return self._handout.computed
+
+    @property
+    def announced(self) -> tuple[int, dict[int, int]]:
+        """The newest shares, and the step that they were announced for; -1 for those that it was made with."""
+        return self._schedule.newest_step, dict(self._schedule.newest)
+
     def share(self, step: int) -> int:
         """This worker's samples in a full step."""
         return self._schedule.shares(step).get(self.rank, 0)
@@ -107,7 +122,7 @@ class Sampler:
 
         `lost`: vanished worker -> the first step that was averaged without it. What it was given since is handed out again.
         """
-        named = checked_shares(shares, self.batch, self._least)
+        named = checked_shares(shares, self.batch, self.least)
         if step < self.drawn:
             raise ValueError(f"announce: step {step} has been drawn already, allowed: step {self.drawn} or later")
         for worker, first in (lost or {}).items():
@@ -116,7 +131,7 @@ class Sampler:
         self._schedule.add(Announcement(step, named, dict(lost or {})))
 
     def follow(self, loader: Iterable[Any], session: Averaging | None = None, *,
-               weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
+               weigh: Callable[[Any], float] | None = None) -> Generator[Any, None, None]:
         """The loader's batches to the end of the epoch; tells the session each step's weight and the ledger what was trained.
 
         `weigh`: a batch's weight, such as its number of tokens; its number of samples where that is None.
@@ -150,8 +165,8 @@ class Sampler:
         while not ahead.over():
             step = ahead.step
             given = ahead.advance(self._trained.step - KEEP_STEPS)
-            own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self._least)])
-            for part, indices in parts_of(step, own, nothing, least=self._least, cap=self._cap):
+            own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
+            for part, indices in parts_of(step, own, nothing, least=self.least, cap=self.cap):
                 self._queue.append(part)
                 yield indices
 
@@ -161,7 +176,7 @@ class Sampler:
         short = apportion(rest, self._schedule.shares(self.step)).get(self.rank, 0)
 
         def batches(samples: int) -> int:
-            return len(split(max(1, samples), self._cap))
+            return len(split(max(1, samples), self.cap))
 
         return full * batches(self.share(self.step)) + (batches(short) if rest else 0)
 

@@ -91,6 +91,10 @@ class Schedule:
         same = self._all.pop() if self._all[-1].step == step else announcement
         self._all.append(Announcement(step, announcement.shares, same.lost | announcement.lost))
 
+    @property
+    def newest(self) -> Shares:
+        return self._all[-1].shares
+
     def shares(self, step: int) -> Shares:
         """What holds at that step."""
         return next(a.shares for a in reversed(self._all) if a.step <= step)

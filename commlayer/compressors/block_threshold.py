@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload, positions, runs, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, runs, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
-from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
@@ -44,14 +43,15 @@ class BlockThreshold(OneRound, frozen=True):
         runs_, k = self._runs(n), self.wanted(n)
         entries = min(n, self.run * runs.room(runs_, k))
         memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
-        return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}}
+        return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}, "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
-        n, memory = x.numel(), state["_scratch"]
+        n, memory = state["_numel"], state["_scratch"]
+        inputs.check(self.name, "x", x, n)
         ids, finite = runs.pick(self.wanted(n), self.run, x, residual, state)
         if not finite:
             return payload.write_flagged(out, self.id, n)
@@ -69,12 +69,9 @@ class BlockThreshold(OneRound, frozen=True):
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
         payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
-        count, middle = head.entries, value_kinds.nbytes(self.values, head.entries)
-        if head.body.nbytes < middle:
-            raise CorruptFrame(f"block_threshold payload with {head.body.nbytes} bytes of body, {count} values take {middle}")
-        body = head.body[:middle]
-        value_kinds.check(self.values, body, count)
-        ids = positions.decode(head.aux & 15, head.body[middle:], -(-count // self.run), self._runs(numel))
+        count = head.entries
+        body, places = value_kinds.cut(self.name, self.values, head.body, count)
+        ids = positions.decode(head.aux & 15, places, -(-count // self.run), self._runs(numel))
         short = numel % self.run if len(ids) and int(ids[-1]) == numel // self.run else 0
         if count:
             payload.expect("entries in the last run", (count - 1) % self.run + 1, short or self.run)

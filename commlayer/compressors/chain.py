@@ -96,6 +96,6 @@ def chain(first: Codec, second: Codec) -> Chain:
     """`first` picks entries and sends them as fp32, such as topk(values="fp32"); `second` codes them as a vector."""
     if not isinstance(first, Picks) or getattr(first, "values", "fp32") != "fp32":
         raise ValueError(f"chain: first is {first}, allowed is a sparse codec with values='fp32', such as topk")
-    if not isinstance(second, OneRound) or isinstance(second, Picks | Chain):
+    if not isinstance(second, OneRound) or isinstance(second, Chain) or hasattr(second, "ratio"):
         raise ValueError(f"chain: second is {second}, allowed is a codec of one round that sends every entry, such as int8")
     return Chain(first, second)

@@ -22,15 +22,17 @@ def snapshot(state: State) -> dict[str, torch.Tensor]:
 
 
 def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks all names, shapes and values first."""
+    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks names, shapes, types, values first."""
     places = list(_walk(state))
     wanted, got = {path for path, *_ in places}, set(tensors)
     if wanted != got:
         raise ValueError(f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; was the plan another?")
     for path, _, _, value in places:
-        shape = value.shape if isinstance(value, torch.Tensor) else torch.Size()
-        if tensors[path].shape != shape:
-            raise ValueError(f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(shape)}")
+        made = value if isinstance(value, torch.Tensor) else number(value)
+        if tensors[path].shape != made.shape:
+            raise ValueError(f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(made.shape)}")
+        if tensors[path].dtype != made.dtype:
+            raise ValueError(f"codec state {path}: {tensors[path].dtype}, expected {made.dtype}")
         _check_values(path, tensors[path])
     _forget(state)
     for path, owner, name, value in places:

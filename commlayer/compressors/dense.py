@@ -1,6 +1,5 @@
 """Codecs that send every element: float32 as it is, or cast to 16 bits. They keep nothing from step to step."""
 
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Limited
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
@@ -46,6 +46,7 @@ class EF21(Wrapper, frozen=True):
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         state["_sent"] = None
+        inputs.check(self.name, "x", x, state["estimate"].numel(), state["estimate"].device)
         estimate = state["estimate"].mul_(FADE)
         nbytes = self._start(x, estimate, state, out)
         if self._follow(out[:nbytes], estimate):
@@ -53,6 +54,7 @@ class EF21(Wrapper, frozen=True):
         return nbytes
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        inputs.check(self.name, "out", out, state["held"].numel(), state["held"].device)
         if not self._follow(result, state["held"]):
             out.fill_(NAN)
             return False

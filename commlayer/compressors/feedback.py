@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec.structs
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.oneround import accumulator, check_numel, spell
-from commlayer.compressors.wrapper import Wrapper
+from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.records import Spec
 
 
@@ -83,6 +83,7 @@ class ErrorFeedback(Wrapper, frozen=True):
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         state["_sent"] = None  # what the last step sent was delivered: a step that fails from here on must not give it back
+        _check(self.name, "x", x, state)
         nbytes = self._start(x, state, out)
         if len(self.rounds) == 1:
             state["_sent"] = out[:nbytes]
@@ -96,13 +97,15 @@ class ErrorFeedback(Wrapper, frozen=True):
             state["_sent"] = out[:nbytes]
         return nbytes
 
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        _check(self.name, "out", out, state)
+        return bool(self.inner.decode(result, state["inner"], out))
+
     def undo(self, state: State) -> None:
         if state["_sent"] is None:
             return
-        if isinstance(self.inner, AddsTo):
-            self.inner.add_to(state["_sent"], state["residual"])
-        elif len(self.rounds) == 1:
-            self.inner.add(0, state["_sent"], accumulator(state["residual"]), first=False)
+        if len(self.rounds) == 1:
+            add_back(self.inner, state["_sent"], state["residual"])
         else:
             self.inner.sent(state["inner"], state["_scratch"])
             state["residual"] += state["_scratch"]
@@ -163,6 +166,7 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise ValueError(f"error_feedback: inner is {inner}, allowed is a codec that is not error_feedback itself")
+    check_outermost("error_feedback", inner)
     if inner.keeps:
         raise ValueError(f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
     if len(inner.rounds) > 1 and not isinstance(inner, Sent):
@@ -170,6 +174,18 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     if not isinstance(lr_correction, bool):
         raise ValueError(f"error_feedback: lr_correction is {lr_correction!r}, allowed is True or False")
     return ErrorFeedback(inner, lr_correction)
+
+
+def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
+    inputs.check(name, what, tensor, state["residual"].numel(), state["residual"].device)
+
+
+def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:
+    """out += what a payload of a codec of one round says; nothing if it is flagged."""
+    if isinstance(codec, AddsTo):
+        codec.add_to(payload_, out)
+    else:
+        codec.add(0, payload_, accumulator(out), first=False)
 
 
 def wrap(codec: Codec) -> Codec:
@@ -180,11 +196,11 @@ def wrap(codec: Codec) -> Codec:
     return error_feedback(codec) if codec.biased else codec
 
 
-def in_updates(codec: Codec) -> bool:
+def in_updates(codec: Any) -> bool:
     """Whether x must be gradient times learning rate, and the sum be divided by it again.
 
     In these units every residual keeps its rate, the server's included, and nobody has to be told of a change.
     """
     if isinstance(codec, ErrorFeedback) and codec.lr_correction:
         return True
-    return isinstance(codec, Wrapper) and in_updates(codec.inner)
+    return any(in_updates(part) for part in msgspec.structs.astuple(codec) if isinstance(part, msgspec.Struct))

@@ -293,6 +293,8 @@ def nibbles_encode(q: Buffer, scales: Buffer, x: torch.Tensor, rest: torch.Tenso
 
 def nibbles_decode(out: torch.Tensor, q: Buffer, scales: Buffer, block: int) -> None:
     _of(out, q).nibbles_decode(out, q, scales, block)
+
+
 def int_maxima(most: Buffer, x: torch.Tensor, block: int) -> bool:
     """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
     return bool(_chosen[0].int_maxima(most, x, block))

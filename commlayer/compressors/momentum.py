@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels
+from commlayer.compressors import inputs, kernels
 from commlayer.compressors.codec import Buffer, Codec, Out, State
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.picking import Placed
@@ -32,6 +32,7 @@ class Momentum(Wrapper, frozen=True):
         return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec)}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
         if kernels.all_finite(x):
             x = accelerate(state["velocity"], self.beta, x)
         return int(self.inner.start(x, state["inner"], out))
@@ -63,7 +64,8 @@ class MomentumCorrection(Wrapper, frozen=True):
         return self.feedback.init_server(spec)
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        state["_masked"] = None
+        state["_sent"] = state["_masked"] = None
+        inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
         if not kernels.all_finite(x):
             return self.feedback.start(x, state, out)
         velocity = state["velocity"]

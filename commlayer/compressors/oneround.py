@@ -1,6 +1,5 @@
 """What codecs of one round with a dense float32 accumulator have in common. Knows no format: each gives `check` and `apply`."""
 
-
 from __future__ import annotations
 
 import math
@@ -92,7 +91,7 @@ class OneRound(msgspec.Struct, frozen=True):
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(torch.zeros(math.prod(spec.shape)))
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> tuple[Any, ...] | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
         """What `put` adds: the checked parts, or None of a flagged payload. Changes nothing."""
         numel = acc["sum"].numel()
         head = payload.read(payload_, self.id, numel)
@@ -110,7 +109,7 @@ class OneRound(msgspec.Struct, frozen=True):
             self.apply(vetted, acc["sum"], assign=first)
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.put(r, self.vet(r, payload_, acc), acc, first=first)
+        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:

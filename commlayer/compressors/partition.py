@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import payload
-from commlayer.compressors.checkpoint import restore, snapshot
+from commlayer.compressors import inputs, payload
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
-from commlayer.compressors.feedback import Sent
+from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
 from commlayer.compressors.several import SeveralRounds
 from commlayer.compressors.wrapper import Wrapper, check_codec
@@ -61,13 +60,17 @@ class Partition(Wrapper, frozen=True):
         return HEADER + sum(_LENGTH.size + int(self.inner.bound(s)) for s in self.specs(spec.numel))
 
     def init(self, spec: Spec) -> State:
-        parts = {str(i): self.inner.init(s) for i, s in enumerate(self.specs(check_numel(spec)))}
-        return {"parts": parts, "_numel": spec.numel, "_flagged": False}
+        return self._init(self.inner.init, spec)
 
     def init_server(self, spec: Spec) -> State:
-        return {"parts": {str(i): self.inner.init_server(s) for i, s in enumerate(self.specs(check_numel(spec)))}}
+        return self._init(self.inner.init_server, spec)
+
+    def _init(self, make: Callable[[Spec], State], spec: Spec) -> State:
+        parts = {str(i): make(s) for i, s in enumerate(self.specs(check_numel(spec)))}
+        return {"parts": parts, "_numel": spec.numel, "_flagged": False}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        inputs.check(self.name, "x", x, state["_numel"])
         slices, states = self._cut(x), list(state["parts"].values())
         nbytes = self._join(x.numel(), out, lambda i, room: self.inner.start(slices[i], states[i], room))
         state["_flagged"] = nbytes == HEADER
@@ -75,7 +78,7 @@ class Partition(Wrapper, frozen=True):
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         numel, states = state["_numel"], list(state["parts"].values())
-        bodies = self._split(result, numel)
+        bodies = self._read_result(r, result, state)
         if bodies is None:
             state["_flagged"] = True
             return payload.write_flagged(out, self.id, numel)
@@ -92,23 +95,21 @@ class Partition(Wrapper, frozen=True):
             self.inner.sent(part, into)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        bodies = self._split(result, out.numel())
+        inputs.check(self.name, "out", out, state["_numel"])
+        bodies = self._read_result(len(self.rounds) - 1, result, state)
         whole = torch.empty_like(out)  # nothing may be written before the last slice has been judged
         if bodies is not None:
-            parts = list(state["parts"].values())
-            # A codec of several rounds learns from its result, and a later slice may yet be refused.
-            before = [snapshot(part) for part in parts] if len(self.rounds) > 1 else []
-            try:
-                finite = [self.inner.decode(*slice_) for slice_ in zip(bodies, parts, self._cut(whole), strict=True)]
-            except CorruptFrame:
-                for part, old in zip(parts, before, strict=False):
-                    restore(part, old)
-                raise
-            if all(finite):
+            slices = zip(bodies, state["parts"].values(), self._cut(whole), strict=True)
+            if sum(self.inner.decode(body, part, into) for body, part, into in slices) == len(bodies):
                 out.copy_(whole)
                 return True
         out.fill_(NAN)
         return False
+
+    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
+        """See feedback.AddsTo."""
+        for body, into in zip(self._split(payload_, out.numel()) or [], self._cut(out), strict=False):
+            add_back(self.inner, body, into)
 
     def undo(self, state: State) -> None:
         """The inner codec keeps nothing back."""
@@ -122,10 +123,10 @@ class Partition(Wrapper, frozen=True):
         accs = [self.inner.zeros(s, r) for s in self.specs(spec.numel)]
         return {"parts": accs, "flagged": [False], "numel": spec.numel}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> list[Any] | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> list[Any] | None:
         numel, accs = self._accs(acc)
         bodies = self._split(payload_, numel)
-        return None if bodies is None else [self.inner.vet(r, b, a) for b, a in zip(bodies, accs, strict=True)]
+        return None if bodies is None else [self.inner.vet(r, b, a, first=first) for b, a in zip(bodies, accs, strict=True)]
 
     def put(self, r: int, vetted: list[Any] | None, acc: Any, *, first: bool) -> None:
         accs = self._accs(acc)[1]
@@ -136,7 +137,7 @@ class Partition(Wrapper, frozen=True):
         acc["flagged"][0] |= any(part["flagged"][0] for part in accs)
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.put(r, self.vet(r, payload_, acc), acc, first=first)
+        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         numel, accs = self._accs(acc)
@@ -144,6 +145,14 @@ class Partition(Wrapper, frozen=True):
             return payload.write_flagged(out, self.id, numel)
         states = list(state["parts"].values())
         return self._join(numel, out, lambda i, room: self.inner.emit(r, accs[i], states[i], room))
+
+    def _read_result(self, r: int, result: Buffer, state: State) -> list[memoryview] | None:
+        """The slices' results. All are judged before the first is taken, where taking one changes its state."""
+        bodies = self._split(result, state["_numel"])
+        if bodies is not None and isinstance(self.inner, SeveralRounds):
+            for body, part in zip(bodies, state["parts"].values(), strict=True):
+                self.inner.read_result(r, body, part)
+        return bodies
 
     def _accs(self, acc: Any) -> tuple[int, list[Any]]:
         """(elements, an accumulator for each slice). A dense sum is cut: error feedback's residual is one, too."""

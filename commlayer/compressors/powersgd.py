@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from commlayer.compressors import kernels, lowrank, payload
+from commlayer.compressors import inputs, kernels, lowrank, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
@@ -68,6 +68,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         m, n, rank = state["_sides"]
+        inputs.check(self.name, "x", x, m * n)
         state["_x"], state["_carried"] = x.view(m, n), False
         state["step"] += 1
         if rank == 0:
@@ -83,7 +84,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         m, n, rank = state["_sides"]
-        body = read_floats(result, self.id, m * n, 0, self.count(state["_sides"], 0))
+        body = self.read_result(0, result, state)
         if body is None:
             return payload.write_flagged(out, self.id, m * n)
         if rank == 0:
@@ -107,7 +108,8 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         m, n, rank = state["_sides"]
-        body = read_floats(result, self.id, m * n, 1, self.count(state["_sides"], 1))
+        inputs.check(self.name, "out", out, m * n)
+        body = self.read_result(1, result, state)
         if body is None:
             out.fill_(NAN)
             return False
@@ -123,10 +125,14 @@ class PowerSGD(SeveralRounds, frozen=True):
         state["q"].copy_(q)
         return largest * rank < torch.finfo(torch.float32).max or finite_or_nan(True, out)
 
+    def read_result(self, r: int, result: Buffer, state: State) -> memoryview | None:
+        m, n, _ = state["_sides"]
+        return read_floats(result, self.id, m * n, r, self.count(state["_sides"], r))
+
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**accumulator(torch.zeros(self.count(self.sides(spec), r))), "numel": spec.numel}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> memoryview | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> memoryview | None:
         return read_floats(payload_, self.id, acc["numel"], r, acc["sum"].numel())
 
     def put(self, r: int, vetted: memoryview | None, acc: Any, *, first: bool) -> None:

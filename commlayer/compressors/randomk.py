@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.oneround import OneRound, check_numel
@@ -48,7 +48,7 @@ class RandomK(OneRound, frozen=True):
         memory = {"idx": torch.empty(k, dtype=torch.int32), "val": torch.empty(k), "kept": torch.empty(k)}
         if self.unbiased:
             memory["sizes"] = (torch.arange(k + 1) * n // max(k, 1)).diff().float()
-        return {"shared": 0, "step": 0, "_scratch": memory}
+        return {"shared": 0, "step": 0, "_scratch": memory, "_numel": n}
 
     def init_server(self, spec: Spec) -> State:
         return {}
@@ -58,7 +58,8 @@ class RandomK(OneRound, frozen=True):
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
-        n = x.numel()
+        n = state["_numel"]
+        inputs.check(self.name, "x", x, n)
         idx, val, kept = (state["_scratch"][name] for name in ("idx", "val", "kept"))
         seed = kernels.draw_word(state["shared"], state["step"])
         state["step"] += 1
@@ -103,17 +104,21 @@ class RandomK(OneRound, frozen=True):
         total = torch.zeros(self.entries(spec.numel))
         return {"sum": total, "numel": spec.numel, "seed": [0], "flagged": [False], "none": [True]}
 
-    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        total, none = acc["sum"], first or acc["none"][0]
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
         head = payload.read(payload_, self.id, acc["numel"])
-        if not head.flagged:
-            val = self._values(head, acc["numel"])
-            if not none:
-                payload.expect("seed", head.seed, acc["seed"][0])
+        if head.flagged:
+            return None
+        if not (first or acc["none"][0]):
+            payload.expect("seed", head.seed, acc["seed"][0])
+        return head.seed, self._values(head, acc["numel"])
+
+    def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
+        total, none = acc["sum"], first or acc["none"][0]
+        if vetted is not None:
+            acc["seed"][0], val = vetted
             total.copy_(val) if none else total.add_(val)
-            acc["seed"][0] = head.seed
-        acc["none"][0] = none and head.flagged
-        acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
+        acc["none"][0] = none and vetted is None
+        acc["flagged"][0] = vetted is None or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         """Float32, whatever the members sent: rounding a sum again would lose what no residual keeps."""

@@ -21,6 +21,7 @@ EXACT_NUMEL = 16384
 ENOUGH = 0.9
 SPARE = 16
 
+
 class Picked(NamedTuple):
     """Positions, increasing, and values of what was taken out of the residual."""
 

@@ -33,7 +33,7 @@ class SeveralRounds(msgspec.Struct, frozen=True):
     def id(self) -> int:
         return payload.CODEC_IDS[self.name]
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> Any:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> Any:
         """What `put` adds: the checked body, or None of a flagged payload. Changes nothing."""
         raise NotImplementedError
 
@@ -42,7 +42,11 @@ class SeveralRounds(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.put(r, self.vet(r, payload_, acc), acc, first=first)
+        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
+
+    def read_result(self, r: int, result: Buffer, state: State) -> Any:
+        """What a result of round r says, checked in full, or None of a flagged one. Changes nothing."""
+        raise NotImplementedError
 
     def undo(self, state: State) -> None:
         """Keeps nothing back, so there is nothing to give back."""

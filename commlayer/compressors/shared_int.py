@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, check_numel
@@ -53,14 +53,15 @@ class SharedInt(SeveralRounds, frozen=True):
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
         maxima = memoryview(bytearray(self._maxima_nbytes(n)))
-        return {"own": 0, "step": 0, "_maxima": maxima, "_x": None, "_carried": None}
+        return {"own": 0, "step": 0, "_maxima": maxima, "_numel": n, "_x": None, "_carried": None}
 
     def init_server(self, spec: Spec) -> State:
         check_numel(spec)
         return {}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        n = x.numel()
+        n = state["_numel"]
+        inputs.check(self.name, "x", x, n)
         state["_x"], state["_carried"] = x, None
         state["step"] += 1
         end = HEADER + self._maxima_nbytes(n)
@@ -72,7 +73,7 @@ class SharedInt(SeveralRounds, frozen=True):
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         x = state["_x"]
         n = x.numel()
-        body = self._read_maxima(result, n)
+        body = self.read_result(0, result, state)
         if body is None:
             return payload.write_flagged(out, self.id, n)
         state["_maxima"][:] = body
@@ -91,17 +92,24 @@ class SharedInt(SeveralRounds, frozen=True):
             kernels.int_decode(out, state["_carried"], state["_maxima"], self.block, self.bits, self.bits)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        n = out.numel()
-        head = payload.read(result, self.id, n)
-        if head.flagged:
+        inputs.check(self.name, "out", out, state["_numel"])
+        head = self.read_result(1, result, state)
+        if head is None:
             out.fill_(NAN)
             return False
-        width = head.aux
-        if width not in WIDTHS or width < self.bits:
-            raise CorruptFrame(f"shared_int result of {width} bits, expected one of {WIDTHS} and at least {self.bits}")
-        _check_quanta(head, n, width)
-        kernels.int_decode(out, head.body, state["_maxima"], self.block, self.bits, width)
-        return self._cannot_overflow(state, width) or finite_or_nan(True, out)
+        kernels.int_decode(out, head.body, state["_maxima"], self.block, self.bits, head.aux)
+        return self._cannot_overflow(state, head.aux) or finite_or_nan(True, out)
+
+    def read_result(self, r: int, result: Buffer, state: State) -> Any:
+        if r == 0:
+            return self._read_maxima(result, state["_numel"])
+        head = payload.read(result, self.id, state["_numel"])
+        if head.flagged:
+            return None
+        if head.aux not in WIDTHS or head.aux < self.bits:
+            raise CorruptFrame(f"shared_int result of {head.aux} bits, expected one of {WIDTHS} and at least {self.bits}")
+        _check_quanta(head, state["_numel"], head.aux)
+        return head
 
     def zeros(self, spec: Spec, r: int) -> Any:
         n = spec.numel
@@ -109,7 +117,7 @@ class SharedInt(SeveralRounds, frozen=True):
             return {"max": np.zeros(self._blocks(n), np.uint16), "flagged": [False], "numel": n}
         return {"sum": torch.zeros(n, dtype=torch.int32), "flagged": [False], "numel": n, "members": [0]}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any) -> memoryview | None:
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> memoryview | None:
         n = acc["numel"]
         if r == 0:
             return self._read_maxima(payload_, n)
@@ -196,7 +204,7 @@ def _check_quanta(head: payload.Head, numel: int, width: int) -> None:
 
 def shared_int(bits: int = 8, block: int = 1024, rounding: str = "stochastic") -> SharedInt:
     """`bits` 8 or 4 per element towards the server; from it 12 for 2 to 16 workers at 8 bits, 8 for up to 18 at 4 bits."""
-    if bits not in (4, 8) or isinstance(bits, bool):
+    if not isinstance(bits, int) or bits not in (4, 8):
         raise ValueError(f"shared_int: bits is {bits!r}, allowed are 4 and 8")
     if not isinstance(block, int) or isinstance(block, bool) or not 8 <= block <= 1 << 20 or block % 8:
         raise ValueError(f"shared_int: block is {block!r}, allowed is a multiple of 8 from 8 to {1 << 20}")

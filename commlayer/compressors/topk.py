@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlayer.compressors import kernels, payload, positions, queued, selection, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, queued, selection, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
-from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
@@ -44,7 +43,7 @@ class TopK(OneRound, frozen=True):
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact)}
+        return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
@@ -66,6 +65,7 @@ class TopK(OneRound, frozen=True):
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
         """See picking.Picks."""
+        inputs.check(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
@@ -77,13 +77,9 @@ class TopK(OneRound, frozen=True):
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
         payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
-        count, middle = head.entries, value_kinds.nbytes(self.values, head.entries)
-        if head.body.nbytes < middle:
-            raise CorruptFrame(f"topk payload with {head.body.nbytes} bytes of body, {count} values take {middle}")
-        body = head.body[:middle]
-        value_kinds.check(self.values, body, count)
-        idx = positions.decode(head.aux & 15, head.body[middle:], count, numel)
-        return idx, body if self.values == "int8" else value_kinds.decode(self.values, body, count)
+        body, places = value_kinds.cut(self.name, self.values, head.body, head.entries)
+        idx = positions.decode(head.aux & 15, places, head.entries, numel)
+        return idx, body if self.values == "int8" else value_kinds.decode(self.values, body, head.entries)
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         idx, val = parts

@@ -8,9 +8,15 @@ import msgspec
 import torch
 
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
-from commlayer.compressors.feedback import ErrorFeedback, wrap
+from commlayer.compressors.dense import Identity
+from commlayer.compressors.ef21 import EF21
+from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
+from commlayer.compressors.momentum import Momentum, MomentumCorrection
 from commlayer.compressors.oneround import OneRound, spell
 from commlayer.compressors.parse import parse
+from commlayer.compressors.partition import Partition
+from commlayer.compressors.warmup import Warmup
+from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Bucket, Spec
 
 
@@ -72,17 +78,49 @@ class TwoWay(msgspec.Struct, frozen=True):
 
 def two_way(up: Codec, down: Codec) -> TwoWay:
     """Both must be of one round and sum in dense float32, as most do. topk(ratio=1.0) down forwards the merged sparse sum."""
-    for what, codec in (("up", up), ("down", down)):
-        if not isinstance(_bare(codec), OneRound):
-            raise ValueError(f"two_way: {what} is {codec}, allowed is a codec of one round that sums in dense float32")
+    if not _sums(up):
+        raise ValueError(f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32, not ef21")
+    if not (isinstance(_bare(down), OneRound) and _sums(down)):
+        raise ValueError(f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
+                         "error_feedback around it or without")
     return TwoWay(up, down)
 
 
 def codec_of(bucket: Bucket, node: int | None = None) -> Codec:
     """The codec that a plan gives a bucket; with `node` the one that this node encodes with."""
-    text = bucket.by_node[node] if node is not None and bucket.by_node else bucket.codec
-    codec = wrap(parse(text))
+    codec = wrap(parse(bucket.codec))
+    for text in bucket.by_node:
+        _check_alike(bucket, codec, wrap(parse(text)))
+    if node is not None and bucket.by_node:
+        codec = wrap(parse(bucket.by_node[node]))
     return two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
+
+
+def _sums(codec: Codec) -> bool:
+    """Whether its accumulator is the dense sum of what is sent. ef21 sends differences, random-k sums values alone."""
+    if isinstance(codec, Wrapper) and not isinstance(codec, EF21 | Partition):
+        return _sums(codec.inner)
+    return isinstance(codec, Identity) or (isinstance(codec, OneRound | Partition) and codec.rounds == (Round.GATHER,))
+
+
+def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
+    """ValueError unless the server, which reads as the bucket's codec says, can read what the node's makes."""
+    if _read(server) != _read(node):
+        raise ValueError(f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their ratios "
+                         "may differ")
+    if node.bound(bucket.spec) > server.bound(bucket.spec):
+        raise ValueError(f"bucket {bucket.id}: by_node has {node}, whose payloads are larger than those of {server}, the "
+                         "bucket's codec; that must be the largest")
+
+
+def _read(codec: Any) -> Any:
+    """What a server must know of a codec: all but ratios, the way of choosing entries, and memories that workers keep."""
+    if isinstance(codec, Momentum | MomentumCorrection | ErrorFeedback | Warmup) and not in_updates(codec):
+        return _read(codec.inner)
+    if isinstance(codec, msgspec.Struct):
+        names = (name for name in codec.__struct_fields__ if name not in ("ratio", "exact"))
+        return type(codec), *(_read(getattr(codec, name)) for name in names)
+    return codec
 
 
 def _bare(codec: Any) -> Any:

@@ -64,6 +64,15 @@ def check(kind: str, body: Buffer, count: int) -> None:
         raise CorruptFrame("int4 values with padding that is not zero")
 
 
+def cut(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
+    """The checked bytes of `count` values, and those after them."""
+    middle = nbytes(kind, count)
+    if body.nbytes < middle:
+        raise CorruptFrame(f"{codec} payload with {body.nbytes} bytes of body, {count} values take {middle}")
+    check(kind, body[:middle], count)
+    return body[:middle], body[middle:]
+
+
 def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
     """The values of a checked body. CorruptFrame if one is not finite."""
     val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)

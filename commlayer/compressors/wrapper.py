@@ -82,9 +82,16 @@ def check_codec(name: str, inner: object) -> Codec:
     return inner
 
 
+def check_outermost(name: str, inner: object) -> None:
+    """What a wrapper with `feedback_inside` is to send, no feedback may keep: it would be given back as if it were gradient."""
+    if isinstance(inner, Wrapper) and inner.feedback_inside:
+        raise ValueError(f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
+
+
 def check_plain(name: str, inner: object) -> Codec:
     """A codec of one round that keeps nothing back: what wrappers with a memory of their own go around."""
     codec = check_codec(name, inner)
+    check_outermost(name, inner)
     if codec.keeps or len(codec.rounds) != 1:
         raise ValueError(f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
     return codec

@@ -11,6 +11,7 @@ import safetensors.torch
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt, owed, pay, spread
+from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
 
@@ -22,6 +23,7 @@ class CodecOps:
         self._codec, self._spec, self._bucket = codec, bucket.spec, bucket
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
+        self.in_updates = in_updates(codec)
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
 
     def zeros(self, r: int) -> Any:
@@ -62,9 +64,10 @@ def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int
     """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements."""
     mine = (b for b in plan.buckets if b.path == "service" and b.server == server)
     made = {b.id: CodecOps(codec_of(b), b, plan.job) for b in mine}
-    debts = [debt for old in before for debt in old.debts()]
+    olds = list(before)
     for ops in made.values():
-        ops.take_over(debts)
+        # In other units they are worth another rate, which only workers know.
+        ops.take_over([debt for old in olds if old.in_updates == ops.in_updates for debt in old.debts()])
     return made
 
 

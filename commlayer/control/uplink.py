@@ -31,6 +31,7 @@ class Uplink:
         self._early: CommError | None = None
         self._generation, self._probes = 1, 0
         self._fail: Fail | None = None
+        self._stalled: OnStalled = lambda *_: None
         self._membership: Membership | None = None
         self.transport: Transport
         self.recycle: Callable[[memoryview], None]
@@ -57,18 +58,18 @@ class Uplink:
         assert self._membership is not None
         return self._membership.view
 
-    def follow(self, fail: Fail, stalled: OnStalled, generation: int) -> None:
-        """From now on deaths go to `fail`, and what servers wait for in that generation to `stalled`."""
+    def follow(self, fail: Fail, stalled: OnStalled, generation: int = 1) -> None:
+        """From now on deaths go to `fail`, and what servers wait for in that generation to `stalled`: to nobody from before."""
         with self._lock:
-            self._fail = fail
+            self._fail, self._stalled = fail, stalled
             self._generation = generation
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:
-            told = functools.partial(self._told, s.id, stalled)
-            follow_stalls(self.transport, SERVER_BASE + s.id, generation, told)
+            # Receives of earlier generations stay posted for ever, so they must not hold a worker.
+            follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._told, s.id))
 
-    def _told(self, server: int, stalled: OnStalled, said: Stalled) -> None:
+    def _told(self, server: int, said: Stalled) -> None:
         if said.failed:
             self._failed(CommError(said.failed, peer=peer_name(SERVER_BASE + server), step=said.step, bucket=said.bucket))
             return
@@ -79,7 +80,7 @@ class Uplink:
         if left:
             peer, reason = left[0]
             self._failed(PeerLost(f"left the job: {reason}", peer=peer, step=said.step, bucket=said.bucket))
-        stalled(said.bucket, said.step, said.missing)
+        self._stalled(said.bucket, said.step, said.missing)
 
     def _failed(self, error: CommError) -> None:
         with self._lock:
@@ -108,7 +109,11 @@ class Uplink:
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
     def probe(self, server: int, up_nbytes: int, down_nbytes: int, deadline_s: float) -> float:
-        """Seconds to send that many bytes to a server and have that many back."""
+        """Seconds to send that many bytes to a server and have that many back.
+
+        Others wait for this rank meanwhile, so its patience ends with the deadline of a step.
+        """
+        deadline_s = min(deadline_s, self._config.deadline_s)
         self._probes += 1
         header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
         begin = time.perf_counter()

@@ -28,7 +28,7 @@ def lint(
     problems += [] if profile is None else profile_problems(profile)
     for bucket in plan.buckets:
         problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
-    return problems
+    return list(dict.fromkeys(problems))  # a path that the tree does not have is told by verify, too
 
 
 def _bucket(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from commlayer.planner import paths
+from commlayer.planner import grammar, paths
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 FLOAT32_NBYTES = 4
@@ -53,7 +53,7 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     if bucket.id != place:
         yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
     try:
-        paths.parse(bucket.path)
+        yield from (f"{name}: path {bucket.path!r}: {line}" for line in grammar.check(paths.parse(bucket.path)))
     except ValueError as error:
         yield f"{name}: {error}"
     if bucket.coder not in ("", "gpu"):
@@ -62,7 +62,7 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
         yield f"{name}: no codec"
     if served and not 0 <= bucket.server < plan.servers:
         yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
-    if served and not 0 <= bucket.owner < plan.ranks_per_node:
+    if bucket.path != "allreduce" and not 0 <= bucket.owner < plan.ranks_per_node:
         yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
     if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
         yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"

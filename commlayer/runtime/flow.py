@@ -36,7 +36,7 @@ class Flow:
         """
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
-        self.in_updates = bucket.path == "service" and in_updates(codec)
+        self.in_updates = bucket.path != "allreduce" and in_updates(codec)
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
@@ -65,7 +65,7 @@ class Flow:
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
-        """The elements and the state of each encode that codes this worker's own gradients."""
+        """The elements and the state of each encode whose debts are this worker's to pay."""
         self.carry: torch.Tensor | None = None
         """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
         self.reset()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from commlayer.planner.paths import CODING, Op, Path, spell
+from commlayer.planner.paths import CODING, Op, Path
 
 Range = tuple[int, int]
 SPLITS = ("reduce_scatter", "alltoall")
@@ -35,7 +35,10 @@ class Place(NamedTuple):
 
 
 class Encode(NamedTuple):
-    """Codes elements `units` of x. `first`: they are gradients or dense sums of them; else sums of decoded payloads."""
+    """Codes elements `units` of x. `first`: they are gradients or dense sums of them; else sums of decoded payloads.
+
+    Ranks of one `sender` code the same numbers, and must come out with the same bits; one of them `pays` what that leaves owed.
+    """
 
     number: int
     """Among the encodes of the path."""
@@ -44,6 +47,8 @@ class Encode(NamedTuple):
     """Elements of the largest unit of any rank: all payloads travel in slots of one size."""
     first: bool
     device: str
+    sender: int
+    pays: bool
 
 
 class Decode(NamedTuple):
@@ -121,6 +126,10 @@ class _Walk:
         self.units: list[Range] = []
         self.pieces, self.coded, self.encodes, self.decoded, self.widest = 1, False, 0, False, 0
         self.active = True
+        self.summed: set[str] = set()
+        """Scopes whose members' gradients are in what this rank holds, or will be once it is decoded."""
+        self.copied: set[str] = set()
+        """Scopes whose members all hold the same."""
         self.parents: dict[str, Range] = {}
         self.waiting: dict[str, bool] = {}
 
@@ -134,9 +143,19 @@ class _Walk:
         self.pieces, self.coded = 1, True
         run = (self.high - self.low) // cuts
         self.widest = max(self.edges[i + run] - self.edges[i] for i in range(0, self.atoms, run))
-        step = Encode(self.encodes, self._ranges(self.units), self.widest, not self.decoded, op.where)
+        pays = all(self.place.group(scope)[1] == 0 for scope in self.copied)
+        step = Encode(
+            self.encodes, self._ranges(self.units), self.widest, not self.decoded, op.where, self._sender(), pays
+        )
         self.encodes += 1
         return step if self.active else None
+
+    def _sender(self) -> int:
+        """One number for all ranks that hold the sum of the same ranks' gradients."""
+        nodes, per_node, node, local = self.place
+        one_node = not self.summed & {"net", "all"}
+        one_local = not self.summed & {"node", "all"}
+        return (node if one_node else nodes) * (per_node + 1) + (local if one_local else per_node)
 
     def decode(self, op: Op) -> Decode | None:
         step = Decode(self._ranges(self.units), self.pieces, op.where)
@@ -175,6 +194,10 @@ class _Walk:
             self.pieces *= size
         elif op.name == "broadcast":
             takes_part = self.active = self.waiting.pop(op.where)
+        if not (merges or op.name == "broadcast"):
+            self.summed.add(op.where)
+        if op.name in ("allreduce", "allgather", "broadcast"):
+            self.copied.add(op.where)
         if not takes_part:
             return None
         return Exchange(
@@ -204,10 +227,3 @@ def stages_of(path: Path, rounds: int = 1) -> list[str]:
         else:
             scopes += [op.where] * (rounds if coded and op.name == "allreduce" else 1)
     return scopes
-
-
-def executable(path: Path) -> str:
-    """Why the runtime cannot run it; empty if it can."""
-    if any(op.name in ("push", "pull", "forward") for op in path):
-        return f"path {spell(path)!r}: summation servers are reached by the path 'service' alone"
-    return ""

@@ -56,7 +56,7 @@ class Staged:
             wanted |= set(enumerate(stages_of(path, rounds)))
         channels = Channels(wanted, place.nodes, place.per_node, groups.timeout_s)
         return cls(
-            {f.bucket.id: StagedFlow(f, made[f.bucket.id], codecs[f.bucket.id], channels, job=plan.job, rank=groups.rank)
+            {f.bucket.id: StagedFlow(f, made[f.bucket.id], codecs[f.bucket.id], channels, job=plan.job)
              for f in flows},
             groups, channels, latch, failed, recorder,
         )

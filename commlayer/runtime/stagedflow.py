@@ -10,6 +10,7 @@ import torch
 from commlayer.compressors import seed
 from commlayer.compressors.codec import Codec, Round, State
 from commlayer.compressors.oneround import accumulator
+from commlayer.compressors.reducing import Reduced
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 from commlayer.runtime.flow import Flow
@@ -45,7 +46,7 @@ class StagedFlow:
     """One bucket's way on one rank."""
 
     def __init__(
-        self, flow: Flow, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str, rank: int,
+        self, flow: Flow, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
     ) -> None:
         self.flow, self.segments, self._codec, self._channels = flow, segments, codec, channels
         self._coders: dict[int, list[_Coder]] = {}
@@ -54,25 +55,25 @@ class StagedFlow:
         """Payload slots at hand: [unit, piece, byte]."""
         self._started: list[Encode] = []
         self._round = 0
+        self._result = memoryview(b"")
+        """Of the last round of a path whose payloads are all-reduced."""
         self._under: _Under | None = None
         for segment in segments:
             for step in segment.local:
                 if isinstance(step, Encode):
-                    self._prepare(step, job, rank)
+                    self._prepare(step, job)
+        paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
+        flow.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
         # For checkpoints, which walk over the states of flows.
-        first = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.first}
-        flow.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in first for c in coders]
         flow.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
-    def _prepare(self, step: Encode, job: str, rank: int) -> None:
+    def _prepare(self, step: Encode, job: str) -> None:
         coders = []
-        for number, span in enumerate(step.units):
+        for span in step.units:
             numel = span[1] - span[0]
             spec = self.flow.spec if numel == self.flow.numel else Spec((numel,))
             state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
-            # What several ranks code alike after a decode must come out alike: its key is its place, not its rank.
-            sender = rank if step.first else -2 - span[0]
-            seed(state, f"{job} {step.number} {number if step.first else 0}", self.flow.bucket.id, sender)
+            seed(state, f"{job} {step.number} {span[0]}", self.flow.bucket.id, step.sender)
             coders.append(_Coder(span, spec, state, None if step.first else accumulator(torch.zeros(spec.numel))))
         self._coders[step.number] = coders
         self._slots[step.number] = torch.zeros((len(coders), 1, self._slot_nbytes(step.widest)), dtype=torch.uint8)
@@ -128,8 +129,8 @@ class StagedFlow:
 
     def _decode(self, step: Decode) -> None:
         if self._round:
-            coder, slot = self._reduced()
-            self.flow.finite = self._codec.decode(_payload(slot), coder.state, self._x(coder.span))
+            coder, _ = self._reduced()
+            self.flow.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
             return
         for span, pieces in zip(step.units, self._held, strict=True):
             acc = accumulator(self._x(span))
@@ -198,25 +199,22 @@ class StagedFlow:
         """One round of a SUM or MAX codec: accumulators add up without being decoded."""
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
-        room = slot.numpy().data[LENGTH_NBYTES:]
-        spec = coder.spec
-        acc = codec.zeros(spec, r)
+        acc = codec.zeros(coder.spec, r)
         codec.add(r, _payload(slot), acc, first=True)
-        flag = torch.tensor([bool(acc["flagged"][0])], dtype=torch.uint8)
+        reduced = Reduced(acc)
         largest = codec.rounds[r] is Round.MAX
-        works = [channel.allreduce(t, largest=largest) for t in acc.values() if isinstance(t, torch.Tensor)]
-        works.append(channel.allreduce(flag, largest=True))
+        works = [channel.allreduce(reduced.values, largest=largest)] if reduced.values.numel() else []
+        works.append(channel.allreduce(reduced.facts, largest=True))
 
         def merge() -> None:
-            acc["flagged"][0] = bool(flag[0])
-            result = memoryview(bytearray(codec.bound(spec)))
-            nbytes = codec.emit(r, acc, codec.init_server(spec), result)
-            if r + 1 < len(codec.rounds):
-                slot[:8].view(torch.int64)[0] = codec.next(r, result[:nbytes], coder.state, room)
-            else:
-                room[:nbytes] = result[:nbytes]
-                slot[:8].view(torch.int64)[0] = nbytes
+            reduced.merge(e.size)
+            # Not into the slot: an abandoned step gives back what this rank's own payload there says.
+            result = memoryview(bytearray(codec.bound(coder.spec)))
+            self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]
             self._round = r + 1
+            if self._round < len(codec.rounds):
+                room = slot.numpy().data[LENGTH_NBYTES:]
+                slot[:8].view(torch.int64)[0] = codec.next(r, self._result, coder.state, room)
 
         return _Under(_All(works), merge)
 

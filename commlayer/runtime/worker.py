@@ -29,6 +29,7 @@ from commlayer.runtime.order import by_place
 from commlayer.runtime.service import Service
 from commlayer.runtime.staged import Staged
 from commlayer.runtime.staging import Staging
+from commlayer.runtime.stopwatch import Stopwatch
 from commlayer.transport.groups import GROUP, Groups, Pending
 from commlayer.transport.protocol import Transport
 
@@ -83,6 +84,7 @@ class Worker:
         self.rate = 1.0
         self._undone = False
         self.recorder = Recorder()
+        self.stopwatch = Stopwatch(device)
         self._to_servers = Service(self, transport, recycle, self._staging)
         self._staged = Staged.of(self._by_stages, codecs, plan, groups, self.latch, lambda: self.error, self.recorder)
         self._reset()
@@ -121,6 +123,7 @@ class Worker:
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
         begin = time.monotonic()
+        self.stopwatch.stop(self.counters.steps)
         self.recorder.mark("backward")
         self.check()
         for tensor, seen in enumerate(self._seen):
@@ -144,7 +147,7 @@ class Worker:
                if target is not None and len(self._by_tensor[t]) > 1 and not target.is_contiguous()}
         into = [cut.get(t, target) for t, target in enumerate(targets)]
         for flow in self.flows:
-            if self._tracked and not flow.coded:
+            if (self._tracked or flow.buffer) and not flow.coded:
                 # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
                 flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
             if flow.buffer and not flow.finite:
@@ -165,6 +168,7 @@ class Worker:
         self.counters.steps += 1
         self._reset()
         self.recorder.next()
+        self.stopwatch.start()
 
     def _factor(self, flow: Flow) -> float | torch.Tensor:
         """From the weighted sum to the average."""
@@ -315,7 +319,7 @@ class Worker:
         for flow in self.flows:
             paid = pay(debts, flow.bucket.slices)
             flow.carry = None if paid is None else paid * self._unit_of(flow)
-        self.counters = before.counters
+        self.counters, self.stopwatch = before.counters, before.stopwatch
         self.recorder = self._staged.recorder = before.recorder
         self.reorder(before.places)
 

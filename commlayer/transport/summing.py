@@ -24,6 +24,8 @@ TICK_S = 0.25
 REPEAT_S = 2.0
 """Whom a sum waits for is said again this often: who is missing may have left since."""
 MAX_PROBE_NBYTES = 16 << 20
+MAX_PROBES = 2
+"""Answers under way to one member: it asks again when it has one, which may be before this end knows."""
 FAREWELL_S = 2.0
 """After a failure of the server: how long its reason may take to the members before their connections end."""
 
@@ -76,6 +78,7 @@ class SumServer:
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
         self._told: dict[int, tuple[Stall, float]] = {}
+        self._probes: dict[int, list[Handle]] = {}
         self._failing = threading.Lock()
         self._replan, self._switching = replan, threading.Lock()
         self._failed: CommError | None = None
@@ -107,7 +110,9 @@ class SumServer:
         """Whatever a message brings, the next ones of its sender are still taken: who must go is dropped by name."""
         try:
             for reply in self._answers(message):
-                self._transport.send(reply.peer, reply.header, reply.body)
+                sent = self._transport.send(reply.peer, reply.header, reply.body)
+                if reply.header.kind == Kind.PROBE_OK:
+                    self._probes.setdefault(reply.peer, []).append(sent)
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -131,6 +136,11 @@ class SumServer:
         h = message.header
         if h.used > MAX_PROBE_NBYTES:
             raise CorruptFrame(f"asks for a probe of {h.used} bytes, allowed {MAX_PROBE_NBYTES}", peer=peer_name(message.peer))
+        under_way = [handle for handle in self._probes.get(message.peer, []) if not handle.done()]
+        if len(under_way) >= MAX_PROBES:
+            raise CorruptFrame(f"asks for a probe with {len(under_way)} under way, allowed {MAX_PROBES}",
+                               peer=peer_name(message.peer))
+        self._probes[message.peer] = under_way
         return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))
 
     def _switch(self, message: Message) -> Reply:

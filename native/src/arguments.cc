@@ -128,9 +128,9 @@ bool Memory::from_tensor(PyObject* object, bool writable) {
   nbytes_ = n * itemsize_;
   const int bits = t.dtype.lanes == 1 ? t.dtype.bits : 0;
   switch (t.dtype.code) {
-    case 0: type_ = bits == 8 ? 'b' : bits == 16 ? 'h' : bits == 32 ? 'i' : '?'; break;
+    case 0: type_ = bits == 8 ? 'b' : bits == 16 ? 'h' : bits == 32 ? 'i' : bits == 64 ? 'q' : '?'; break;
     case 1: type_ = bits == 8 ? 'B' : bits == 16 ? 'H' : bits == 32 ? 'I' : '?'; break;
-    case 2: type_ = bits == 16 ? 'e' : bits == 32 ? 'f' : '?'; break;
+    case 2: type_ = bits == 16 ? 'e' : bits == 32 ? 'f' : bits == 64 ? 'd' : '?'; break;
     case 4: type_ = bits == 16 ? 'E' : '?'; break;
     default: type_ = '?';
   }

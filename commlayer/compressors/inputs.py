@@ -1,0 +1,20 @@
+"""Whether a caller's tensor is what a codec's state was made for. Knows tensors and sizes; no codec."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch.device | None = None) -> None:
+    """ValueError unless it is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if one is given."""
+    fits = tensor.dtype is torch.float32 and tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
+    if fits and (device is None or tensor.device == device):
+        return
+    place = "" if device is None else f" on {device}"
+    raise ValueError(f"{codec}: {what} is {_told(tensor)}; its state was made for {numel} elements of float32, contiguous and "
+                     f"one-dimensional{place}")
+
+
+def _told(tensor: torch.Tensor) -> str:
+    laid = "" if tensor.is_contiguous() else ", not contiguous"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}{laid}"

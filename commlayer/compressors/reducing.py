@@ -1,0 +1,91 @@
+"""Adding payloads up without a server: which codecs allow it, and what of their accumulators is combined. Knows no groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from commlayer.compressors.codec import Codec, Round
+from commlayer.compressors.ef21 import EF21
+from commlayer.compressors.oneround import OneRound
+from commlayer.compressors.wrapper import Wrapper
+from commlayer.errors import CorruptFrame
+
+
+def adds_up(codec: Codec) -> bool:
+    """Whether accumulators of single payloads can be combined elementwise (an all-reduce), and what is emitted is their sum."""
+    return all(r is not Round.GATHER for r in codec.rounds)
+
+
+def stands_alone(codec: Codec) -> bool:
+    """Whether a payload by itself says what was sent, so that whoever has all of them may add them to a dense sum.
+
+    Not those of several rounds, nor random-k's accumulators of values, nor differences to what only a server has summed.
+    """
+    inner: Any = codec
+    while isinstance(inner, Wrapper):
+        if isinstance(inner, EF21):
+            return False
+        inner = inner.inner
+    return isinstance(inner, OneRound) and type(inner).zeros is OneRound.zeros
+
+
+class Reduced:
+    """An accumulator of one payload, on its way to the sum of all members' by two all-reduces.
+
+    `values` are combined as the codec's round says, `facts` by their maximum; both in place.
+    """
+
+    def __init__(self, acc: Any) -> None:
+        self._accs = list(_flat(acc))
+        parts = [_tensor(part[name]) for part in self._accs for name in ("sum", "max") if name in part]
+        self.values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        seeds = [part["seed"][0] for part in self._accs if "seed" in part]
+        flags = [int(part["flagged"][0]) for part in self._accs]
+        self.facts = torch.tensor([*flags, *seeds, *(-s for s in seeds)], dtype=torch.int64)
+        self._seeds = len(seeds)
+
+    def merge(self, members: int) -> None:
+        """Both are over: the accumulator is that of so many payloads. CorruptFrame if they cannot be added, on all alike."""
+        facts: list[int] = self.facts.tolist()
+        flags = facts[: len(self._accs)]
+        for part, flag in zip(self._accs, flags, strict=True):
+            part["flagged"][0] = bool(flag)
+            if "members" in part:
+                part["members"][0] = members
+        drawn = facts[len(self._accs) :]
+        if not any(flags) and any(high != -low for high, low in zip(drawn[: self._seeds], drawn[self._seeds :], strict=True)):
+            raise CorruptFrame("members have drawn with different seeds, so their payloads are of different entries")
+        at = 0
+        for part in self._accs:
+            at += _take(part, self.values[at:])
+
+
+def _flat(acc: Any) -> Iterator[Any]:
+    """A wrapper's accumulator, if it holds several, goes as those and itself."""
+    yield acc
+    parts: Sequence[Any] = acc.get("parts", ())
+    for part in parts:
+        yield from _flat(part)
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    """Of a type that collectives can add."""
+    return torch.from_numpy(values.astype(np.int32)) if isinstance(values, np.ndarray) else values
+
+
+def _take(part: Any, values: torch.Tensor) -> int:
+    """Writes what belongs to that accumulator back into it; how many there were."""
+    for name in ("sum", "max"):
+        if name in part:
+            own = part[name]
+            mine = values[: own.size if isinstance(own, np.ndarray) else own.numel()]
+            if isinstance(own, np.ndarray):
+                own[:] = mine.numpy()
+            elif own.data_ptr() != mine.data_ptr():
+                own.copy_(mine)
+            return mine.numel()
+    return 0

@@ -1,0 +1,60 @@
+"""How long a worker computes in each step, without the time that it waits. Knows a device's clock; no plans and no batches."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple, cast
+
+import torch
+
+LAPS_KEPT = 256
+"""Where nobody asks for them."""
+
+
+class Lap(NamedTuple):
+    """A step, counted from 0, and its seconds from the end of the averaging before to the end of its backward pass."""
+
+    step: int
+    seconds: float
+
+
+class Stopwatch:
+    """Always on: a step costs two looks at the clock. On CUDA the clock is the stream's: enqueued is not computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._begin: float | torch.cuda.Event | None = None
+        self._laps: deque[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event]] = deque(maxlen=LAPS_KEPT)
+
+    def start(self) -> None:
+        """An averaging is over; again, and what lies between does not count."""
+        self._begin = self._now()
+
+    def stop(self, step: int) -> None:
+        """That step's backward pass is over."""
+        if self._begin is not None:
+            self._laps.append((step, self._begin, self._now()))
+            self._begin = None
+
+    def take(self) -> list[Lap]:
+        """The laps that are over and were not taken before."""
+        found = []
+        while self._laps:
+            step, begin, end = self._laps[0]
+            if self._on_device:
+                if not cast(torch.cuda.Event, end).query():
+                    break
+                seconds = cast(torch.cuda.Event, begin).elapsed_time(cast(torch.cuda.Event, end)) / 1e3
+            else:
+                seconds = cast(float, end) - cast(float, begin)
+            self._laps.popleft()
+            found.append(Lap(step, seconds))
+        return found
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,54 @@
+"""Whether a plan can run here: codecs that exist and fit their paths, nodes and a device that are there. Knows no tensors.
+
+planner.verify tells what is wrong with a plan itself; it knows no codecs, and no process that is to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commlayer.compressors import Codec, codec_of
+from commlayer.compressors.reducing import adds_up, stands_alone
+from commlayer.planner import grammar, paths
+from commlayer.records import Bucket, Plan
+
+
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> list[str]:
+    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
+    if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
+        return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
+    return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(b, nodes, cuda)]
+
+
+def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
+    if bucket.by_node and len(bucket.by_node) != nodes:
+        yield f"codecs for {len(bucket.by_node)} nodes, here are {nodes}"
+        return
+    try:
+        codecs = [codec_of(bucket), *(codec_of(bucket, node) for node in range(nodes if bucket.by_node else 0))]
+        for codec in codecs:
+            codec.bound(bucket.spec)
+    except ValueError as error:
+        yield str(error)
+        return
+    if bucket.path not in ("service", "allreduce"):
+        yield from _staged(bucket, codecs[0], cuda)
+
+
+def _staged(bucket: Bucket, codec: Codec, cuda: bool) -> Iterator[str]:
+    path = paths.parse(bucket.path)
+    if grammar.served(path):
+        yield f"path {bucket.path!r}: workers know paths over servers as 'service' alone (planner.lower spells them so)"
+        return
+    if not grammar.encodes(path):
+        return
+    named = f"codec {bucket.codec}, path {bucket.path!r}"
+    if bucket.down or bucket.by_node:
+        yield f"{named}: `down` and `by_node` are for path 'service'; here all payloads of a bucket have one codec"
+    elif grammar.summing(path) and not adds_up(codec):
+        yield f"{named}: payloads go through an all-reduce, allowed are codecs whose payloads add up, such as identity()"
+    elif not grammar.summing(path) and not stands_alone(codec):
+        yield (f"{named}: every rank adds payloads to a dense sum, allowed are codecs of one round that need no server; "
+               "put this one on path 'service', or one whose payloads add up on 'encode@cpu all.allreduce decode@cpu'")
+    if cuda:
+        yield f"{named}: payloads are moved between ranks from host memory alone: for a model on GPUs take path 'service'"

@@ -1,0 +1,41 @@
+"""What all ranks do or fail at together. Knows groups; not what is done."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from commlayer.errors import CommError
+from commlayer.transport.groups import Groups
+
+
+@contextlib.contextmanager
+def together(groups: Groups | None, what: str) -> Iterator[None]:
+    """All ranks leave the block together. What fails on one fails on all: there with its error, elsewhere naming the rank.
+
+    The block holds no collectives: a rank that fails would leave the others in them.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    try:
+        rows = gather(groups, [mine is not None])
+    except CommError as error:
+        raise (mine or error) from None
+    if mine is not None:
+        raise mine
+    failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        raise ValueError(f"{what} failed on rank {', '.join(failed)}, whose own error says why")
+
+
+def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
+    """One row per rank."""
+    if groups is None:
+        return [row]
+    rows: list[list[int]] = groups.gather_all(torch.tensor(row, dtype=torch.int64, device=groups.device)).tolist()
+    return rows
