@@ -38,7 +38,7 @@ def test_the_attack_sees_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPat
 
     def hasty(self: object, r: int, payload: object, acc: dict, *, first: bool) -> None:
         acc["flagged"][0] = not acc["flagged"][0]
-        self.put(r, self.vet(r, payload, acc), acc, first=first)
+        self.put(r, self.vet(r, payload, acc, first=first), acc, first=first)
 
     monkeypatch.setattr(type(inner), "add", hasty)
     with pytest.raises(AssertionError, match="add changed the accumulator before it refused"):
