@@ -13,6 +13,8 @@ from plan_kit import cluster, toy_job
 from schedule_kit import chain
 
 from commlayer import records
+from commlayer.planner.candidates import options
+from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.lint import lint
 from commlayer.planner.model import Cluster, Link, Policy
@@ -21,6 +23,7 @@ from commlayer.planner.schedule import PortableSchedule, schedule
 from commlayer.planner.search import Space, search
 from commlayer.planner.select import plan
 from commlayer.planner.simulate import simulate
+from commlayer.planner.tables import profile_from_tables
 from commlayer.planner.ways import DENSE
 from commlayer.records import Job
 
@@ -156,6 +159,17 @@ def test_a_slow_node_may_send_less_than_the_others() -> None:
     policy = Policy(codecs=("topk(ratio=0.1)", "topk(ratio=0.01)"), max_loss=0.4)
     made = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], None, policy)
     assert any(b.by_node and len(set(b.by_node)) > 1 for b in made.buckets)
+
+
+@pytest.mark.parametrize("codecs", [
+    ("topk(ratio=0.1, values='fp16')", "topk(ratio=0.01, values='int8')"), ("randomk(ratio=0.1)", "randomk(ratio=0.01)"),
+])
+def test_nodes_send_only_what_one_server_reads(codecs: tuple[str, ...]) -> None:
+    uneven = CLUSTERS["uneven"]
+    found = options(Prices(uneven, profile_from_tables(uneven, (DENSE, *codecs))), Policy(codecs=codecs))
+    assert any(option.codec == codecs[0] for option in found)
+    assert not any(option.by_node for option in found)
+    assert not any(option.down for option in found if "randomk" in option.codec)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ send most and least; so a two-level cluster's hundreds of paths are priced for t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
@@ -29,6 +30,7 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     names = allowed_codecs(profile, policy)
     sent = {cost.codec: cost.nbytes.slope_s for cost in profile.codecs}
     sums = {cost.codec for cost in profile.codecs if cost.sums}
+    decoded = {cost.codec for cost in profile.codecs if not cost.sums and cost.rounds == 1}
     coded = sorted((name for name in names if name != DENSE), key=lambda name: (sent[name], name))
     made = [Option(path) for path in _dense(prices)]
     if not made:
@@ -43,7 +45,8 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
         kept = dict.fromkeys(path for judge in (fitting[0], fitting[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
         made += [Option(_name(path, cluster), name) for path in kept for name in fitting]
         if not summing:
-            made += _uneven(cluster, coded, [path for path in kept if grammar.served(path)])
+            served = [path for path in kept if grammar.served(path)]
+            made += _uneven(cluster, [name for name in coded if name in decoded], served)
     return made
 
 
@@ -72,11 +75,16 @@ def _uneven(cluster: Cluster, coded: Sequence[str], served: Sequence[Path]) -> I
     for path in served:
         text = _name(path, cluster)
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
-            if any(slow) and not all(slow):
+            if any(slow) and not all(slow) and _but_ratio(less) == _but_ratio(more):
                 yield Option(text, more, by_node=tuple(less if late else more for late in slow))
             if any(op.name == "pull" for op in path):
                 yield Option(text, more, down=less)
                 yield Option(text, less, down=more)
+
+
+def _but_ratio(codec: str) -> str:
+    """What codecs that one server reads have in common."""
+    return re.sub(r"ratio=[^,)]*", "ratio", codec)
 
 
 def _name(path: Path, cluster: Cluster) -> str:
