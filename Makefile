@@ -26,7 +26,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The CUDA sources for every target (needs nvcc, no GPU).
 cuda: setup

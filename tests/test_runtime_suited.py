@@ -36,7 +36,7 @@ def plan(**fields: Any) -> Plan:
     ({"path": REDUCED, "codec": "topk(ratio=0.1)"}, "an all-reduce, allowed are codecs whose payloads add up"),
     ({"path": REDUCED, "codec": "bf16()"}, "payloads go through an all-reduce"),
     ({"path": GATHERED, "codec": "int8()", "down": "identity()"}, "`down` and `by_node` are for path 'service'"),
-    ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int4()")}, "`down` and `by_node` are for path 'service'"),
+    ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int8()")}, "`down` and `by_node` are for path 'service'"),
     ({"path": SERVED}, "workers know paths over servers as 'service' alone"),
 ])
 def test_what_cannot_run_is_told(fields: dict[str, Any], said: str) -> None:

@@ -29,7 +29,7 @@ def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
         for codec in codecs:
             codec.bound(bucket.spec)
     except ValueError as error:
-        yield str(error)
+        yield str(error).removeprefix(f"bucket {bucket.id}: ")
         return
     if bucket.path not in ("service", "allreduce"):
         yield from _staged(bucket, codecs[0], cuda)
