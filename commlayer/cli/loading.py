@@ -21,7 +21,9 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
     except FileNotFoundError:
         raise ValueError(f"{where}: no such file") from None
     except Exception as error:
-        raise ValueError(f"{text}: {type(error).__name__}: {error}".splitlines()[0]) from None
+        absent = isinstance(error, ModuleNotFoundError) and not where.endswith(".py")
+        said = str(error) if absent else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{text}: {said}".splitlines()[0]) from None
     found: Any = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{text}: has no function {name} {what}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +11,7 @@ import typer
 from commlayer.balance import tuner, tuner_loss
 from commlayer.balance.tuner_space import CODECS, Space, default_space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.cli.loading import function_of
 
 BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
 
@@ -71,30 +70,9 @@ def read_space(codecs: tuple[str, ...], ratio: str, batch: str) -> Space:
 
 def load(task: str) -> tuner.Proxy:
     """The function that a task names."""
-    named = BUILT_IN.get(task, task)
-    if named.endswith(".py"):
-        path, name = Path(named), "proxy"
-        found = importlib.util.spec_from_file_location("commlayer_tuned", path) if path.is_file() else None
-        if found is None or found.loader is None:
-            raise ValueError(f"{task}: no such file")
-        module = importlib.util.module_from_spec(found)
-        try:
-            found.loader.exec_module(module)
-        except Exception as error:
-            raise ValueError(f"{task}: {type(error).__name__}: {error}".splitlines()[0]) from None
-    else:
-        where, colon, name = named.partition(":")
-        if not colon:
-            raise ValueError(f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
-        try:
-            module = importlib.import_module(where)
-        except ImportError as error:
-            raise ValueError(f"{task}: {error}") from None
-    proxy = getattr(module, name, None)
-    if not callable(proxy):
-        raise ValueError(f"{task}: has no function {name}(settings) that returns seconds and loss")
-    made: tuner.Proxy = proxy
-    return made
+    if task not in BUILT_IN and not task.endswith(".py") and ":" not in task:
+        raise ValueError(f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
+    return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
 
 
 def _show(running: Iterator[Trial], kept: Store, asked: Search, trials: int) -> None:
