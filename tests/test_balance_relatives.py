@@ -96,6 +96,10 @@ def test_disturbances_ramps_lives_and_noise_are_exact() -> None:
     assert slow_after(steps, 0, 3) == 3
 
 
+def test_the_smallest_weight_takes_no_more_than_is_left() -> None:
+    assert apportion([1.0, 5e-324], 2, [1, None]) == [1, 1]
+
+
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.integers(0, 200), st.data())
 def test_apportioned_shares_keep_the_sum_and_the_caps(weights: list[float], total: int, data: st.DataObject) -> None:
     caps = data.draw(st.lists(st.one_of(st.none(), st.integers(0, 100)), min_size=len(weights), max_size=len(weights)))

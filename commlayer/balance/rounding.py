@@ -12,14 +12,16 @@ def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] =
         raise ValueError(f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a cap")
     open_yet, left, taken = set(range(len(weights))), total, [0] * len(weights)
     while True:
-        scale = left / (sum(weights[i] for i in open_yet) or 1.0)
-        over = {i for i in open_yet if weights[i] * scale >= most[i]}
+        whole = sum(weights[i] for i in open_yet) or 1.0
+        # A fraction first: left / whole would be infinite for the smallest weights.
+        part = {i: left * (weights[i] / whole) for i in open_yet}
+        over = {i for i in open_yet if part[i] >= most[i]}
         if not over or over == open_yet:
             break
         for i in over:
             taken[i], left = most[i], left - most[i]
         open_yet -= over
-    real = {i: min(weights[i] * scale, most[i]) for i in open_yet}
+    real = {i: min(part[i], most[i]) for i in open_yet}
     for i in open_yet:
         taken[i] = int(real[i])
     short = total - sum(taken)
