@@ -7,7 +7,7 @@ import random
 
 import pytest
 from balance_kit import PAPER
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commlayer.balance.models import Line
@@ -34,6 +34,7 @@ def test_a_line_that_holds_is_kept(slope_s: float, intercept_s: float, batch: in
 
 
 @settings(max_examples=60, deadline=None)
+@example([(1, 1e-05), (1, 1.0), (1, 26.0), (1, 1.0)])
 @given(st.lists(st.tuples(st.integers(1, 400), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
 def test_whatever_is_measured_the_line_stays_one(points: list[tuple[int, float]]) -> None:
     online = OnlineLine()

@@ -143,7 +143,7 @@ class OnlineLine:
         )
 
     def _variance(self, batch: int) -> float:
-        return self._p[0] + 2 * batch * self._p[1] + batch**2 * self._p[2]
+        return max(0.0, self._p[0] + 2 * batch * self._p[1] + batch**2 * self._p[2])
 
     def _update(self, batch: int, time_s: float, forget: float) -> None:
         aa, ab, bb = self._p
@@ -159,7 +159,10 @@ class OnlineLine:
         error_s = time_s - self._a - self._s * batch
         self._a += va * gain * error_s
         self._s += vb * gain * error_s
-        self._p = (max(aa - gain * va * va, 0.0), ab - gain * va * vb, max(bb - gain * vb * vb, 0.0))
+        aa, bb = max(aa - gain * va * va, 0.0), max(bb - gain * vb * vb, 0.0)
+        # Rounding may leave more covariance than the two variances bear, and then a variance below zero elsewhere.
+        most = math.sqrt(aa * bb)
+        self._p = (aa, min(max(ab - gain * va * vb, -most), most), bb)
         self._bound(batch)
 
     def _bound(self, batch: int) -> None:
