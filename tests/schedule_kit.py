@@ -7,7 +7,8 @@ import random
 from commlayer.planner.model import Task
 from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 
-LANES = ("compute:a", "cpu:a", "up:a", "down:a", "compute:b", "cpu:b", "up:b", "down:b", "server:0")
+ALONE = ("compute:a", "cpu:a", "compute:b", "cpu:b", "server:0")
+SHARED = ("up:a", "down:a", "up:b", "down:b", "intra:a")
 
 
 def chain(*steps: tuple[str, float]) -> tuple[Task, ...]:
@@ -22,10 +23,11 @@ def one_node(ready_s: tuple[float, ...], work_s: float) -> tuple[Pace, ...]:
 def random_tasks(rng: random.Random) -> tuple[Task, ...]:
     tasks = []
     for place in range(rng.randint(0, 5)):
-        lanes = rng.sample(LANES, rng.choice((0, 1, 1, 1, 2, 2, 4)))
+        lanes = rng.sample(ALONE, 1) if rng.random() < 0.4 else rng.sample(SHARED, rng.choice((0, 1, 1, 2, 2, 4)))
         after = tuple(sorted(rng.sample(range(place), rng.randint(0, min(place, 2)))))
         seconds = [rng.choice((0.0, 0.5, 1.0, rng.random())) for _ in lanes]
-        tasks.append(Task(tuple(zip(lanes, seconds, strict=True)), after, rng.choice((0.0, 0.0, 0.1, rng.random()))))
+        tasks.append(Task(tuple(zip(lanes, seconds, strict=True)), after, rng.choice((0.0, 0.0, 0.1, rng.random())),
+                          rng.choice(("", "push", "pull"))))
     return tuple(tasks)
 
 

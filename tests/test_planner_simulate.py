@@ -62,23 +62,48 @@ def test_work_on_the_gpu_behind_backward_delays_nothing() -> None:
     assert times(flatten(loads, one_node((1.0,), 1.0), tail_s=0.25)) == (3.75, [(1.0, 3.0), (3.0, 3.5)])
 
 
-def test_a_transfer_holds_each_lane_as_long_as_it_needs_it() -> None:
-    """The receiver's fast down-link is free again before the sender's slow up-link; latency comes behind both."""
-    wide = Task((("up:a", 2.0), ("down:b", 0.5)), latency_s=0.1)
-    loads = [load(wide), load(*chain(("down:b", 1.0)), urgency=1)]
-    step_s, spans = times(flatten(loads, (Pace("a", (0.0, 0.0), 0.0), Pace("b", (0.0, 0.0), 0.0))))
-    assert spans == [(0.0, 2.1), (0.5, 1.5)]
-    assert step_s == 2.1
+ENDS = (Pace("a", (0.0, 0.0), 0.0), Pace("b", (0.0, 0.0), 0.0))
 
 
-def test_a_task_waits_for_all_its_lanes_and_leaves_them_to_others_meanwhile() -> None:
+def push(*lanes: tuple[str, float], latency_s: float = 0.0) -> tuple[Task]:
+    return (Task(lanes, latency_s=latency_s, op="net.push"),)
+
+
+def test_a_transfer_is_through_when_its_slowest_lane_is() -> None:
+    """The receiver's fast down-link serves it by the way; latency comes behind both."""
+    loads = [load(*push(("up:a", 2.0), ("down:b", 0.5), latency_s=0.1)), load(*push(("up:a", 1.0), ("down:b", 1.0)), urgency=1)]
+    step_s, spans = times(flatten(loads, ENDS))
+    assert spans == [(0.0, 2.1), (2.0, 3.0)], "latency does not hold the connection"
+    assert step_s == 3.0
+
+
+def test_connections_share_a_link() -> None:
+    """Both are on a's up-link: the short one is through at 2 s having had 1 s of it, then the long one is alone."""
+    loads = [load(*push(("up:a", 1.0), ("down:b", 1.0))), load(*push(("up:a", 2.0), ("down:c", 2.0)), urgency=1)]
+    assert times(flatten(loads, ENDS))[1] == [(0.0, 2.0), (0.0, 3.0)]
+
+
+def test_a_connection_whose_receiver_is_busy_holds_up_nobody_else() -> None:
+    """Three senders share b's down-link for 3 s; what a sends to d meanwhile is through when its own half of the up-link is."""
     loads = [
-        load(*chain(("down:b", 2.0)), urgency=0),
-        load(Task((("up:a", 1.0), ("down:b", 1.0))), urgency=1),
-        load(*chain(("up:a", 1.5)), urgency=2),
+        load(*push(("up:a", 1.0), ("down:b", 1.0))), load(*push(("up:c", 1.0), ("down:b", 1.0))),
+        load(*push(("up:e", 1.0), ("down:b", 1.0))), load(*push(("up:a", 1.0), ("down:d", 1.0))),
     ]
-    _, spans = times(flatten(loads, (Pace("a", (0.0,) * 3, 0.0), Pace("b", (0.0,) * 3, 0.0))))
-    assert spans == [(0.0, 2.0), (2.0, 3.0), (0.0, 1.5)]
+    paces = tuple(Pace(name, (0.0,) * 4, 0.0) for name in "ace")
+    assert times(flatten(loads, paces))[1] == [(0.0, 3.0), (0.0, 3.0), (0.0, 3.0), (0.0, 2.0)]
+
+
+def test_what_goes_and_what_comes_are_two_connections() -> None:
+    """Of one connection the more urgent bucket goes first; a result going the same way has a connection of its own."""
+    pull = (Task((("up:a", 1.0), ("down:b", 1.0)), op="net.pull"),)
+    loads = [load(*push(("up:a", 1.0), ("down:b", 1.0)), urgency=i) for i in (1, 0)] + [load(*pull, urgency=2)]
+    paces = tuple(Pace(name, (0.0,) * 3, 0.0) for name in "ab")
+    assert times(flatten(loads, paces))[1] == [(0.0, 2.0), (2.0, 3.0), (0.0, 2.0)]
+
+
+def test_only_transfers_share_lanes() -> None:
+    with pytest.raises(ValueError, match="lanes cpu:a, up:a together, allowed: one, or any of up, down, intra"):
+        flatten([load(Task((("cpu:a", 1.0), ("up:a", 1.0))))], one_node((0.0,), 0.0))
 
 
 def test_a_task_of_one_node_waits_for_that_node_alone() -> None:
@@ -103,6 +128,13 @@ def test_only_what_holds_the_step_up_is_critical() -> None:
     problem = flatten([load(*chain(("up:a", 0.5))), load(*chain(("up:a", 1.0)))], one_node((0.0, 2.0), 2.0))
     _, starts, ends = schedule(problem).trace([0, 0])
     assert critical(problem, [0, 0], starts, ends) == {1}
+
+
+def test_what_shared_a_link_with_it_is_critical() -> None:
+    loads = [load(*push(("up:a", 0.5), ("down:b", 0.5))), load(*push(("up:a", 2.0), ("down:c", 2.0)))]
+    problem = flatten(loads, ENDS)
+    _, starts, ends = schedule(problem).trace([0, 0])
+    assert critical(problem, [0, 0], starts, ends) == {0, 1}
 
 
 def test_a_codec_that_made_a_gradient_late_is_critical() -> None:
@@ -140,8 +172,9 @@ def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("lane", [99]), ("gate", [-1]), ("order", [1]), ("bucket_options", [0, 2]), ("most_tasks", 0), ("seconds", [-1.0]),
-     ("ready", [math.nan, 0.0]), ("next", [5]), ("stale", []), ("task_lanes", [0, 3])],
+    [("line_lane", [99]), ("gate", [-1]), ("order", [1]), ("bucket_options", [0, 2]), ("most_tasks", 0), ("seconds", [-1.0]),
+     ("ready", [math.nan, 0.0]), ("next", [5]), ("stale", []), ("task_seconds", [0, 3]),
+     ("task_line", [7]), ("lane_shared", []), ("line_lanes", [0])],
 )
 def test_arrays_that_do_not_fit_are_refused(field: str, value: object) -> None:
     problem = flatten([load(*chain(("up:a", 1.0)))], one_node((0.0,), 0.0))

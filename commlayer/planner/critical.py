@@ -5,6 +5,7 @@ A bucket before a gap on the lanes is not among them: were it faster, the gap wo
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from commlayer.planner.problem import Problem
@@ -19,24 +20,18 @@ def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], e
     if problem.steps > 1:
         return everything
     kinds, buckets = laid_out(problem, choice)
-    lanes = [problem.lane[problem.task_lanes[k] : problem.task_lanes[k + 1]] for k in kinds]
-    stopping = [(i, problem.lane_node[lane]) for i, each in enumerate(lanes) for lane in each if problem.lane_node[lane] >= 0]
+    lines = [problem.task_line[k] for k in kinds]
+    stopping = [(i, node) for i, line in enumerate(lines) for lane in _lanes(problem, line) if (node := problem.lane_node[lane]) >= 0]
     slack = CLOSE * max(ends, default=0.0)
-    freed: dict[tuple[int, int], list[int]] = {}
-    """Tasks by lane and the moment, in units of slack, at which they leave it."""
-    for i, kind in enumerate(kinds):
-        for edge in range(problem.task_lanes[kind], problem.task_lanes[kind + 1]):
-            moment = starts[i] + problem.seconds[edge]
-            freed.setdefault((problem.lane[edge], _tick(moment, slack)), []).append(i)
+    free = [end - problem.latency[kind] for end, kind in zip(ends, kinds, strict=True)]
+    traffic = _Traffic(problem, lines, starts, free)
     before = _predecessors(problem, kinds, buckets)
     last = max(ends, default=0.0)
     waiting = [i for i, end in enumerate(ends) if end >= last - slack]
     seen = set(waiting)
     while waiting:
         i = waiting.pop()
-        tick = _tick(starts[i], slack)
-        held = [j for lane in lanes[i] for near in (-1, 0, 1) for j in freed.get((lane, tick + near), ())]
-        causes = [j for j in before[i] if ends[j] >= starts[i] - slack] + held
+        causes = [j for j in before[i] if ends[j] >= starts[i] - slack] + traffic.beside(i, slack)
         gates = problem.gate[problem.task_gates[kinds[i]] : problem.task_gates[kinds[i] + 1]]
         # What was coded on the node's GPU before has made this gradient late.
         causes += [j for j, node in stopping if node in gates and starts[j] < starts[i]] if gates else []
@@ -45,6 +40,43 @@ def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], e
                 seen.add(j)
                 waiting.append(j)
     return {buckets[i] for i in seen}
+
+
+class _Traffic:
+    """What held or shared the lanes of a task. A line takes one task at a time, so there ends rise with starts."""
+
+    def __init__(self, problem: Problem, lines: Sequence[int], starts: Sequence[float], free: Sequence[float]) -> None:
+        self._lines, self._starts, self._free = lines, starts, free
+        self._on: dict[int, list[int]] = {}
+        for i in sorted(range(len(lines)), key=starts.__getitem__):
+            self._on.setdefault(lines[i], []).append(i)
+        self._on.pop(-1, None)
+        self._place = {i: place for on in self._on.values() for place, i in enumerate(on)}
+        self._ends = {line: [free[i] for i in on] for line, on in self._on.items()}
+        over: dict[int, list[int]] = {}
+        for line in self._on:
+            for lane in _lanes(problem, line):
+                over.setdefault(lane, []).append(line)
+        self._beside = {line: sorted({o for lane in _lanes(problem, line) for o in over[lane]} - {line}) for line in self._on}
+
+    def beside(self, i: int, slack: float) -> list[int]:
+        """The one that left its line when it began, and all that were on one of its lanes with it."""
+        line, start, end = self._lines[i], self._starts[i], self._free[i]
+        if line < 0:
+            return []
+        place = self._place[i]
+        found = self._on[line][place - 1 : place] if place and self._ends[line][place - 1] >= start - slack else []
+        for other in self._beside[line]:
+            on = self._on[other]
+            at = bisect.bisect_right(self._ends[other], start + slack)
+            while at < len(on) and self._starts[on[at]] < end - slack:
+                found.append(on[at])
+                at += 1
+        return found
+
+
+def _lanes(problem: Problem, line: int) -> list[int]:
+    return problem.line_lane[problem.line_lanes[line] : problem.line_lanes[line + 1]] if line >= 0 else []
 
 
 def laid_out(problem: Problem, choice: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -67,7 +99,3 @@ def _predecessors(problem: Problem, kinds: list[int], buckets: list[int]) -> lis
         for place in problem.next[problem.task_next[kind] : problem.task_next[kind + 1]]:
             before[first + place].append(i)
     return before
-
-
-def _tick(moment: float, slack: float) -> int:
-    return round(moment / slack) if slack else 0

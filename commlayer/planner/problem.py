@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from commlayer.planner.model import Task
 
 COMPUTE = "compute"
 """The lane of a node's gradients: "compute:NODE". What else runs there delays them."""
+SHARED = ("up", "down", "intra")
+"""Kinds of lanes that carry several transfers at once."""
 STEPS_IF_STALE = 3
 """A stale bucket's transfer reaches into the next step: after this many the pattern repeats."""
 
@@ -29,6 +31,8 @@ class Shape(NamedTuple):
 
     lanes: tuple[tuple[str, ...], ...]
     after: tuple[tuple[int, ...], ...]
+    ops: tuple[str, ...]
+    """Of transfers: each op has connections of its own."""
 
 
 class Way(NamedTuple):
@@ -60,11 +64,14 @@ class Problem(NamedTuple):
     order: list[int]
     stale: list[int]
     lane_node: list[int]
+    lane_shared: list[int]
     tail: float
     bucket_options: list[int]
     option_tasks: list[int]
-    task_lanes: list[int]
-    lane: list[int]
+    line_lanes: list[int]
+    line_lane: list[int]
+    task_line: list[int]
+    task_seconds: list[int]
     seconds: list[float]
     latency: list[float]
     need: list[int]
@@ -81,11 +88,28 @@ class Problem(NamedTuple):
 
 def way(tasks: Sequence[Task]) -> Way:
     """
-    >>> way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5),))
-    Way(shape=Shape(lanes=(('up:a', 'down:b'),), after=((),)), seconds=[2.0, 1.0], latency=[0.5])
+    >>> way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
+    Way(shape=Shape(lanes=(('up:a', 'down:b'),), after=((),), ops=('net.push',)), seconds=[2.0, 1.0], latency=[0.5])
     """
-    shape = Shape(tuple(tuple(lane for lane, _ in task.lanes) for task in tasks), tuple(task.after for task in tasks))
+    shape = shape_of(tasks)
     return Way(shape, [seconds for task in tasks for _, seconds in task.lanes], [task.latency_s for task in tasks])
+
+
+class _Placed(Protocol):
+    """A task, or a step whose seconds are lines."""
+
+    @property
+    def lanes(self) -> Sequence[tuple[str, object]]: ...
+    @property
+    def after(self) -> tuple[int, ...]: ...
+    @property
+    def op(self) -> str: ...
+
+
+def shape_of(tasks: Sequence[_Placed]) -> Shape:
+    lanes = tuple(tuple(lane for lane, _ in task.lanes) for task in tasks)
+    ops = tuple(task.op if on and _shared(on[0]) else "" for task, on in zip(tasks, lanes, strict=True))
+    return Shape(lanes, tuple(task.after for task in tasks), ops)
 
 
 def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0, priority: bool = True) -> Problem:
@@ -96,7 +120,8 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
     number = {lane: i for i, lane in enumerate(lanes)}
     node_of = {pace.node: i for i, pace in enumerate(paces)}
     owner = [_owner(lane, node_of) for lane in lanes]
-    flat = {shape: _flat(shape, number, owner, len(paces)) for shape in distinct}
+    lines: dict[Line, int] = {}
+    flat = {shape: _flat(shape, number, lines, owner, len(paces)) for shape in distinct}
     flats = [flat[way.shape] for way in ways]
     buckets = range(len(loads))
     stale = [int(load.stale) for load in loads]
@@ -105,9 +130,11 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
         ready=[t for pace in paces for t in (*pace.ready_s, pace.work_s)],
         ready_order=[b for pace in paces for b in sorted(buckets, key=pace.ready_s.__getitem__)],
         order=sorted(buckets, key=lambda b: loads[b].urgency), stale=stale,
-        lane_node=[owner[i] if lane.startswith(COMPUTE) else -1 for i, lane in enumerate(lanes)], tail=tail_s,
+        lane_node=[owner[i] if lane.startswith(COMPUTE) else -1 for i, lane in enumerate(lanes)],
+        lane_shared=[int(_shared(lane)) for lane in lanes], tail=tail_s,
         bucket_options=_edges(len(load.ways) for load in loads), option_tasks=_edges(len(f.need) for f in flats),
-        task_lanes=_edges(n for f in flats for n in f.held), lane=[i for f in flats for i in f.lane],
+        line_lanes=_edges(len(on) for _, on in lines), line_lane=[number[lane] for _, on in lines for lane in on],
+        task_line=[i for f in flats for i in f.line], task_seconds=_edges(n for f in flats for n in f.held),
         seconds=[s for way in ways for s in way.seconds], latency=[s for way in ways for s in way.latency],
         need=[n for f in flats for n in f.need],
         task_next=_edges(n for f in flats for n in f.followed), next=[i for f in flats for i in f.next],
@@ -116,11 +143,15 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
     )
 
 
+Line = tuple[str, tuple[str, ...]]
+"""What goes over it and its lanes."""
+
+
 class _Flat(NamedTuple):
-    """A shape with lanes and nodes by number; held, followed and gated count what each task has in lane, next and gate."""
+    """A shape with lines and nodes by number; held, followed and gated count what each task has in seconds, next and gate."""
 
     held: list[int]
-    lane: list[int]
+    line: list[int]
     need: list[int]
     followed: list[int]
     next: list[int]
@@ -128,7 +159,7 @@ class _Flat(NamedTuple):
     gate: list[int]
 
 
-def _flat(shape: Shape, number: dict[str, int], owner: list[int], nodes: int) -> _Flat:
+def _flat(shape: Shape, number: dict[str, int], lines: dict[Line, int], owner: list[int], nodes: int) -> _Flat:
     next_of: list[list[int]] = [[] for _ in shape.after]
     gates: list[list[int]] = []
     for place, (lanes, after) in enumerate(zip(shape.lanes, shape.after, strict=True)):
@@ -138,11 +169,26 @@ def _flat(shape: Shape, number: dict[str, int], owner: list[int], nodes: int) ->
         mine = sorted({owner[number[lane]] for lane in lanes} - {-1}) or list(range(nodes))
         gates.append([] if after else mine)
     return _Flat(
-        held=[len(lanes) for lanes in shape.lanes], lane=[number[lane] for lanes in shape.lanes for lane in lanes],
+        held=[len(lanes) for lanes in shape.lanes],
+        line=[_line(op, lanes, lines) for op, lanes in zip(shape.ops, shape.lanes, strict=True)],
         need=[len(after) + len(gate) for after, gate in zip(shape.after, gates, strict=True)],
         followed=[len(each) for each in next_of], next=[place for each in next_of for place in each],
         gated=[len(each) for each in gates], gate=[node for each in gates for node in each],
     )
+
+
+def _line(op: str, lanes: tuple[str, ...], lines: dict[Line, int]) -> int:
+    """By number; what goes one after the other. A connection is an op between the same ends."""
+    if not lanes:
+        return -1
+    shared = [_shared(lane) for lane in lanes]
+    if not all(shared) and len(lanes) > 1:
+        raise ValueError(f"task {op or lanes}: lanes {', '.join(lanes)} together, allowed: one, or any of {', '.join(SHARED)}")
+    return lines.setdefault((op, lanes), len(lines))
+
+
+def _shared(lane: str) -> bool:
+    return lane.partition(":")[0] in SHARED
 
 
 def _owner(lane: str, node_of: dict[str, int]) -> int:

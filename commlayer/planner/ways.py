@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.lines import ZERO
 from commlayer.planner.model import Profile
-from commlayer.planner.problem import COMPUTE, Shape, Way
+from commlayer.planner.problem import COMPUTE, Shape, Way, shape_of
 from commlayer.planner.walk import Step
 
 DENSE = "identity()"
@@ -113,9 +113,8 @@ class Ways:
 
 
 def template(steps: Sequence[Step]) -> Template:
-    shape = Shape(tuple(tuple(lane for lane, _ in step.lanes) for step in steps), tuple(step.after for step in steps))
     return Template(
-        shape, tuple((line.floor_s, line.slope_s) for step in steps for _, line in step.lanes),
+        shape_of(steps), tuple((line.floor_s, line.slope_s) for step in steps for _, line in step.lanes),
         tuple((step.latency.floor_s, step.latency.slope_s) for step in steps), sum(step.nbytes.slope_s for step in steps),
     )
 

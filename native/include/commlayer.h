@@ -239,11 +239,15 @@ typedef struct cml_schedule {
   const int32_t* order;           /* buckets, the most urgent first */
   const uint8_t* stale;           /* buckets: due by the end of the next step */
   const int32_t* lane_node;       /* lanes: the node whose computing a task on this lane delays, or -1 */
+  const uint8_t* lane_shared;     /* lanes: 1 if several tasks may be on it, each as fast as an equal part of it allows */
   double tail;                    /* seconds behind the last bucket: the optimizer's step */
   const int32_t* bucket_options;  /* buckets + 1 */
   const int32_t* option_tasks;    /* options + 1 */
-  const int32_t* task_lanes;      /* tasks + 1, edges of lane and seconds */
-  const int32_t* lane;
+  int32_t lines;                  /* queues: an exclusive lane, or shared lanes that one connection goes over */
+  const int32_t* line_lanes;      /* lines + 1, edges of line_lane */
+  const int32_t* line_lane;
+  const int32_t* task_line;       /* tasks: one at a time on a line; -1 if it needs none */
+  const int32_t* task_seconds;    /* tasks + 1, edges of seconds: one for each lane of its line */
   const double* seconds;
   const double* latency;          /* tasks */
   const int32_t* need;            /* tasks: how many ends and gradients it waits for */

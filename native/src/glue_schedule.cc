@@ -19,13 +19,16 @@ class Schedule {
       : ready_(list<Reals>(p, "ready")), seconds_(list<Reals>(p, "seconds")), latency_(list<Reals>(p, "latency")),
         ready_order_(list<Ints>(p, "ready_order")), order_(list<Ints>(p, "order")), lane_node_(list<Ints>(p, "lane_node")),
         bucket_options_(list<Ints>(p, "bucket_options")), option_tasks_(list<Ints>(p, "option_tasks")),
-        task_lanes_(list<Ints>(p, "task_lanes")), lane_(list<Ints>(p, "lane")), need_(list<Ints>(p, "need")),
+        line_lanes_(list<Ints>(p, "line_lanes")), line_lane_(list<Ints>(p, "line_lane")), task_line_(list<Ints>(p, "task_line")),
+        task_seconds_(list<Ints>(p, "task_seconds")), need_(list<Ints>(p, "need")),
         task_next_(list<Ints>(p, "task_next")), next_(list<Ints>(p, "next")), task_gates_(list<Ints>(p, "task_gates")),
         gate_(list<Ints>(p, "gate")) {
     for (const int32_t stale : list<Ints>(p, "stale")) stale_.push_back(stale != 0);
+    for (const int32_t shared : list<Ints>(p, "lane_shared")) shared_.push_back(shared != 0);
     in_.buckets = size(order_);
     in_.nodes = nb::cast<int32_t>(p.attr("nodes"));
     in_.lanes = size(lane_node_);
+    in_.lines = size(line_lanes_) - 1;
     in_.steps = nb::cast<int32_t>(p.attr("steps"));
     in_.priority = nb::cast<bool>(p.attr("priority")) ? 1 : 0;
     in_.tail = nb::cast<double>(p.attr("tail"));
@@ -33,7 +36,8 @@ class Schedule {
     check();
     in_.ready = ready_.data(), in_.ready_order = ready_order_.data(), in_.order = order_.data(), in_.stale = stale_.data();
     in_.lane_node = lane_node_.data(), in_.bucket_options = bucket_options_.data(), in_.option_tasks = option_tasks_.data();
-    in_.task_lanes = task_lanes_.data(), in_.lane = lane_.data(), in_.seconds = seconds_.data();
+    in_.lane_shared = shared_.data(), in_.line_lanes = line_lanes_.data(), in_.line_lane = line_lane_.data();
+    in_.task_line = task_line_.data(), in_.task_seconds = task_seconds_.data(), in_.seconds = seconds_.data();
     in_.latency = latency_.data(), in_.need = need_.data(), in_.task_next = task_next_.data(), in_.next = next_.data();
     in_.task_gates = task_gates_.data(), in_.gate = gate_.data();
     scratch_.resize(static_cast<size_t>(cml_schedule_scratch(&in_) / 8 + 1));
@@ -114,15 +118,19 @@ class Schedule {
     if (in_.nodes < 1 || in_.steps < 1 || stale_.size() != buckets) wrong("stale");
     if (ready_.size() != nodes * (buckets + 1)) wrong("ready");
     if (ready_order_.size() != nodes * buckets) wrong("ready_order");
-    if (latency_.size() != tasks || lane_.size() != seconds_.size()) wrong("latency");
+    if (latency_.size() != tasks) wrong("latency");
+    if (shared_.size() != lane_node_.size()) wrong("lane_shared");
+    if (in_.lines < 0) wrong("line_lanes");
     edges("bucket_options", bucket_options_, buckets, options);
     edges("option_tasks", option_tasks_, options, tasks);
-    edges("task_lanes", task_lanes_, tasks, lane_.size());
+    edges("line_lanes", line_lanes_, static_cast<size_t>(in_.lines), line_lane_.size());
+    edges("task_seconds", task_seconds_, tasks, seconds_.size());
     edges("task_next", task_next_, tasks, next_.size());
     edges("task_gates", task_gates_, tasks, gate_.size());
     below("ready_order", ready_order_, 0, in_.buckets);
     below("order", order_, 0, in_.buckets);
-    below("lane", lane_, 0, in_.lanes);
+    below("line_lane", line_lane_, 0, in_.lanes);
+    lines();
     below("lane_node", lane_node_, -1, in_.nodes);
     below("gate", gate_, 0, in_.nodes);
     for (size_t o = 0; o < options; ++o)
@@ -143,6 +151,25 @@ class Schedule {
     times("ready", ready_), times("seconds", seconds_), times("latency", latency_);
   }
 
+  // A lane that is not shared is a line of its own; a task has one time for each lane of its line.
+  void lines() const {
+    std::vector<uint8_t> used(shared_.size());
+    for (int32_t line = 0; line < in_.lines; ++line) {
+      const int32_t first = line_lanes_[line], last = line_lanes_[line + 1];
+      if (first == last) wrong("line_lanes");
+      for (int32_t i = first; i < last; ++i) {
+        const auto lane = static_cast<size_t>(line_lane_[i]);
+        if (shared_[lane] == 0 && (last - first > 1 || used[lane]++ != 0)) wrong("line_lane");
+      }
+    }
+    if (task_line_.size() != need_.size()) wrong("task_line");
+    below("task_line", task_line_, -1, in_.lines);
+    for (size_t task = 0; task < task_line_.size(); ++task) {
+      const int32_t line = task_line_[task], lanes = line < 0 ? 0 : line_lanes_[line + 1] - line_lanes_[line];
+      if (task_seconds_[task + 1] - task_seconds_[task] != lanes) wrong("task_seconds");
+    }
+  }
+
   void check(const Ints& choice) const {
     if (size(choice) != in_.buckets) wrong("choice");
     for (int32_t b = 0; b < in_.buckets; ++b)
@@ -151,9 +178,9 @@ class Schedule {
 
   cml_schedule in_{};
   Reals ready_, seconds_, latency_;
-  Ints ready_order_, order_, lane_node_, bucket_options_, option_tasks_, task_lanes_, lane_, need_, task_next_, next_,
-      task_gates_, gate_;
-  std::vector<uint8_t> stale_;
+  Ints ready_order_, order_, lane_node_, bucket_options_, option_tasks_, line_lanes_, line_lane_, task_line_, task_seconds_,
+      need_, task_next_, next_, task_gates_, gate_;
+  std::vector<uint8_t> stale_, shared_;
   Reals scratch_;
 };
 

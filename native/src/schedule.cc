@@ -1,4 +1,4 @@
-// The event loop of the planner's simulation: lanes, each held by one task at a time. Knows no paths and no prices.
+// The event loop of the planner's simulation: lines of tasks over lanes. Knows no paths and no prices.
 // commlayer/planner/twin.py is the same in Python and says more of why.
 #include "dispatch.h"
 
@@ -40,7 +40,7 @@ class Run {
   Run(const cml_schedule& in, void* scratch) : in_(in), arena_(scratch) {
     const int64_t most = int64_t{in.most_tasks} * in.steps;
     words_ = (most + 63) / 64;
-    lane_words_ = (in.lanes + 63) / 64;
+    line_words_ = (in.lines + 63) / 64;
     first_ = arena_.take<int32_t>(in.buckets);
     kind_ = arena_.take<int32_t>(most);
     bucket_ = arena_.take<int32_t>(most);
@@ -48,12 +48,20 @@ class Run {
     by_arrival_ = arena_.take<int32_t>(most);
     heap_ = arena_.take<Event>(most);
     over_ = arena_.take<int32_t>(most);
-    free_at_ = arena_.take<double>(in.lanes);
-    ends_with_ = arena_.take<int32_t>(in.lanes);
-    waiting_ = arena_.take<uint64_t>(words_ * in.lanes);
-    low_ = arena_.take<int64_t>(in.lanes);
-    check_ = arena_.take<uint64_t>(lane_words_);
-    busy_ = arena_.take<uint8_t>(in.lanes);
+    due_at_ = arena_.take<double>(in.lanes);
+    served_ = arena_.take<double>(in.lanes);
+    served_at_ = arena_.take<double>(in.lanes);
+    head_ = arena_.take<int32_t>(in.lanes);
+    on_ = arena_.take<int32_t>(in.lanes);
+    const int32_t entries = in.line_lanes[in.lines];
+    behind_ = arena_.take<int32_t>(entries);
+    line_of_ = arena_.take<int32_t>(entries);
+    leaves_ = arena_.take<double>(entries);
+    current_ = arena_.take<int32_t>(in.lines);
+    unserved_ = arena_.take<int32_t>(in.lines);
+    waiting_ = arena_.take<uint64_t>(words_ * in.lines);
+    low_ = arena_.take<int64_t>(in.lines);
+    check_ = arena_.take<uint64_t>(line_words_);
     at_ = arena_.take<int32_t>(in.nodes);
     offset_ = arena_.take<double>(in.nodes);
     due_ = arena_.take<double>(in.nodes);
@@ -110,11 +118,15 @@ class Run {
       std::fill(start_, start_ + all, std::numeric_limits<double>::quiet_NaN());
       std::fill(end_, end_ + all, std::numeric_limits<double>::quiet_NaN());
     }
-    std::memset(waiting_, 0, static_cast<size_t>(words_ * in_.lanes) * 8);
-    std::memset(check_, 0, static_cast<size_t>(lane_words_) * 8);
-    std::memset(busy_, 0, static_cast<size_t>(in_.lanes));
-    std::fill(low_, low_ + in_.lanes, words_);
-    std::fill(free_at_, free_at_ + in_.lanes, kNever);
+    std::memset(waiting_, 0, static_cast<size_t>(words_ * in_.lines) * 8);
+    std::memset(check_, 0, static_cast<size_t>(line_words_) * 8);
+    std::fill(low_, low_ + in_.lines, words_);
+    std::fill(current_, current_ + in_.lines, -1);
+    std::fill(due_at_, due_at_ + in_.lanes, kNever);
+    std::fill(head_, head_ + in_.lanes, -1);
+    std::fill(on_, on_ + in_.lanes, 0);
+    for (int32_t line = 0; line < in_.lines; ++line)
+      for (int32_t e = in_.line_lanes[line]; e < in_.line_lanes[line + 1]; ++e) line_of_[e] = line;
     heap_size_ = 0;
     arrivals_ = 0;
   }
@@ -130,7 +142,7 @@ class Run {
     while (computing > 0 || open_[step] > 0 || (step > 0 && open_stale_[step - 1] > 0)) {
       double soonest = heap_size_ > 0 ? heap_[0].at : kNever;
       for (int32_t n = 0; n < in_.nodes; ++n) soonest = std::min(soonest, due_[n]);
-      for (int32_t lane = 0; lane < in_.lanes; ++lane) soonest = std::min(soonest, free_at_[lane]);
+      for (int32_t lane = 0; lane < in_.lanes; ++lane) soonest = std::min(soonest, due_at_[lane]);
       if (soonest == kNever) return CML_ERR_ARGUMENT;
       now_ = soonest;
       if (now_ > last_) return kNever;
@@ -144,22 +156,16 @@ class Run {
           due_[n] = next_due(n);
         }
       }
-      int32_t ended_now = 0;
-      for (int32_t lane = 0; lane < in_.lanes; ++lane) {
-        if (free_at_[lane] > now_) continue;
-        free_at_[lane] = kNever;
-        busy_[lane] = 0;
-        look_at(lane);
-        if (ends_with_[lane] >= 0) over_[ended_now++] = ends_with_[lane];
-      }
+      ended_now_ = 0;
+      for (int32_t lane = 0; lane < in_.lanes; ++lane)
+        if (due_at_[lane] <= now_) leave(lane);
       while (heap_size_ > 0 && heap_[0].at <= now_) {
-        over_[ended_now++] = heap_[0].task;
+        over_[ended_now_++] = heap_[0].task;
         std::pop_heap(heap_, heap_ + heap_size_--, later);
       }
-      if (ended_now > 1) std::sort(over_, over_ + ended_now);
-      for (int32_t i = 0; i < ended_now; ++i) ended(over_[i]);
-      while (serve()) {
-      }
+      if (ended_now_ > 1) std::sort(over_, over_ + ended_now_);
+      for (int32_t i = 0; i < ended_now_; ++i) ended(over_[i]);
+      serve();
     }
     return now_;
   }
@@ -180,11 +186,16 @@ class Run {
 
   void met(int32_t instance) {
     if (--left_[instance] > 0) return;
-    const int32_t task = kind_[instance];
-    if (in_.task_lanes[task] == in_.task_lanes[task + 1])
-      begin(instance, task);
-    else
-      park(in_.priority != 0 ? instance : arrived(instance), in_.lane[in_.task_lanes[task]], true);
+    const int32_t task = kind_[instance], line = in_.task_line[task];
+    if (line < 0) {
+      if (start_ != nullptr) start_[instance] = now_;
+      later_on(now_ + in_.latency[task], instance);
+      return;
+    }
+    const int32_t key = in_.priority != 0 ? instance : arrived(instance);
+    waiting_[line * words_ + key / 64] |= uint64_t{1} << (key % 64);
+    low_[line] = std::min<int64_t>(low_[line], key / 64);
+    if (current_[line] < 0) look_at(line);
   }
 
   int32_t arrived(int32_t instance) {
@@ -192,67 +203,106 @@ class Run {
     return arrivals_++;
   }
 
-  void look_at(int32_t lane) { check_[lane / 64] |= uint64_t{1} << (lane % 64); }
+  void look_at(int32_t line) { check_[line / 64] |= uint64_t{1} << (line % 64); }
 
-  void park(int32_t key, int32_t lane, bool look) {
-    waiting_[lane * words_ + key / 64] |= uint64_t{1} << (key % 64);
-    low_[lane] = std::min<int64_t>(low_[lane], key / 64);
-    if (look && busy_[lane] == 0) look_at(lane);
+  void later_on(double at, int32_t instance) {
+    heap_[heap_size_++] = {at, instance};
+    std::push_heap(heap_, heap_ + heap_size_, later);
   }
 
-  // Of all tasks that wait at a free lane the first in order: it begins, or goes to wait at another lane that is held.
-  bool serve() {
-    int32_t key = INT32_MAX, lane = -1;
-    for (int64_t w = 0; w < lane_words_; ++w) {
+  // Each free line takes the first in order of those that wait at it.
+  void serve() {
+    for (int64_t w = 0; w < line_words_; ++w) {
       for (uint64_t left = check_[w]; left != 0; left &= left - 1) {
-        const auto candidate = static_cast<int32_t>(64 * w + __builtin_ctzll(left));
-        const int32_t head = busy_[candidate] != 0 ? INT32_MAX : first_waiting(candidate);
-        if (head == INT32_MAX) check_[w] &= ~(left & (~left + 1));
-        if (head < key) key = head, lane = candidate;
+        const auto line = static_cast<int32_t>(64 * w + __builtin_ctzll(left));
+        const int32_t key = first_waiting(line);
+        if (key == INT32_MAX) continue;
+        waiting_[line * words_ + key / 64] &= ~(uint64_t{1} << (key % 64));
+        begin(in_.priority != 0 ? key : by_arrival_[key], line);
       }
+      check_[w] = 0;
     }
-    if (lane < 0) return false;
-    waiting_[lane * words_ + key / 64] &= ~(uint64_t{1} << (key % 64));
-    const int32_t instance = in_.priority != 0 ? key : by_arrival_[key];
-    const int32_t task = kind_[instance];
-    int32_t held = -1;
-    for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1] && held < 0; ++l)
-      if (busy_[in_.lane[l]] != 0) held = in_.lane[l];
-    if (held < 0)
-      begin(instance, task);
-    else
-      park(key, held, false);
-    return true;
   }
 
-  int32_t first_waiting(int32_t lane) {
-    const uint64_t* waiting = waiting_ + lane * words_;
-    int64_t& w = low_[lane];
+  int32_t first_waiting(int32_t line) {
+    const uint64_t* waiting = waiting_ + line * words_;
+    int64_t& w = low_[line];
     while (w < words_ && waiting[w] == 0) ++w;
     return w == words_ ? INT32_MAX : static_cast<int32_t>(64 * w + __builtin_ctzll(waiting[w]));
   }
 
-  void begin(int32_t instance, int32_t task) {
-    double longest = 0;
-    int32_t last = -1;
-    for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1]; ++l)
-      if (last < 0 || in_.seconds[l] > longest) longest = in_.seconds[l], last = in_.lane[l];
-    const bool joined = last >= 0 && in_.latency[task] == 0;
-    for (int32_t l = in_.task_lanes[task]; l < in_.task_lanes[task + 1]; ++l) {
-      const int32_t lane = in_.lane[l], node = in_.lane_node[lane];
-      busy_[lane] = 1;
-      free_at_[lane] = now_ + in_.seconds[l];
-      ends_with_[lane] = joined && lane == last ? instance : -1;
-      if (node >= 0 && at_[node] <= in_.buckets) {
-        offset_[node] += in_.seconds[l];
-        due_[node] = next_due(node);
+  void begin(int32_t instance, int32_t line) {
+    const int32_t first = in_.line_lanes[line];
+    const double* seconds = in_.seconds + in_.task_seconds[kind_[instance]];
+    current_[line] = instance;
+    unserved_[line] = in_.line_lanes[line + 1] - first;
+    for (int32_t e = first; e < in_.line_lanes[line + 1]; ++e) {
+      const int32_t lane = in_.line_lane[e], node = in_.lane_node[lane];
+      if (in_.lane_shared[lane] != 0) {
+        serve_until_now(lane);
+        leaves_[e] = served_[lane] + seconds[e - first];
+        ++on_[lane];
+      } else {
+        due_at_[lane] = now_ + seconds[e - first];
+        if (node >= 0 && at_[node] <= in_.buckets) {
+          offset_[node] += seconds[e - first];
+          due_[node] = next_due(node);
+        }
       }
-    }
-    if (!joined) {
-      heap_[heap_size_++] = {now_ + longest + in_.latency[task], instance};
-      std::push_heap(heap_, heap_ + heap_size_, later);
+      behind_[e] = head_[lane];
+      head_[lane] = e;
+      if (in_.lane_shared[lane] != 0) foresee(lane);
     }
     if (start_ != nullptr) start_[instance] = now_;
+  }
+
+  // What each task on a shared lane has had of it: all have equal parts.
+  void serve_until_now(int32_t lane) {
+    if (on_[lane] == 0)
+      served_[lane] = 0;
+    else
+      served_[lane] += (now_ - served_at_[lane]) / on_[lane];
+    served_at_[lane] = now_;
+  }
+
+  double next_to_leave(int32_t lane) const {
+    double least = kNever;
+    for (int32_t e = head_[lane]; e >= 0; e = behind_[e]) least = std::min(least, leaves_[e]);
+    return least;
+  }
+
+  void foresee(int32_t lane) {
+    due_at_[lane] = on_[lane] == 0 ? kNever : std::max(now_, now_ + (next_to_leave(lane) - served_[lane]) * on_[lane]);
+  }
+
+  // A lane has done with a task, or with all that leave at the same moment.
+  void leave(int32_t lane) {
+    const bool shared = in_.lane_shared[lane] != 0;
+    due_at_[lane] = kNever;
+    if (shared) served_[lane] = next_to_leave(lane), served_at_[lane] = now_;
+    for (int32_t* link = &head_[lane]; *link >= 0;) {
+      const int32_t e = *link;
+      if (shared && leaves_[e] > served_[lane]) {
+        link = &behind_[e];
+        continue;
+      }
+      *link = behind_[e];
+      if (shared) --on_[lane];
+      const int32_t line = line_of_[e];
+      if (--unserved_[line] == 0) release(line);
+    }
+    if (shared) foresee(lane);
+  }
+
+  void release(int32_t line) {
+    const int32_t instance = current_[line];
+    const double latency = in_.latency[kind_[instance]];
+    current_[line] = -1;
+    look_at(line);
+    if (latency == 0)
+      over_[ended_now_++] = instance;
+    else
+      later_on(now_ + latency, instance);
   }
 
   void ended(int32_t instance) {
@@ -266,21 +316,25 @@ class Run {
 
   const cml_schedule& in_;
   Arena arena_;
-  int64_t words_, lane_words_, heap_size_ = 0;
-  int32_t total_ = 0, arrivals_ = 0;
+  int64_t words_, line_words_, heap_size_ = 0;
+  int32_t total_ = 0, arrivals_ = 0, ended_now_ = 0;
   double now_ = 0, last_ = 0;
   double *start_ = nullptr, *end_ = nullptr;
-  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_, *ends_with_;
+  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_;
+  int32_t *head_, *behind_, *line_of_, *on_, *current_, *unserved_;
   Event* heap_;
   uint64_t *waiting_, *check_;
   int64_t* low_;
-  uint8_t* busy_;
-  double *offset_, *due_, *totals_, *free_at_;
+  double *offset_, *due_, *totals_, *due_at_, *served_, *served_at_, *leaves_;
 };
 
 void add_work(const cml_schedule& in, int32_t option, double sign, double* totals) {
-  for (int32_t task = in.option_tasks[option]; task < in.option_tasks[option + 1]; ++task)
-    for (int32_t l = in.task_lanes[task]; l < in.task_lanes[task + 1]; ++l) totals[in.lane[l]] += sign * in.seconds[l];
+  for (int32_t task = in.option_tasks[option]; task < in.option_tasks[option + 1]; ++task) {
+    if (in.task_line[task] < 0) continue;
+    const int32_t first = in.line_lanes[in.task_line[task]];
+    for (int32_t s = in.task_seconds[task]; s < in.task_seconds[task + 1]; ++s)
+      totals[in.line_lane[first + s - in.task_seconds[task]]] += sign * in.seconds[s];
+  }
 }
 
 }  // namespace
