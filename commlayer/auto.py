@@ -6,7 +6,6 @@ plan) happens at steps that each knows by itself. Planning runs on a thread of r
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -97,7 +96,7 @@ class Auto:
         """CommError, latched in the worker, if another rank is gone."""
         worker = self._connection.worker
         assert worker is not None
-        if not self._connection.auto:
+        if not (self._connection.auto or self._keep):
             return  # somebody has asked for a plan since
         try:
             self._after_step(worker)
@@ -151,15 +150,20 @@ class Auto:
             self._thread.start()
 
     def _probe(self) -> tuple[float, float, float]:
-        """(up, down, latency) of this node's link: the nodes' first ranks measure in turn, so none measures another's."""
+        """(up, down, latency) of this node's link: the nodes' first ranks measure in turn, so none measures another's.
+
+        A node asks the servers of the others; zeros, where there are none.
+        """
         made, groups = self._connection, self._connection.groups
         assert groups is not None
         assert made.uplink is not None
         found = (0.0, 0.0, 0.0)
         nodes = groups.world // groups.ranks_per_node
+        away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
         for node in range(nodes):
-            if (groups.node, groups.local) == (node, 0) and made.uplink.view.servers:
-                link = probe.link(functools.partial(made.uplink.probe, 0), self._probe_s / nodes)
+            if (groups.node, groups.local) == (node, 0) and away:
+                budget_s = self._probe_s / nodes
+                link = probe.link(probe.Asking(made.uplink.probe), away, budget_s, min(10 * budget_s + 10, groups.timeout_s))
                 found = link.up_bps, link.down_bps, link.alpha_s
             groups.barrier()
         return found
@@ -213,17 +217,17 @@ class Auto:
         return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
     def _cluster(self, rows: list[Row]) -> Cluster:
-        """Nodes as measured. That of the server which all have probed saw no network: it gets the best of the others'."""
+        """Nodes as measured. One that hosts the only server saw no network: it gets the best of the others'."""
         groups = self._connection.groups
         assert groups is not None
         firsts = rows[:: groups.ranks_per_node]
         homes = self._homes()
-        seen = [r for number, r in enumerate(firsts) if number != homes[0]]
+        seen = [row for row in firsts if row.up_bps]
         best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
         fastest_s = min(r.compute_s for r in rows)
         nodes = []
         for number, row in enumerate(firsts):
-            link = best if number == homes[0] else Link(row.up_bps, row.down_bps, row.alpha_s)
+            link = Link(row.up_bps, row.down_bps, row.alpha_s) if row.up_bps else best
             mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
             nodes.append(Node(
                 f"node{number}", groups.ranks_per_node, "cpu", link, INTRA_BPS, INTRA_ALPHA_S,
