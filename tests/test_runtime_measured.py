@@ -108,7 +108,7 @@ def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float,
     found = probe.link(wires, list(wires.servers), budget_s, 10.0)
     assert (found.up_bps, found.down_bps) == pytest.approx((up_bps, down_bps), rel=0.05)
     assert found.alpha_s == pytest.approx(alpha_s / 2, rel=0.05)
-    assert wires.clock < budget_s + 16 * alpha_s + 16 * probe.FIRST_NBYTES / up_bps, "and what was under way then"
+    assert wires.clock < budget_s + 24 * alpha_s + 16 * probe.FIRST_NBYTES / up_bps, "and what was under way then"
     assert not wires.arrivals
 
 
