@@ -1,0 +1,129 @@
+"""Trial runs leave a model as it was, and find where memory ends whatever the error is that says so."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from commlayer.balance.profiling import profile
+from commlayer.runtime.trial import Trial, batches_of, out_of_memory
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def mean_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = module(x + random.random() + np.random.rand()).mean()
+    return out
+
+
+def drawn() -> tuple[Any, ...]:
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_trial_leaves_no_trace(ends: bool) -> None:
+    one, twin = model(), model()
+    for each in (one, twin):
+        random.seed(2), np.random.seed(2), torch.manual_seed(2)
+        mean_of(each, torch.ones(4, 6)).backward()
+    gradient = one[0].weight.grad
+    trial = Trial(one, mean_of, lambda samples: torch.randn(samples, 6))
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = drawn()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+
+    def run(samples: int) -> float:
+        if ends and samples > 5:
+            raise MemoryError
+        return trial(samples)
+
+    with trial.untouched(begun=False):
+        found = profile(run, 8)
+    assert found.ended == ends
+    assert len(found.points) == (2 if ends else 3)
+    assert drawn() == expected
+    assert one[0].weight.grad is gradient
+    for (name, a), (_, b) in zip(one.state_dict().items(), twin.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(one.parameters(), twin.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_it_is_undone_when_the_model_raises() -> None:
+    one = model()
+    before = one[1].running_mean.clone()
+    trial = Trial(one, lambda module, x: module(x).nonsense(), lambda samples: torch.randn(samples, 6))
+    with pytest.raises(AttributeError), trial.untouched(begun=True):
+        trial(4)
+    assert torch.equal(one[1].running_mean, before)
+    assert all(p.grad is None for p in one.parameters())
+
+
+@pytest.mark.parametrize(("error", "memory"), [
+    (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (MemoryError(), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried ..."), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("no"), False),
+])
+def test_what_says_that_memory_has_ended(error: Exception, memory: bool) -> None:
+    assert out_of_memory(error) == memory
+
+    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 4:
+            raise error
+        return mean_of(module, x)
+
+    trial = Trial(model(), loss_of, lambda samples: torch.randn(samples, 6))
+    if memory:
+        found = profile(trial, 16)
+        assert (found.ended, [batch for batch, _ in found.points], found.cap) == (True, [2, 4], 3)
+    else:
+        with pytest.raises(type(error)):
+            profile(trial, 16)
+
+
+def test_a_real_allocation_that_cannot_be_met_ends_memory() -> None:
+    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return mean_of(module, x) + torch.empty(1 << (50 if len(x) > 4 else 3)).sum() * 0
+
+    assert profile(Trial(model(), loss_of, lambda samples: torch.randn(samples, 6)), 16).ended
+
+
+class Counted(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+def test_batches_come_from_the_loader_or_a_function() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(9), torch.arange(9) * 2), batch_size=3)
+    x, y = batches_of(loader)(4)
+    assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
+    assert batches_of(lambda samples: "x" * samples)(3) == "xxx"
+    with pytest.raises(ValueError, match="no samples by index"):
+        batches_of(DataLoader(Counted(), batch_size=3))
+    with pytest.raises(ValueError, match="got int for batches"):
+        batches_of(3)
+
+
+@pytest.mark.parametrize(("loss_of", "said"), [
+    (lambda module, x: module(x), r"the loss is a tensor of shape \(4, 1\)"), (lambda module, x: 0.5, "the loss is float"),
+])
+def test_a_loss_of_another_kind_is_named(loss_of: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Trial(model(), loss_of, lambda samples: torch.randn(samples, 6))(4)
+
+
+def test_what_waits_for_others_is_refused() -> None:
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        Trial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
