@@ -59,6 +59,9 @@ class Row(NamedTuple):
     cost_s: float
     """Seconds of its training thread that an exchange takes, with the step at which it is read."""
     step_s: float
+    comm_s: float
+    overlap: float
+    """Rank 0's price of communication under the plan in force, and the part of computing that hides it; 0 without one."""
     shares: float
     """A check sum of what it believes the shares to be."""
 
@@ -101,6 +104,8 @@ class Controller:
         """The session's step -> samples that were computed in it, until its time is known."""
         self._times: list[tuple[int, float]] = []
         self._costs_s: deque[float] = deque(maxlen=5)
+        self._to_come: deque[Decision] = deque()
+        """Announced, and for a step that has not begun."""
         self._row_at = self._step_s = 0.0
         self.events: list[Event] = []
         """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
@@ -168,6 +173,11 @@ class Controller:
         # With shallow queues between sampler and loop that nobody told us of.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
         read = self._read(step + 1)
+        while self._to_come and self._to_come[0].from_step <= step + 1:
+            decision = self._to_come.popleft()
+            part = abs(decision.gain_s) / decision.before_s if decision.before_s < math.inf else 1.0
+            for hear in self.session.connection.on_shares:
+                hear(part)
         if step >= self._next:
             self._send(step, begin)
             read = True
@@ -185,7 +195,8 @@ class Controller:
             self._step_s = (now - self._row_at) / (step - self._row_step)
         self._row_at, self._row_step, self._next = now, step, step + self._every
         cost_s = min(self._costs_s, default=0.0)  # what else the machine does only adds
-        row = Row(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, _checksum(self._balancer.latest))
+        price = self.session.connection.price or (0.0, 0.0)
+        row = Row(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, *price, _checksum(self._balancer.latest))
         with self._explained():
             self._rows.start(*row)
 
@@ -202,21 +213,26 @@ class Controller:
         balancer = self._balancer
         lead = to_come + int(max(row.lookahead for row in rows)) - self._row_step
         balancer.policy = structs.replace(self._policy, lead=lead)
+        if isinstance(balancer, Balancer) and self._communication is FREE and rows[0].comm_s:
+            comm_s = rows[0].comm_s
+            balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
         decision = balancer.decide(self._row_step, [
             Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
             for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
         ])
         if decision is not None:
             self.sampler.announce(decision.from_step, decision.by_worker)
-        self._tell()
+            self._to_come.append(decision)
+        self._tell(max(row.step_s for row in rows))
         if self._fixed is None:
             self._every = spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, whole_s: float) -> None:
         assert self._balancer is not None
         while self._balancer.events:
-            self._say(self._balancer.events.popleft())
+            event = self._balancer.events.popleft()
+            self._say(structs.replace(event, whole_s=whole_s) if isinstance(event, Outcome) else event)
 
     def _say(self, event: Event) -> None:
         self.events.append(event)

@@ -33,14 +33,15 @@ def dataset() -> TensorDataset:
 
 
 def script(
-    run: Run, memory: tuple[int, ...] = (99, 99, 99), **fields: Any,
+    run: Run, memory: tuple[int, ...] = (99, 99, 99), slow_from: int = 99, price: tuple[float, float] | None = None,
+    batch: int = BATCH, epochs: int = EPOCHS, **fields: Any,
 ) -> dict[str, Any]:
-    """`memory`: samples that each rank holds at once, in the profile and in training."""
+    """`memory`: samples that each rank holds, profiled and in training. Rank 0 is as slow as rank 2 from `slow_from` on."""
     model = mlp()
     wrapped = run.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     rank, world = (0, 1) if run.alone else (run.rank, WORLD)
-    sampler = Sampler(LENGTH, BATCH, rank=rank, world=world, seed=1)
+    sampler = Sampler(LENGTH, batch, rank=rank, world=world, seed=1)
     loader = DataLoader(dataset(), batch_sampler=sampler)
 
     def loss_of(module: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -48,21 +49,27 @@ def script(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return nn.functional.mse_loss(module(batch[0]), batch[1])
 
-    controller, found = None, []
+    controller, found, heard = None, [], []
     if not run.alone:
-        controller = Controller(run.sessions[0], sampler, every=1, measure=lambda _, n: LINES[rank].time_s(n), **fields)
+        def seconds(step: int, samples: int) -> float:
+            return LINES[2 if step >= slow_from and rank == 0 else rank].time_s(samples)
+
+        connection = run.sessions[0].connection
+        connection.on_shares.append(lambda part: heard.append((sampler.step, part)))
+        connection.price = price if rank == 0 else None
+        controller = Controller(run.sessions[0], sampler, every=1, measure=seconds, **fields)
         found = controller.profile(wrapped, loss_of, loader)
     first = dict(sampler.announced[1])
     sizes = []
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        for batch in sampler.follow(loader) if controller is None else controller.follow(loader):
-            sizes.append(len(batch[0]))
-            (loss_of(wrapped, batch) * sampler.fraction).backward()
+        for samples in sampler.follow(loader) if controller is None else controller.follow(loader):
+            sizes.append(len(samples[0]))
+            (loss_of(wrapped, samples) * sampler.fraction).backward()
             if sampler.last:
                 optimizer.step()
                 optimizer.zero_grad()
-    result = weights(model) | {"first": first, "cap": sampler.cap, "found": found, "most": max(sizes)}
+    result = weights(model) | {"first": first, "cap": sampler.cap, "found": found, "most": max(sizes), "heard": heard}
     return result if controller is None else result | {"events": controller.events, "lines": run.sessions[0].decisions()}
 
 
@@ -144,6 +151,57 @@ def test_a_rank_whose_model_raises_is_named_at_once() -> None:
     said = [r["said"] for r in play_all(raises)]
     assert said[1] == "KeyError: 'labels'"
     assert said[0] == said[2] == "CommError: worker 1: its profile broke off, the error is in its own output"
+
+
+def slowed(run: Run) -> dict[str, Any]:
+    return script(run, slow_from=3)
+
+
+def published(run: Run) -> dict[str, Any]:
+    return script(run, slow_from=3, mode="lbb", batch=24, epochs=5)
+
+
+def check_same(results: list[dict[str, Any]], run: Any) -> list[Decision]:
+    """As alone, on all ranks alike; the decisions."""
+    assert all(r["lines"] == results[0]["lines"] and r["heard"] == results[0]["heard"] for r in results)
+    for name, tensor in play(0, WORLD, run, None).items():
+        if isinstance(tensor, torch.Tensor):
+            torch.testing.assert_close(results[1][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
+    made = [event for event in results[0]["events"] if isinstance(event, Decision)]
+    assert len({sum(one.shares) for one in made}) == 1
+    return made
+
+
+def test_who_wants_to_know_of_new_shares_hears_it_before_their_first_step() -> None:
+    results = play_all(slowed)
+    _, *later = check_same(results, slowed)
+    assert later
+    assert later[0].effect > 0.3
+    # Until a step is accounted for, the sampler stands at it.
+    assert results[0]["heard"] == [(one.from_step - 1, pytest.approx(one.gain_s / one.before_s)) for one in later
+                                   if one.from_step <= 2 * -(-LENGTH // BATCH)]
+
+
+def test_lbb_as_published_moves_shares_live() -> None:
+    results = play_all(published)
+    first, *later = check_same(results, published)
+    assert first.reason == "the profile"
+    rapid = [one for one in later if one.reason == "LBB, rapid tuning"]
+    assert len(rapid) == 1, "the window allows no second one"
+    assert rapid[0].effect >= 0.3
+    assert rapid[0].shares[0] < first.shares[0]
+    assert all(one in rapid or one.reason == "LBB, fine tuning" for one in later)
+
+
+def priced(run: Run) -> dict[str, Any]:
+    return script(run, slow_from=3, price=(0.05, 0.5))
+
+
+def test_the_plans_price_is_in_what_decisions_expect() -> None:
+    free, dear = play_all(slowed)[2]["events"], play_all(priced)[2]["events"]
+    before, after = (next(e for e in events[1:] if isinstance(e, Decision)) for events in (free, dear))
+    assert after.before_s == pytest.approx(before.before_s + 0.05 - 0.5 * before.before_s)
+    assert [e.whole_s > 0 for e in dear if isinstance(e, Outcome)]
 
 
 def vanishes(run: Run, directory: str) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class Outcome(Record, frozen=True):
     reason: str
     effect: float = 0.0
     """The straggler effect that is left: of the last of these steps."""
+    whole_s: float = 0.0
+    """Of a whole step meanwhile, communication and all; 0 where nobody measured it."""
 
     @property
     def error(self) -> float:
@@ -95,8 +97,9 @@ def straggler_effect(times_s: Sequence[float]) -> float:
 def said(event: Decision | Outcome) -> str:
     """In a line, for people."""
     if isinstance(event, Outcome):
+        whole = f"; a whole step takes {event.whole_s * 1e3:.1f} ms" if event.whole_s else ""
         return (f"the shares decided at step {event.decided} brought {event.measured_s * 1e3:.1f} ms a step, expected were "
-                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}")
+                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}{whole}")
     shares = ", ".join(f"worker {w} {share}" for w, share in zip(event.workers, event.shares, strict=True))
     return (f"new shares from step {event.from_step}: {shares}; {event.reason} (straggler effect {event.effect:.2f}): expected "
             f"{event.after_s * 1e3:.1f} ms a step instead of {event.before_s * 1e3:.1f} ms")

@@ -37,7 +37,8 @@ def line(event: Event, workers: int) -> str:
     if isinstance(event, Outcome):
         came = f"{event.measured_s * 1e3:.1f}"
         space = " " * (_width(workers) + 3)
-        return f"{'':7} {'':5} {space}{event.effect:5.2f}  {came:>16}  measured, {event.error:+.0%} of what was expected"
+        whole = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
+        return f"{'':7} {'':5} {space}{event.effect:5.2f}  {came:>16}  measured, expected {event.error:+.0%}{whole}"
     return ""
 
 
