@@ -136,6 +136,8 @@ class Controller:
             shares_of=Published.begin if self._mode == "lbb" else None,
         )
         self._line = self._opening.lines[self.sampler.rank]
+        for note in self._opening.notes:
+            self._say(note)
         self._say(self._opening.decision)
         return found
 

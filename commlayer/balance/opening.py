@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from commlayer.balance.events import Decision, straggler_effect
+from commlayer.balance.events import Decision, Note, straggler_effect
 from commlayer.balance.fits import fit_cubic, fit_line, fit_piecewise
 from commlayer.balance.models import Accumulated, Cubic, Line, Piecewise
+from commlayer.balance.online import checked_time
 from commlayer.balance.profiling import Points, Profile
 from commlayer.balance.solution import FREE, Communication, solve
 from commlayer.records import Record
@@ -23,6 +24,8 @@ class Opening(Record, frozen=True):
     decision: Decision
     lines: tuple[Line, ...]
     cubics: tuple[Cubic, ...]
+    notes: tuple[Note, ...] = ()
+    """Times that were no times: they are left out."""
 
 
 def opening(
@@ -35,9 +38,11 @@ def opening(
         if profile.ended and profile.cap < needed:
             raise ValueError(f"worker {worker}: its memory holds {profile.cap} samples (headroom kept), needed are {needed}: "
                              "free memory, take a smaller model, or start without it")
-    models = [_model(profile.points) for profile in profiles]
+    refused: list[Note] = []
+    points = [_sound(worker, profile.points, step, refused) for worker, profile in enumerate(profiles)]
+    models = [_model(found) for found in points]
     caps = [profile.cap if profile.ended else None for profile in profiles]
-    cubics = tuple(_cubic(profile.points) for profile in profiles)
+    cubics = tuple(_cubic(found) for found in points)
     if shares_of is None:
         shares = list(solve(models, total, caps, minimum=minimum, exclude=exclude, communication=communication).shares)
     else:
@@ -55,8 +60,18 @@ def opening(
     decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile", step_s(now),
                         step_s(shares), straggler_effect(times(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
-    lines = tuple(_near(profile.points, batch) for profile, batch in zip(profiles, at, strict=True))
-    return Opening(decision, lines, cubics)
+    lines = tuple(_near(found, batch) for found, batch in zip(points, at, strict=True))
+    return Opening(decision, lines, cubics, tuple(refused))
+
+
+def _sound(worker: int, points: Points, step: int, refused: list[Note]) -> Points:
+    sound = []
+    for batch, time_s in points:
+        try:
+            sound.append((batch, checked_time(worker, time_s)))
+        except ValueError as error:
+            refused.append(Note(step, f"in the profile, {error}"))
+    return sound
 
 
 def _model(points: Points) -> Line | Piecewise:
@@ -64,11 +79,17 @@ def _model(points: Points) -> Line | Piecewise:
 
 
 def _near(points: Points, batch: int) -> Line:
-    """The line through the points on both sides of a batch."""
+    """The line through the points on both sides of a batch. A worker without any is thought slow: it begins with little."""
     if len(points) < 2:
-        (size, time_s), = points or ((1, 1.0),)
+        size, time_s = points[0] if points else (1, 1.0)
         return Line(time_s / size)
-    return fit_line(next(((a, b) for a, b in pairwise(points) if batch <= b[0]), points[-2:])).model
+    low, high = next(((a, b) for a, b in pairwise(points) if batch <= b[0]), points[-2:])
+    slope_s = (high[1] - low[1]) / (high[0] - low[0])
+    now_s = low[1] + slope_s * (batch - low[0])
+    if slope_s < 0 or now_s <= 0:
+        return fit_line((low, high)).model
+    # Where a curve bends up its line may begin below zero: then the one from zero that is right at this batch.
+    return Line(slope_s, now_s - slope_s * batch) if now_s >= slope_s * batch else Line(now_s / batch)
 
 
 def _cubic(points: Points) -> Cubic:
