@@ -14,23 +14,24 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer import profiled
 from commlayer.balance import Balancer, Communication, Cubic, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
-from commlayer.balance.opening import Opening
-from commlayer.balance.profiling import Profile
-from commlayer.balance.published import Published
+from commlayer.balance.profiling import LIMIT_S, Profile
 from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
 from commlayer.runtime.trial import LossOf
 from commlayer.session import Session
 from commlayer.transport.rows import Rows
+
+if TYPE_CHECKING:  # they load solvers, which jobs that neither profile nor compare do without
+    from commlayer.balance.opening import Opening
+    from commlayer.balance.published import Published
 
 log = logging.getLogger("commlayer")
 
@@ -116,7 +117,7 @@ class Controller:
         return self.sampler.announced[1]
 
     def profile(
-        self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = profiled.LIMIT_S,
+        self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = LIMIT_S,
     ) -> list[Profile]:
         """Measures batches in powers of two until memory ends, on all ranks at once, and sets the first shares and the caps.
 
@@ -129,6 +130,9 @@ class Controller:
         """
         if self._balancer is not None:
             raise ValueError("profile: training follows measured times already, allowed: before its first step")
+        from commlayer import profiled
+        from commlayer.balance.published import Published
+
         own, step = self._measure, self.sampler.step
         found, self._opening = profiled.together(
             self.session, self.sampler, self._policy, self._communication, model, loss_of, batches, limit_s=limit_s,
@@ -284,6 +288,8 @@ class Controller:
                             from_step=max(0, newest_step))
         if self._mode == "makespan":
             return balancer
+        from commlayer.balance.published import Published
+
         if self._opening is not None:
             curves = list(self._opening.cubics)
         else:

@@ -22,7 +22,6 @@ from commlayer.session import Session
 from commlayer.transport.protocol import peer_name
 from commlayer.transport.rows import Rows
 
-LIMIT_S = 30.0
 SLACK_S = 60.0
 """What others may take longer than the limit: a batch that had begun, starting up."""
 FINISHED, BROKE_OFF = 1.0, 0.0

@@ -6,7 +6,7 @@ In the second third worker 0 slows down. It trains with equal shares first, then
 
 import argparse
 import time
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 import torch
 import torch.distributed as dist
@@ -81,15 +81,18 @@ def train(mode: str, seed: int) -> tuple[float, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {mode: [train(mode, args.seed + more) for more in range(args.seeds)] for mode in args.modes}
+    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in args.modes}
+    for seed in range(args.seed, args.seed + args.seeds):
+        for mode in args.modes:
+            found[mode].append(train(mode, seed))
     if dist.get_rank() or len(found) + args.seeds < 3:
         return
-    baseline_s = mean(seconds for _, seconds in next(iter(found.values())))
+    baseline_s = median(seconds for _, seconds in found[args.modes[0]])
     print(f"\n{'':10}  {'training':>9}  {'speed':>7}  accuracy, {args.seeds} seed{'s' * (args.seeds > 1)}")
     for mode, results in found.items():
         accuracies, seconds = zip(*results, strict=True)
         spread = f" +- {stdev(accuracies):.3f}" if args.seeds > 1 else ""
-        print(f"{mode:10}  {mean(seconds):7.1f} s  {baseline_s / mean(seconds):6.2f}x  {mean(accuracies):.3f}{spread}")
+        print(f"{mode:10}  {median(seconds):7.1f} s  {baseline_s / median(seconds):6.2f}x  {mean(accuracies):.3f}{spread}")
 
 
 main()

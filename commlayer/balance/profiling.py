@@ -22,6 +22,8 @@ REPEATS = 9
 HEADROOM = 0.1
 REFINE = 1 / 16
 """Memory's end is looked for to this part of it."""
+LIMIT_S = 30.0
+"""What profiling takes of a job's time, unless it is told otherwise."""
 PART_OF_TIME = 0.25
 """Where time is limited, a batch's runs take this part of what is left: larger ones are to come."""
 
