@@ -121,7 +121,7 @@ class Controller:
     ) -> list[Profile]:
         """Measures batches in powers of two until memory ends, on all ranks at once, and sets the first shares and the caps.
 
-        Before training, or between two epochs; all ranks call it together. `loss_of(model, batch)`: a batch's loss, of the
+        Before the first step that is followed; all ranks call it together. `loss_of(model, batch)`: a batch's loss, of the
         model that is handed in (DDP's inner one); `batches`: the loader, or a function that gives a batch of so many samples.
         It ends after `limit_s` and one more batch. Model, optimizer, gradients and random numbers are as before. Returns what
         each rank found.

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import commlayer
+from commlayer.balance import Sampler
 from commlayer.balance.profiling import profile
 from commlayer.runtime.trial import Trial, batches_of, out_of_memory
 
@@ -127,3 +129,36 @@ def test_a_loss_of_another_kind_is_named(loss_of: Any, said: str) -> None:
 def test_what_waits_for_others_is_refused() -> None:
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         Trial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
+
+
+def test_alone_it_finds_the_cap() -> None:
+    """A job of one worker: its share is the batch, in pieces that fit."""
+    one = nn.Linear(6, 1)
+    sampler = Sampler(40, 20, rank=0, world=1)
+    with commlayer.attach(one) as session:
+        controller = commlayer.Controller(session, sampler)
+        (found,) = controller.profile(one, lambda module, x: _holds(module, x, 9), lambda samples: torch.randn(samples, 6))
+        assert found.ended
+        assert sampler.cap == found.cap == 8
+        sizes = [len(x) for (x,) in controller.follow(DataLoader(TensorDataset(torch.randn(40, 6)), batch_sampler=sampler))]
+    assert max(sizes) <= 8
+    assert sum(sizes) == 40
+
+
+def _holds(module: nn.Module, x: torch.Tensor, most: int) -> torch.Tensor:
+    if len(x) > most:
+        raise MemoryError
+    return mean_of(module, x)
+
+
+@pytest.mark.parametrize(("mode", "limit_s", "said"), [
+    ("fast", 1.0, "mode: got 'fast', allowed: makespan, lbb"), ("lbb", 0.0, "limit_s: got 0.0, allowed: more than 0 seconds"),
+])
+def test_arguments_are_named(mode: Any, limit_s: float, said: str) -> None:
+    def profiled() -> None:
+        with commlayer.attach(nn.Linear(6, 1)) as session:
+            controller = commlayer.Controller(session, Sampler(40, 20, rank=0, world=1), mode=mode)
+            controller.profile(nn.Linear(6, 1), mean_of, lambda samples: torch.randn(samples, 6), limit_s=limit_s)
+
+    with pytest.raises(ValueError, match=said):
+        profiled()
