@@ -16,6 +16,7 @@ from torch import nn
 from commlayer.balance import Communication, Policy, Sampler
 from commlayer.balance.opening import Opening, SharesOf, opening
 from commlayer.balance.profiling import Profile, ladder, profile
+from commlayer.config import read_launch
 from commlayer.errors import CommError
 from commlayer.runtime.trial import LossOf, Trial, batches_of
 from commlayer.session import Session
@@ -33,12 +34,15 @@ def together(
     """Every rank's profile, and what follows; the sampler has its cap and the shares. `shares_of`: another way to them."""
     if not limit_s > 0:
         raise ValueError(f"limit_s: got {limit_s}, allowed: more than 0 seconds")
-    trial = Trial(model, loss_of, batches_of(batches), measure=measure)
+    trial = Trial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
 
     def run() -> Profile:
         end = time.monotonic() + limit_s
-        with session.no_sync(), trial.untouched(begun=session.stats().get("steps", 0) > 0):
-            return profile(trial, sampler.batch, left_s=lambda: end - time.monotonic())
+        try:
+            with session.no_sync(), trial.untouched(begun=session.stats().get("steps", 0) > 0):
+                return profile(trial, sampler.batch, left_s=lambda: end - time.monotonic())
+        except MemoryError:
+            return Profile((), 0, True)
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         found, drawn = [run()], sampler.drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import commlayer
 from commlayer.balance import Sampler
 from commlayer.balance.profiling import profile
+from commlayer.runtime import memory
 from commlayer.runtime.trial import Trial, batches_of, out_of_memory
 
 
@@ -162,3 +164,40 @@ def test_arguments_are_named(mode: Any, limit_s: float, said: str) -> None:
 
     with pytest.raises(ValueError, match=said):
         profiled()
+
+
+def test_where_not_even_the_optimizer_will_fit_the_worker_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    one = nn.Linear(6, 1)
+    with commlayer.attach(one) as session:
+        controller = commlayer.Controller(session, Sampler(40, 20, rank=0, world=1))
+        with pytest.raises(ValueError, match="worker 0: its memory holds 0 samples"):
+            controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
+
+
+def takes(nbytes: int) -> Any:
+    """A loss that holds so much for each sample."""
+    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return mean_of(module, x) + torch.ones(len(x) * nbytes // 4).sum() * 0
+
+    return loss_of
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was taken")
+@pytest.mark.parametrize(("room", "sharing", "least", "most"), [
+    (100 << 20, 1, 8, 30), (100 << 20, 4, 3, 8), (1 << 40, 1, 64, 64)])
+def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
+    room: int, sharing: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "room_nbytes", lambda: float(room))
+    trial = Trial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
+    found = profile(trial, 64, repeats=1)
+    assert found.ended == (most < 64)
+    assert least <= found.cap <= most
+
+
+def test_room_is_known_on_linux_and_not_short_here() -> None:
+    assert memory.room_nbytes() > 1 << 20

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from commlayer.runtime import memory
+
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 """The loss of a batch, as a training loop computes it."""
 BatchOf = Callable[[int], Any]
@@ -59,18 +61,22 @@ class Trial:
     """Forward and backward of a batch. MemoryError where memory ends."""
 
     def __init__(
-        self, model: nn.Module, loss_of: LossOf, batch_of: BatchOf, *, measure: Callable[[int], float] | None = None
+        self, model: nn.Module, loss_of: LossOf, batch_of: BatchOf, *, measure: Callable[[int], float] | None = None,
+        sharing: int = 1,
     ) -> None:
-        """`measure`: seconds of a batch that was run, in place of the clock's."""
+        """`measure`: seconds of a batch that was run, in place of the clock's. `sharing`: processes here that do so."""
         self._measure = measure
         self._model, self._loss_of, self._batch_of = bare(model), loss_of, batch_of
         self._parameters = list(self._model.parameters())
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._batch: tuple[int, Any] = (0, None)
+        # A CPU's allocator lends what the machine does not have, and the process is killed when it takes it.
+        self._peak = memory.Peak() if self._device.type == "cpu" else None
+        self._sharing = sharing
 
     def __call__(self, samples: int) -> float:
         """Seconds."""
-        if self._run_out(samples):
+        if self._too_much(samples) or self._run_out(samples):
             # Not where the error was caught: its traceback holds what is to be freed.
             self._batch = (0, None)
             gc.collect()
@@ -79,6 +85,9 @@ class Trial:
             raise MemoryError(f"a batch of {samples} does not fit")
         return self._seconds if self._measure is None else self._measure(samples)
 
+    def _too_much(self, samples: int) -> bool:
+        return self._peak is not None and self._peak.more_nbytes(samples) * self._sharing > memory.room_nbytes()
+
     def _run_out(self, samples: int) -> bool:
         try:
             if self._batch[0] != samples:
@@ -86,6 +95,8 @@ class Trial:
                 self._batch = (samples, self._batch_of(samples))
             for parameter in self._parameters:
                 parameter.grad = None
+            if self._peak is not None:
+                self._peak.begin()
             begin = self._now()
             loss = self._loss_of(self._model, self._batch[1])
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -93,6 +104,8 @@ class Trial:
                 raise ValueError(f"profile: the loss is {what}, allowed: a tensor of one element, not yet passed back")
             loss.backward()
             self._seconds = self._now() - begin
+            if self._peak is not None:
+                self._peak.end(samples)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -104,6 +117,15 @@ class Trial:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def _reserve(self) -> list[torch.Tensor]:
+        """So that memory ends here where it will end in training. MemoryError where that alone does not fit."""
+        try:
+            return [torch.empty_like(p) for p in self._parameters if p.requires_grad for _ in range(KEPT_COPIES)]
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise MemoryError(f"{KEPT_COPIES} copies of the parameters do not fit") from None
+
     @contextlib.contextmanager
     def untouched(self, *, begun: bool) -> Iterator[None]:
         """Puts back gradients, buffers (BatchNorm's statistics) and random numbers. `begun`: what training keeps is there."""
@@ -111,9 +133,7 @@ class Trial:
         buffers = [(module, name, buffer, buffer.detach().clone())
                    for module in self._model.modules() for name, buffer in module._buffers.items() if buffer is not None]
         drawn, numpy_drawn = random.getstate(), np.random.get_state()  # datasets draw from both
-        # So that memory ends here where it will end in training.
-        trained = [p for p in self._parameters if p.requires_grad]
-        reserve = [] if begun else [torch.empty_like(p) for p in trained for _ in range(KEPT_COPIES)]
+        reserve = [] if begun else self._reserve()
         cuda = [self._device.index or 0] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=cuda):
