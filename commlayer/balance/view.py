@@ -25,7 +25,7 @@ def line(event: Event, workers: int) -> str:
     """Empty for what changed no shares.
 
     >>> line(Decision(7, 9, (0, 1, 2), (20, 8, 4), (1, 1, 1), "the times moved apart", 0.08, 0.0321, 0.96), 3)
-    '      7     9   20   8   4       0.96     80.0 ->  32.1  the times moved apart'
+    '      7     9   20   8   4     0.96     80.0 ->  32.1  the times moved apart'
     """
     if isinstance(event, Decision):
         shares = event.by_worker
@@ -38,7 +38,7 @@ def line(event: Event, workers: int) -> str:
         came = f"{event.measured_s * 1e3:.1f}"
         space = " " * (_width(workers) + 3)
         whole = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
-        return f"{'':7} {'':5} {space}{event.effect:5.2f}  {came:>16}  measured, expected {event.error:+.0%}{whole}"
+        return f"{'':7} {'':5} {space}{event.effect:5.2f}  {came:>16}  measured, {event.error:+.0%} against expected{whole}"
     return ""
 
 
