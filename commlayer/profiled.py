@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 
 from commlayer.balance import Communication, Policy, Sampler
@@ -27,6 +28,7 @@ SLACK_S = 60.0
 """What others may take longer than the limit: a batch that had begun, starting up."""
 FINISHED, BROKE_OFF = 1.0, 0.0
 
+
 def together(
     session: Session, sampler: Sampler, policy: Policy, communication: Communication, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
@@ -37,12 +39,13 @@ def together(
     trial = Trial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
 
     def run() -> Profile:
-        end = time.monotonic() + limit_s
+        end, most = time.monotonic() + limit_s, min(sampler.batch, sampler.cap or sampler.batch)
         try:
             with session.no_sync(), trial.untouched(begun=session.stats().get("steps", 0) > 0):
-                return profile(trial, sampler.batch, left_s=lambda: end - time.monotonic())
+                found = profile(trial, most, left_s=lambda: end - time.monotonic())
         except MemoryError:
             return Profile((), 0, True)
+        return structs.replace(found, ended=found.ended or most < sampler.batch)  # a cap that was given is memory's end
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         found, drawn = [run()], sampler.drawn
@@ -52,9 +55,8 @@ def together(
     least = max(policy.minimum, sampler.least)
     begun = opening(found, sampler.batch, sampler.announced[1], step=drawn, minimum=least, exclude=policy.exclude_gain < 1,
                     communication=communication, shares_of=shares_of)
-    mine = found[sampler.rank]
-    if mine.ended and (not sampler.cap or mine.cap < sampler.cap):
-        sampler.cap = mine.cap
+    if found[sampler.rank].ended:
+        sampler.cap = found[sampler.rank].cap
     sampler.announce(drawn, begun.decision.by_worker)
     return found, begun
 

@@ -143,17 +143,19 @@ def test_what_waits_for_others_is_refused() -> None:
         Trial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
 
 
-def test_alone_it_finds_the_cap() -> None:
-    """A job of one worker: its share is the batch, in pieces that fit."""
+@pytest.mark.parametrize(("given", "found_cap"), [(0, 8), (6, 6), (15, 8)])
+def test_alone_it_finds_the_cap(given: int, found_cap: int) -> None:
+    """A job of one worker: its share is the batch, in pieces that fit; no more is tried than is allowed."""
     one = nn.Linear(6, 1)
-    sampler = Sampler(40, 20, rank=0, world=1)
+    sampler = Sampler(40, 20, rank=0, world=1, cap=given)
     with commlayer.attach(one) as session:
         controller = commlayer.Controller(session, sampler)
         (found,) = controller.profile(one, lambda module, x: _holds(module, x, 9), lambda samples: torch.randn(samples, 6))
         assert found.ended
-        assert sampler.cap == found.cap == 8
+        assert sampler.cap == found.cap == found_cap
+        assert max(batch for batch, _ in found.points) <= (given or 20)
         sizes = [len(x) for (x,) in controller.follow(DataLoader(TensorDataset(torch.randn(40, 6)), batch_sampler=sampler))]
-    assert max(sizes) <= 8
+    assert max(sizes) <= found_cap
     assert sum(sizes) == 40
 
 
