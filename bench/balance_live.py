@@ -93,7 +93,7 @@ def _recovery(
 def _accuracy(rows: list[dict[str, Any]], summary: dict[str, Any], seeds: Sequence[int]) -> None:
     """The example, balanced and with equal batches: each step's union of samples is the same, so only rounding differs."""
     found: dict[str, list[float]] = {}
-    for name, flags in (("equal batches", ["--equal"]), ("balanced", [])):
+    for name, flags in (("equal batches", ["--modes", "equal"]), ("balanced", ["--modes", "balanced"])):
         told = [_example("--epochs", "6", "--seed", str(seed), *flags) for seed in seeds]
         found[name] = [accuracy for accuracy, _ in told]
         rows.append({

@@ -23,6 +23,7 @@ from commlayer.observe import Drift
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.price import communication
 from commlayer.records import Job, Plan, digest
 from commlayer.runtime import calibrate, probe
 from commlayer.runtime.timing import timing_of
@@ -37,6 +38,8 @@ PROBE_S = 2.0
 """Of all probes together."""
 WORTH = 0.05
 """A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
+SHARES_WORTH = 0.1
+"""The same for a change of shares: of the step's computing."""
 FIRST_ASK, LAST_ASK = 2, 64
 """Steps between two askings whether there is a plan: twice as many each time."""
 INTRA_BPS, INTRA_ALPHA_S = 4e10, 2e-5
@@ -91,6 +94,8 @@ class Auto:
         self._recent: list[float] = []
         self.verdicts: list[Verdict] = []
         """On rank 0. See `settle`."""
+        self._price: tuple[float, float] | None = None
+        connection.on_shares.append(self.shares_changed)
 
     def after_step(self) -> None:
         """CommError, latched in the worker, if another rank is gone."""
@@ -114,6 +119,14 @@ class Auto:
             self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
         elif self._steps == self._next:
             self._ask()
+
+    def shares_changed(self, part: float) -> None:
+        """Work moves between the ranks with the next step, on all of them: where it matters, measures and plans anew."""
+        if part < SHARES_WORTH:
+            return
+        self._stale = self._connection.rank == 0
+        if self._steps < self._next:
+            self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
 
     def settle(self, deadline_s: float) -> list[Verdict]:
         """What planning has found, when it is over or that time is."""
@@ -178,6 +191,8 @@ class Auto:
             made = planner.plan(job, cluster, profile, policy)
             now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
             measured_s = median(row.step_s for row in rows)
+            self._connection.price = _price(self._at_home(current), job, cluster, profile, policy)
+            self._price = _price(made, job, cluster, profile, policy)
             answer = self._on_servers(made)
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
@@ -255,6 +270,7 @@ class Auto:
             assert self._connection.plan is not None
             self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
             self._recent.clear()
+            self._connection.price = self._price
             self._say(f"went over to plan {digest(self._connection.plan)}")
         elif int(word) == MEASURE:
             self._measure_from = self._steps + 1
@@ -273,6 +289,11 @@ class Auto:
         self._connection.decisions.append(f"step {self._steps}: {what}")
         if self._connection.rank == 0:
             log.info("step %d: %s", self._steps, what)
+
+
+def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> tuple[float, float]:
+    priced = communication(plan, job, cluster, profile, policy)
+    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
 
 
 def _profile(cluster: Cluster, current: Plan) -> Profile:

@@ -14,17 +14,24 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 from msgspec import structs
+from torch import nn
 
-from commlayer.balance import Balancer, Communication, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
+from commlayer.balance import Balancer, Communication, Cubic, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
+from commlayer.balance.profiling import LIMIT_S, Profile
 from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
+from commlayer.runtime.trial import LossOf
 from commlayer.session import Session
 from commlayer.transport.rows import Rows
+
+if TYPE_CHECKING:  # they load solvers, which jobs that neither profile nor compare do without
+    from commlayer.balance.opening import Opening
+    from commlayer.balance.published import Published
 
 log = logging.getLogger("commlayer")
 
@@ -33,6 +40,10 @@ COST_MOST = 0.01
 EVERY_MOST = 64
 TOGETHER = Policy(exclude_gain=1.0)
 """A rank without share still takes part in the step, and the others wait for it: leaving one out gains nothing."""
+
+
+Mode = Literal["makespan", "lbb"]
+"""What decides: the default, or LBB as published, to compare with."""
 
 
 class Row(NamedTuple):
@@ -49,6 +60,9 @@ class Row(NamedTuple):
     cost_s: float
     """Seconds of its training thread that an exchange takes, with the step at which it is read."""
     step_s: float
+    comm_s: float
+    overlap: float
+    """Rank 0's price of communication under the plan in force, and the part of computing that hides it; 0 without one."""
     shares: float
     """A check sum of what it believes the shares to be."""
 
@@ -65,7 +79,7 @@ class Controller:
     def __init__(
         self, session: Session, sampler: Sampler, *, policy: Policy = TOGETHER, communication: Communication = FREE,
         line: Line | None = None, every: int | None = None, lookahead: int | None = None,
-        measure: Callable[[int, int], float] | None = None,
+        measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
     ) -> None:
         """All ranks make one with the same arguments, except for `line`: what is known of this rank's speed before training.
 
@@ -75,19 +89,24 @@ class Controller:
         """
         if every is not None and every < 1:
             raise ValueError(f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure
-        self._lookahead, self._fixed = lookahead, every
+        self._lookahead, self._fixed, self._mode = lookahead, every, mode
         self._every = every or 1
         self._rows: Rows | None = None
-        self._balancer: Balancer | None = None
+        self._balancer: Balancer | Published | None = None
+        self._opening: Opening | None = None
         self._row_step = self._next = 0
         self._ahead = 0
         self._batches: dict[int, int] = {}
         """The session's step -> samples that were computed in it, until its time is known."""
         self._times: list[tuple[int, float]] = []
         self._costs_s: deque[float] = deque(maxlen=5)
+        self._to_come: deque[Decision] = deque()
+        """Announced, and for a step that has not begun."""
         self._row_at = self._step_s = 0.0
         self.events: list[Event] = []
         """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
@@ -96,6 +115,35 @@ class Controller:
     def shares(self) -> dict[int, int]:
         """The newest, which may be for a step that is still to come."""
         return self.sampler.announced[1]
+
+    def profile(
+        self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = LIMIT_S,
+    ) -> list[Profile]:
+        """Measures batches in powers of two until memory ends, on all ranks at once, and sets the first shares and the caps.
+
+        Before the first step that is followed; all ranks call it together. `loss_of(model, batch)`: a batch's loss, of the
+        model that is handed in (DDP's inner one); `batches`: the loader, or a function that gives a batch of so many samples.
+        It ends after `limit_s` and one more batch. Model, optimizer, gradients and random numbers are as before. Returns what
+        each rank found.
+
+        >>> controller.profile(model, lambda model, batch: loss(model(batch[0]), batch[1]), loader)   # doctest: +SKIP
+        """
+        if self._balancer is not None:
+            raise ValueError("profile: training follows measured times already, allowed: before its first step")
+        from commlayer import profiled
+        from commlayer.balance.published import Published
+
+        own, step = self._measure, self.sampler.step
+        found, self._opening = profiled.together(
+            self.session, self.sampler, self._policy, self._communication, model, loss_of, batches, limit_s=limit_s,
+            measure=None if own is None else lambda samples: own(step, samples),
+            shares_of=Published.begin if self._mode == "lbb" else None,
+        )
+        self._line = self._opening.lines[self.sampler.rank]
+        for note in self._opening.notes:
+            self._say(note)
+        self._say(self._opening.decision)
+        return found
 
     def follow(self, loader: Iterable[Any], *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
         """As `sampler.follow`, balanced. All ranks call it together."""
@@ -131,6 +179,11 @@ class Controller:
         # With shallow queues between sampler and loop that nobody told us of.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
         read = self._read(step + 1)
+        while self._to_come and self._to_come[0].from_step <= step + 1:
+            decision = self._to_come.popleft()
+            part = abs(decision.gain_s) / decision.before_s if decision.before_s < math.inf else 1.0
+            for hear in self.session.connection.on_shares:
+                hear(part)
         if step >= self._next:
             self._send(step, begin)
             read = True
@@ -148,7 +201,8 @@ class Controller:
             self._step_s = (now - self._row_at) / (step - self._row_step)
         self._row_at, self._row_step, self._next = now, step, step + self._every
         cost_s = min(self._costs_s, default=0.0)  # what else the machine does only adds
-        row = Row(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, _checksum(self._balancer.latest))
+        price = self.session.connection.price or (0.0, 0.0)
+        row = Row(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, *price, _checksum(self._balancer.latest))
         with self._explained():
             self._rows.start(*row)
 
@@ -165,28 +219,34 @@ class Controller:
         balancer = self._balancer
         lead = to_come + int(max(row.lookahead for row in rows)) - self._row_step
         balancer.policy = structs.replace(self._policy, lead=lead)
+        if isinstance(balancer, Balancer) and self._communication is FREE and rows[0].comm_s:
+            comm_s = rows[0].comm_s
+            balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
         decision = balancer.decide(self._row_step, [
             Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
             for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
         ])
         if decision is not None:
             self.sampler.announce(decision.from_step, decision.by_worker)
-        self._tell()
+            self._to_come.append(decision)
+        self._tell(max(row.step_s for row in rows))
         if self._fixed is None:
             self._every = spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, whole_s: float) -> None:
         assert self._balancer is not None
-        made = self.session.connection
         while self._balancer.events:
             event = self._balancer.events.popleft()
-            self.events.append(event)
-            if isinstance(event, Decision | Outcome):
-                line = f"step {event.step}: {said(event)}"
-                made.decisions.append(line)
-                if self.sampler.rank == 0:
-                    log.info("%s", line)
+            self._say(structs.replace(event, whole_s=whole_s) if isinstance(event, Outcome) else event)
+
+    def _say(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Decision | Outcome):
+            line = f"step {event.step}: {said(event)}"
+            self.session.connection.decisions.append(line)
+            if self.sampler.rank == 0:
+                log.info("%s", line)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -198,7 +258,7 @@ class Controller:
 
     # ---- at the start
 
-    def _begin(self) -> Balancer:
+    def _begin(self) -> Balancer | Published:
         """All ranks tell each other what they start from."""
         sampler = self.sampler
         made = self.session.connection
@@ -223,7 +283,19 @@ class Controller:
         joined = [Joined(rank, int(cap) or None, Line(slope, intercept) if known else None)
                   for rank, (_, _, cap, _, _, _, known, slope, intercept) in enumerate(rows)]
         self._next = sampler.step
-        return Balancer(joined, sampler.batch, self._policy, self._communication, shares=shares, from_step=max(0, newest_step))
+        first = self._opening.decision if self._opening and self._opening.decision.from_step == newest_step else None
+        balancer = Balancer(joined, sampler.batch, self._policy, self._communication, shares=first or shares,
+                            from_step=max(0, newest_step))
+        if self._mode == "makespan":
+            return balancer
+        from commlayer.balance.published import Published
+
+        if self._opening is not None:
+            curves = list(self._opening.cubics)
+        else:
+            lines = [one.line or Line(1.0) for one in joined]
+            curves = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in lines]
+        return Published(curves, sampler.batch, [one.cap for one in joined], balancer.latest, self._policy)
 
 
 def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:

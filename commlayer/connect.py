@@ -55,6 +55,10 @@ class Connection:
         """What was decided in this run, at which step, and why."""
         self.beside: list[Callable[[], None]] = []
         """What else is to be closed with it."""
+        self.on_shares: list[Callable[[float], None]] = []
+        """Who wants to hear, on all ranks after the same step, that work moves: by what part a step's computing changes."""
+        self.price: tuple[float, float] | None = None
+        """On rank 0: seconds of communication under the plan in force, and the part of computing that hides it."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False

@@ -6,8 +6,9 @@ import pytest
 from balance_kit import PAPER
 
 from commlayer.balance import Cubic, Line, solve
+from commlayer.balance.events import straggler_effect
 from commlayer.balance.harness import Cluster, Disturbance, run
-from commlayer.balance.lbb import Lbb, LbbSettings, round_halves, spread_s, spread_shares, straggler_effect, weights
+from commlayer.balance.lbb import Lbb, LbbSettings, round_halves, spread_s, spread_shares, weights
 from commlayer.balance.makespan import makespan_s
 
 CURVES = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in PAPER]

@@ -1,4 +1,4 @@
-"""The example of uneven workers, run as a user runs it: shares move, sums are kept, and it learns."""
+"""The example of uneven workers, run as a user runs it: shares move, sums are kept, and it learns what equal batches learn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ def test_the_example_prints_shares_moving_and_learns() -> None:
     done = subprocess.run([*launch, "examples/uneven.py", "--epochs", "3"], cwd=ROOT, env=clean_environment(), text=True,
                           stdin=subprocess.DEVNULL, capture_output=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    moved = [[int(share) for share in re.findall(r"worker \d (\d+)", line)]
-             for line in done.stdout.splitlines() if "new shares from step" in line]
-    assert moved
-    assert all(sum(shares) == 96 for shares in moved)
+    row = r"^ +\d+ +\d+ +(\d+) +(\d+) +(\d+) +(\d+) +[\d.]+ +[\d.?]+ -> +[\d.]+  (.+)$"
+    decided = re.findall(row, done.stdout, re.MULTILINE)
+    assert decided
+    assert decided[0][4] == "the profile"
+    assert len({shares[:4] for shares in decided}) > 1
+    assert all(sum(map(int, shares[:4])) == 96 for shares in decided)
     epochs = re.findall(r"epoch +\d+: shares +(\d+) +(\d+) +(\d+) +(\d+),", done.stdout)
-    assert len(epochs) == 3
+    assert len(epochs) == 6
+    assert set(epochs[:3]) == {("24",) * 4}
     assert all(sum(map(int, shares)) == 96 for shares in epochs)
-    accuracy = re.search(r"accuracy ([\d.]+)", done.stdout)
-    assert accuracy
-    assert float(accuracy[1]) > 0.85
+    equal, balanced = (float(found) for found in re.findall(r"accuracy ([\d.]+) after", done.stdout))
+    assert balanced > 0.85
+    assert abs(balanced - equal) < 0.02
+    assert re.search(r"^balanced +[\d.]+ s +[\d.]+x +[\d.]+$", done.stdout, re.MULTILINE)

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from commlayer.balance.events import Decision, Event, Input, Joined, Measurement, Note, Outcome, Vanished
+from commlayer.balance.events import Decision, Event, Input, Joined, Measurement, Note, Outcome, Vanished, straggler_effect
 from commlayer.balance.models import Accumulated, Line
 from commlayer.balance.online import OnlineLine, checked_time
 from commlayer.balance.solution import FREE, Communication, Solution, solve
@@ -56,12 +56,14 @@ class Balancer:
 
     def __init__(
         self, joined: Sequence[Joined], total: int, policy: Policy | None = None, communication: Communication = FREE,
-        *, shares: Mapping[int, int] | None = None, from_step: int = 0,
+        *, shares: Mapping[int, int] | Decision | None = None, from_step: int = 0,
     ) -> None:
-        """`shares`: those in force already, or announced for `from_step`; without them the best by the profile are."""
+        """`shares`: those in force already, or announced for `from_step`, with what they promise if it is a decision that they
+        come from; without them the best by the profile are."""
         self.total, self.policy, self.communication = total, policy or Policy(), communication
         self.members = {one.worker: Member(one.cap, one.line) for one in joined}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._effect = 0.0
         workers = self._able(self.members)
         if not workers:
             raise ValueError(
@@ -72,7 +74,7 @@ class Balancer:
         reason = "the profile" if all(one.line for one in joined) else "no profile"
         self.latest = self._decision(-1, from_step, workers, found, reason, math.inf)
         if shares is not None:
-            self.latest = self._given(shares, from_step)
+            self.latest = shares if isinstance(shares, Decision) else self._given(shares, from_step)
         self._in_force, self._announced = self.latest, deque[Decision]()
         self._now = self.latest.by_worker
         self._mark_out(self.latest)
@@ -116,7 +118,7 @@ class Balancer:
         return decision
 
     def _take(self, step: int, inputs: Sequence[Input]) -> None:
-        slowest_s = 0.0
+        times: dict[int, float] = {}
         for one in inputs:
             match one:
                 case Joined(worker, cap, line):
@@ -126,9 +128,12 @@ class Balancer:
                     if self.members.pop(worker, None) is not None:
                         self._forced = f"worker {worker} is gone"
                 case Measurement(worker, batch, compute_s):
-                    slowest_s = max(slowest_s, self._measured(step, worker, batch, compute_s))
-        if slowest_s and self._in_force is self.latest:
-            self._compare(step, slowest_s)
+                    if (counted_s := self._measured(step, worker, batch, compute_s)):
+                        times[worker] = counted_s
+        if times:
+            self._effect = straggler_effect(list(times.values()))
+            if self._in_force is self.latest:
+                self._compare(step, max(times.values()))
 
     def _measured(self, step: int, worker: int, batch: int, compute_s: float) -> float:
         """The seconds if they count; a bad measurement is said and left out, training goes on."""
@@ -154,7 +159,8 @@ class Balancer:
         if len(self._under) == OUTCOME_AFTER:
             exposed_s = self.communication.exposed_s(self._places(self._in_force), statistics.median(self._under))
             measured_s = statistics.median(self._under) + exposed_s
-            self.events.append(Outcome(step, self._in_force.step, self._in_force.after_s, measured_s, self._in_force.reason))
+            promised = self._in_force
+            self.events.append(Outcome(step, promised.step, promised.after_s, measured_s, promised.reason, self._effect))
 
     def _improved(self, step: int) -> Decision | None:
         """The best shares, if they gain enough."""
@@ -244,7 +250,8 @@ class Balancer:
     def _decision(
         self, step: int, from_step: int, workers: Sequence[int], found: Solution, reason: str, before_s: float
     ) -> Decision:
-        return Decision(step, from_step, tuple(workers), found.shares, found.micro_batches, reason, before_s, found.iteration_s)
+        return Decision(step, from_step, tuple(workers), found.shares, found.micro_batches, reason, before_s, found.iteration_s,
+                        self._effect)
 
     def _mark_out(self, decision: Decision) -> None:
         shares = decision.by_worker

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commlayer.balance.models import Line
 from commlayer.records import Record
 
@@ -43,6 +45,8 @@ class Decision(Record, frozen=True):
     before_s: float
     """Expected time of an iteration with the shares in force; infinite where they cannot be computed any more."""
     after_s: float
+    effect: float = 0.0
+    """The straggler effect in the step that it was decided by."""
 
     @property
     def gain_s(self) -> float:
@@ -65,6 +69,10 @@ class Outcome(Record, frozen=True):
     expected_s: float
     measured_s: float
     reason: str
+    effect: float = 0.0
+    """The straggler effect that is left: of the last of these steps."""
+    whole_s: float = 0.0
+    """Of a whole step meanwhile, communication and all; 0 where nobody measured it."""
 
     @property
     def error(self) -> float:
@@ -81,11 +89,17 @@ class Note(Record, frozen=True):
 Event = Decision | Outcome | Note
 
 
+def straggler_effect(times_s: Sequence[float]) -> float:
+    """LBB's SE, (longest - shortest) / mean, of those that computed."""
+    return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s)) if times_s else 0.0
+
+
 def said(event: Decision | Outcome) -> str:
     """In a line, for people."""
     if isinstance(event, Outcome):
+        whole = f"; a whole step takes {event.whole_s * 1e3:.1f} ms" if event.whole_s else ""
         return (f"the shares decided at step {event.decided} brought {event.measured_s * 1e3:.1f} ms a step, expected were "
-                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%})")
+                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}{whole}")
     shares = ", ".join(f"worker {w} {share}" for w, share in zip(event.workers, event.shares, strict=True))
-    return (f"new shares from step {event.from_step}: {shares}; {event.reason}: expected {event.after_s * 1e3:.1f} ms a step "
-            f"instead of {event.before_s * 1e3:.1f} ms")
+    return (f"new shares from step {event.from_step}: {shares}; {event.reason} (straggler effect {event.effect:.2f}): expected "
+            f"{event.after_s * 1e3:.1f} ms a step instead of {event.before_s * 1e3:.1f} ms")

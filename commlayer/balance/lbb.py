@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import minimize
 
+from commlayer.balance.events import straggler_effect
 from commlayer.balance.models import Cubic
 from commlayer.records import Record
 
@@ -25,11 +26,6 @@ class LbbSettings(Record, frozen=True):
     rapid: float = 0.3
     step: int = 1
     window: int = 30
-
-
-def straggler_effect(times_s: Sequence[float]) -> float:
-    """(longest - shortest) / mean."""
-    return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s))
 
 
 def spread_s(curves: Sequence[Cubic], batches: Sequence[float]) -> float:
@@ -110,3 +106,7 @@ class Lbb:
             for curve, share, time_s in zip(self.curves, self._shares, times_s, strict=True)
         ]
         return [round(batch) for batch in spread_shares(rough, self.total, self.caps)]
+
+    def take(self, shares: Sequence[int]) -> None:
+        """Others than it wanted are in force."""
+        self._shares = list(shares)

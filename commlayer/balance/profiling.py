@@ -6,11 +6,14 @@ needs beyond a profile run (buffers of codecs, fragmentation).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from commlayer.errors import CommError
 from commlayer.records import Record
 
+Points = Sequence[tuple[int, float]]
+"""(batch, seconds)."""
 Run = Callable[[int], float]
 """Forward and backward of a batch: its seconds. Raises MemoryError where memory ends (torch's OOM is turned into it)."""
 
@@ -19,6 +22,17 @@ REPEATS = 9
 HEADROOM = 0.1
 REFINE = 1 / 16
 """Memory's end is looked for to this part of it."""
+LIMIT_S = 30.0
+"""What profiling takes of a job's time, unless it is told otherwise."""
+PART_OF_TIME = 0.25
+"""Where time is limited, a batch's runs take this part of what is left: larger ones are to come."""
+
+Left = Callable[[], float]
+"""Seconds until profiling is to end."""
+
+
+def _no_limit() -> float:
+    return math.inf
 
 
 class Profile(Record, frozen=True):
@@ -30,21 +44,29 @@ class Profile(Record, frozen=True):
     """Memory ended below the total batch; otherwise the cap is the total."""
 
 
-def profile(run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM) -> Profile:
-    """Profiles batches 2, 4, 8, ... up to `total`."""
+def ladder(total: int) -> list[int]:
+    """The batches of a profile.
+
+    >>> ladder(20)
+    [2, 4, 8, 16, 20]
+    """
+    return [2**p for p in range(1, total.bit_length()) if 2**p < total] + [total]
+
+
+def profile(
+    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = _no_limit
+) -> Profile:
+    """Profiles batches 2, 4, 8, ... up to `total`; where time ends before memory does, nothing is known of memory's end."""
     points: list[tuple[int, float]] = []
-    fits, batch = 0, 2
-    while batch <= total:
-        time_s = _timed(run, batch, repeats)
+    fits = 0
+    for batch in ladder(total):
+        if points and 2 * points[-1][1] > left_s():
+            break
+        time_s = _timed(run, batch, repeats, left_s)
         if time_s is None:
-            return Profile(tuple(points), int(_memory_end(run, fits, batch) * (1 - headroom)), True)
+            return Profile(tuple(points), int(_memory_end(run, fits, batch, left_s) * (1 - headroom)), True)
         points.append((batch, time_s))
-        fits, batch = batch, batch * 2
-    if fits < total:
-        time_s = _timed(run, total, repeats)
-        if time_s is None:
-            return Profile(tuple(points), int(_memory_end(run, fits, total) * (1 - headroom)), True)
-        points.append((total, time_s))
+        fits = batch
     return Profile(tuple(points), total, False)
 
 
@@ -59,20 +81,25 @@ def profile_all(runs: Mapping[int, Run], total: int) -> tuple[dict[int, Profile]
     return found, lost
 
 
-def _timed(run: Run, batch: int, repeats: int) -> float | None:
+def _timed(run: Run, batch: int, repeats: int, left_s: Left) -> float | None:
     """The mean of the middle third, or None where memory ends."""
+    until_s = left_s() * (1 - PART_OF_TIME)
     try:
         run(batch)
-        times = sorted(run(batch) for _ in range(repeats))
+        times = [run(batch)]
+        while len(times) < repeats and left_s() >= until_s:
+            times.append(run(batch))
     except MemoryError:
         return None
-    middle = times[repeats // 3 : repeats - repeats // 3]
+    times.sort()
+    out = len(times) // 3
+    middle = times[out : len(times) - out]
     return sum(middle) / len(middle)
 
 
-def _memory_end(run: Run, fits: int, fails: int) -> int:
+def _memory_end(run: Run, fits: int, fails: int, left_s: Left) -> int:
     """The largest batch that runs, between one that does (or 0) and one that does not."""
-    while fails - fits > max(1, int(REFINE * fails)):
+    while fails - fits > max(1, int(REFINE * fails)) and left_s() > 0:
         middle = (fits + fails) // 2
         try:
             run(middle)

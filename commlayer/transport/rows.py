@@ -12,14 +12,13 @@ import torch.distributed as dist
 from commlayer.errors import CommError
 from commlayer.transport.groups import Pending, named
 
-WHAT = "exchange of measured times"
-
 
 class Rows:
     """A group of its own, on CPUs, so that rows neither wait for gradients nor change their order. One exchange at a time."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, what: str = "measured times") -> None:
         self.rank, self.world, self._timeout_s = dist.get_rank(), dist.get_world_size(), timeout_s
+        self._what = f"exchange of {what}"
         self._group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
         self._pending: Pending | None = None
         self._all: list[torch.Tensor] = []
@@ -28,9 +27,9 @@ class Rows:
         """All ranks call it together, with rows of one length."""
         mine = torch.tensor(row, dtype=torch.float64)
         self._all = [torch.empty_like(mine) for _ in range(self.world)]
-        with named(WHAT):
+        with named(self._what):
             work = dist.all_gather(self._all, mine, group=self._group, async_op=True)
-        self._pending = Pending(work, WHAT, on_device=False)
+        self._pending = Pending(work, self._what, on_device=False)
 
     @property
     def under_way(self) -> bool:
