@@ -72,6 +72,12 @@ class CodecCost(Record, frozen=True):
     """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
     sums: bool = False
     """Whether its payloads can be added as they are, by an all-reduce."""
+    alone: bool = True
+    """Whether a payload by itself says what was sent, so that whoever has it may add it to a dense sum."""
+    answers: bool = True
+    """Whether a server may send its sums so where workers send otherwise."""
+    reduced: Line = Line(0.0)
+    """Bytes of what an all-reduce adds up in place of payloads, over elements; 0: as many as `nbytes`."""
 
 
 class Profile(Record, frozen=True):
@@ -101,6 +107,8 @@ class Policy(Record, frozen=True):
     staleness: bool = False
     priority: bool = True
     """Forward order on the wire; else by readiness."""
+    whole_tree: bool = False
+    """Also what workers cannot run yet, payloads of gradients on GPUs through collectives: to compare with, not to train by."""
 
 
 class Task(Record, frozen=True, gc=False):

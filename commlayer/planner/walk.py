@@ -189,7 +189,7 @@ class Walk:
         if n > 1:
             widest = max(node.ranks for node in nodes)
             move = moves(op.name, n)
-            held = max((self.held[g].nbytes for g in self.workers), key=lambda line: (line.slope_s, line.floor_s))
+            held = max((self._put_in(op, g) for g in self.workers), key=lambda line: (line.slope_s, line.floor_s))
             if everyone:
                 passes = crossing(op.name, n, widest)
             else:
@@ -212,6 +212,12 @@ class Walk:
                 self.held[g].last = (step,)
         for g in self.workers:
             self._share(op, g, n)
+
+    def _put_in(self, op: Op, g: int) -> Line:
+        """Bytes of what a rank puts into a collective: what adds payloads up may need more room than they do."""
+        held = self.held[g]
+        reduced = self.coded[g].up[held.coder].reduced if op.name == "allreduce" and held.pieces else ZERO
+        return over(reduced, held.part) if reduced.slope_s else held.nbytes
 
     def _alpha_s(self) -> float:
         """One hop between nodes, at worst; between ranks where there is one node."""
