@@ -90,6 +90,11 @@ class Profile(Record, frozen=True):
     """What each bucket costs a worker besides: hooks, frames, threads."""
     copy: Line = Line(0.0)
     """Seconds over bytes between a GPU and its host."""
+    inside: Line = Line(0.0)
+    """Of collectives among a node's ranks: seconds a message, and a byte of each link's. Measured it goes before what nodes
+    say; 0: nobody has."""
+    across: Line = Line(0.0)
+    """The same of collectives between nodes. None is faster than the links that it crosses."""
     source: str = "tables"
     """"tables", "measured" or a name that a person gave."""
 

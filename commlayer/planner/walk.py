@@ -195,7 +195,8 @@ class Walk:
             else:
                 passes = move.passes * max(self.held[g].flows for g in self.workers)
             nbytes = times(held, passes)
-            wires = [times(nbytes, 8 / min(min(node.link.up_bps, node.link.down_bps) for node in nodes))] if passes else []
+            link_bps = min(min(node.link.up_bps, node.link.down_bps) for node in nodes)
+            wires = [times(nbytes, max(8 / link_bps, self.profile.across.slope_s))] if passes else []
             alpha_s = self._alpha_s()
             if everyone and widest > 1:
                 slowest_bps = min(node.intra_bps for node in nodes if node.ranks > 1)
@@ -224,7 +225,7 @@ class Walk:
         if self.nodes == 1:
             return self.groups[self.workers[0]].node.intra_alpha_s
         apart = sorted(self.groups[g].node.link.alpha_s for g in self.workers for _ in range(min(2, self.groups[g].workers)))
-        return sum(apart[-2:])
+        return max(sum(apart[-2:]), self.profile.across.floor_s)
 
     def _rounds(self, g: int) -> int:
         return max((c.rounds for c in self.coded[g].up.values()), default=1) if self.held[g].pieces else 1

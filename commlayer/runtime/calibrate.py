@@ -18,6 +18,7 @@ from commlayer.runtime.suited import promise_of
 
 SIZES = (1 << 12, 1 << 16, 1 << 20)
 """Elements: 16 KiB, where calls cost more than bytes, to 4 MiB, which no cache of one core holds."""
+COPIED_NBYTES = (1 << 12, 1 << 18, 1 << 22, 1 << 25)
 REPEATS = 5
 MEMBERS = 8
 """Whose sums an all-reduce must have room for; some more or less need as many bytes."""
@@ -69,6 +70,25 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
             adds.append(add_s)
     reduced = sum(Reduced(acc, MEMBERS).nbytes for acc in accs) if adds_up(codec) else 0
     return median(encodes), median(adds), float(nbytes), float(reduced)
+
+
+def copies(sizes: Sequence[int] = COPIED_NBYTES, repeats: int = REPEATS) -> Line | None:
+    """Seconds over bytes from a GPU to pinned memory and back, of one way; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    rows = []
+    for nbytes in sizes:
+        there, here = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+        seconds = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            here.copy_(there, non_blocking=True)
+            there.copy_(here, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - begin) / 2)
+        rows.append(median(seconds[1:]))
+    return fit(sizes, rows)
 
 
 def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
