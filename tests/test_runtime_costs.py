@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from msgspec import structs
 from planner_kit import DENSE, PROFILE, SHARED, flat, tall
 from pool_kit import pool
@@ -12,15 +13,13 @@ from pool_kit import pool
 from commlayer.planner.collectives import moves
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Line, Profile
-from commlayer.runtime import grouped, overheads
+from commlayer.runtime import calibrate, grouped, overheads
 from commlayer.transport.groups import Groups
 
 BUDGET_S = 0.2
 
 
 def measured(rank: int, per_node: int) -> grouped.Grouped:
-    import torch
-
     groups = Groups(per_node, 30.0, torch.device("cpu"))
     try:
         return grouped.measure(groups, BUDGET_S)
@@ -46,6 +45,13 @@ def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:
         assert 0 < line(16) < 0.1
         assert line(1 << 14) >= line(16)
     assert threading.active_count() <= before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to copy from")
+def test_copies_to_a_gpu_take_time() -> None:
+    line = calibrate.copies()
+    assert line is not None
+    assert 1e-7 < line(1 << 20) < 1e-2
 
 
 def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool = True, numel: int = 1 << 20) -> float:
