@@ -19,10 +19,10 @@ from commlayer.transport.groups import Groups
 BUDGET_S = 0.2
 
 
-def measured(rank: int, per_node: int) -> grouped.Grouped:
+def measured(rank: int, per_node: int, budget_s: float) -> grouped.Grouped:
     groups = Groups(per_node, 30.0, torch.device("cpu"))
     try:
-        return grouped.measure(groups, BUDGET_S)
+        return grouped.measure(groups, budget_s)
     finally:
         groups.close()
 
@@ -31,11 +31,17 @@ def measured(rank: int, per_node: int) -> grouped.Grouped:
     (2, 2, True, False), (2, 1, False, True), (4, 2, True, True),
 ])
 def test_collectives_are_measured_alike_on_all_ranks(world: int, per_node: int, inside: bool, across: bool) -> None:
-    results = pool(world).call(measured, per_node)
+    results = pool(world).call(measured, per_node, BUDGET_S)
     assert all(found == results[0] for found in results)
     for line, there in zip(results[0], (inside, across), strict=True):
         assert (line.slope_s > 0) == there
         assert line == grouped.NONE or line.floor_s < 1.0, "a message inside a machine takes no second"
+
+
+def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> None:
+    line = pool(2).call(measured, 1, 0.0)[0].across
+    assert line.floor_s > 0
+    assert (line.slope_s, line.error) == (grouped.LEAST_BYTE_S, 0.0)
 
 
 def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:

@@ -49,31 +49,33 @@ def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: fl
     """Of one message and byte: what was timed, over the messages in a row and the passes that the collective makes."""
     found = _timed(groups, run, budget_s)
     move = moves(name, members)
-    whole = fit(list(found), list(found.values()))
+    whole = fit(list(found), list(found.values())) if len(found) > 1 else Line(next(iter(found.values())))
     return Line(whole.floor_s / move.messages, max(whole.slope_s / move.passes, LEAST_BYTE_S), whole.error)
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:
-    """Seconds by bytes, of the slowest rank. At least two sizes, and more while the next still fits the time."""
+    """Seconds by bytes, of the slowest rank: at least one size, more and each several times while the time lasts."""
     found: dict[float, float] = {}
     left_s, nbytes = budget_s, FIRST_NBYTES
     while True:
         x = torch.zeros(nbytes // FLOAT_NBYTES, device=groups.device)
-        seconds = _slowest(groups, functools.partial(_once, groups, run, x))
+        once = functools.partial(_once, groups, run, x)
+        groups.barrier()
+        seconds = _slowest(groups, once())
+        left_s -= seconds
+        if REPEATS * seconds < left_s / 2:
+            best_s = _slowest(groups, min(once() for _ in range(REPEATS)))
+            left_s, seconds = left_s - REPEATS * best_s, min(seconds, best_s)
         found[nbytes] = seconds
-        left_s -= (REPEATS + 1) * seconds
+        # Of the first size most are messages, which do not grow.
         likely_s = seconds if len(found) == 1 else seconds * GROWTH
-        if nbytes >= LAST_NBYTES or (len(found) > 1 and (REPEATS + 1) * likely_s > left_s):
+        if nbytes >= LAST_NBYTES or likely_s > left_s / 2:
             return found
         nbytes *= GROWTH
 
 
-def _slowest(groups: Groups, once: Callable[[], float]) -> float:
-    """The best of a few on each rank, of the ranks the worst. Begins together."""
-    groups.barrier()
-    once()
-    mine = min(once() for _ in range(REPEATS))
-    return float(groups.gather_all(torch.tensor([mine], dtype=torch.float64, device=groups.device)).max())
+def _slowest(groups: Groups, seconds: float) -> float:
+    return float(groups.gather_all(torch.tensor([seconds], dtype=torch.float64, device=groups.device)).max())
 
 
 def _once(groups: Groups, run: Collective, x: torch.Tensor) -> float:
