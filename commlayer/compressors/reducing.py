@@ -88,8 +88,9 @@ def _tensor(part: Any, members: int) -> torch.Tensor:
         return values
     # Collectives add no 16 bits. But lanes of a word add up as one number if none is negative and none overflows.
     per_word = 4 // lane.itemsize
-    lanes = torch.zeros(-(-values.numel() // per_word) * per_word, dtype=lane)
-    lanes[: values.numel()] = (values + part["most"]).to(lane)
+    lanes = torch.empty(-(-values.numel() // per_word) * per_word, dtype=lane)
+    lanes[: values.numel()].copy_(values).add_(part["most"])
+    lanes[values.numel() :].zero_()
     return lanes.view(torch.int32)
 
 
