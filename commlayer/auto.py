@@ -22,10 +22,10 @@ from commlayer.errors import CommError
 from commlayer.observe import Drift
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.planner.tables import DEFAULT_CODECS, codec_loss
 from commlayer.price import communication
 from commlayer.records import Job, Plan, digest
-from commlayer.runtime import calibrate, probe
+from commlayer.runtime import calibrate, grouped, overheads, probe
 from commlayer.runtime.timing import timing_of
 from commlayer.runtime.worker import Worker
 
@@ -42,8 +42,8 @@ SHARES_WORTH = 0.1
 """The same for a change of shares: of the step's computing."""
 FIRST_ASK, LAST_ASK = 2, 64
 """Steps between two askings whether there is a plan: twice as many each time."""
-INTRA_BPS, INTRA_ALPHA_S = 4e10, 2e-5
-"""Between ranks of one node, through its memory: nobody has measured it."""
+GROUPS_SHARE = 0.2
+"""Of the probes' time, for collectives."""
 
 NOTHING, SWITCH, MEASURE = 0, 1, 2
 
@@ -88,6 +88,7 @@ class Auto:
         self._measure_from = WARM_STEPS
         self._answer: Plan | None = None
         self._thread: threading.Thread | None = None
+        self._grouped = grouped.Grouped(grouped.NONE, grouped.NONE)
         self._drift: Drift | None = None
         self._stale = False
         self._ended = 0.0
@@ -154,6 +155,7 @@ class Auto:
         steps = worker.recorder.steps
         worker.recorder.switch(on=False)
         timing = timing_of(steps, len(self._job.tensors), worker.places)
+        self._grouped = grouped.measure(groups, GROUPS_SHARE * self._probe_s)
         row = Row(timing.forward_s + timing.backward_s, median(s.marks["end"] for s in steps), *self._probe())
         rows = [Row(*r) for r in groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()]
         if made.rank == 0:
@@ -175,7 +177,7 @@ class Auto:
         away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
         for node in range(nodes):
             if (groups.node, groups.local) == (node, 0) and away:
-                budget_s = self._probe_s / nodes
+                budget_s = (1 - GROUPS_SHARE) * self._probe_s / nodes
                 link = probe.link(probe.Asking(made.uplink.probe), away, budget_s, min(10 * budget_s + 10, groups.timeout_s))
                 found = link.up_bps, link.down_bps, link.alpha_s
             groups.barrier()
@@ -186,7 +188,7 @@ class Auto:
     def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
         try:
             cluster = self._cluster(rows)
-            profile = _profile(cluster, current)
+            profile = _profile(current, self._grouped)
             policy = Policy(devices=("cpu",))
             made = planner.plan(job, cluster, profile, policy)
             now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
@@ -240,12 +242,14 @@ class Auto:
         seen = [row for row in firsts if row.up_bps]
         best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
         fastest_s = min(r.compute_s for r in rows)
+        inside = self._grouped.inside
         nodes = []
         for number, row in enumerate(firsts):
             link = Link(row.up_bps, row.down_bps, row.alpha_s) if row.up_bps else best
             mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
             nodes.append(Node(
-                f"node{number}", groups.ranks_per_node, "cpu", link, INTRA_BPS, INTRA_ALPHA_S,
+                f"node{number}", groups.ranks_per_node, "cpu", link,
+                8 / inside.slope_s if inside.slope_s else 0.0, inside.floor_s,
                 speed=fastest_s / max(r.compute_s for r in mine), server=number in homes,
             ))
         return Cluster(tuple(nodes))
@@ -296,15 +300,14 @@ def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Pol
     return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
 
 
-def _profile(cluster: Cluster, current: Plan) -> Profile:
-    """The tables' costs, with those of the CPU's codecs as they are here; codecs as plans spell them, in full."""
+_overheads = functools.cache(overheads.measure)
+"""Once in a process: they are this machine's."""
+
+
+def _profile(current: Plan, collectives: grouped.Grouped) -> Profile:
+    """Costs as they are here; codecs as plans spell them, in full. What these lose nobody can measure now: the tables guess."""
     used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
     names = sorted({str(parse(codec)) for codec in (*DEFAULT_CODECS, *used)})
-    tables = profile_from_tables(cluster, names)
-    measured = {cost.codec: cost for cost in calibrate.measure(names)}
-    costs = tuple(
-        structs.replace(cost, encode=mine.encode, decode=mine.decode, nbytes=mine.nbytes)
-        if cost.device == "cpu" and (mine := measured[cost.codec]) else cost
-        for cost in tables.codecs
-    )
-    return structs.replace(tables, codecs=costs, source="measured")
+    costs = tuple(structs.replace(cost, loss=codec_loss(cost.codec)) for cost in calibrate.measure(names))
+    besides = _overheads()
+    return Profile(costs, besides.server, besides.bucket.floor_s, across=collectives.across, source="measured")

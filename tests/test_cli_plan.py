@@ -106,6 +106,40 @@ def test_what_can_be_mended_is_one_line(commlayer, arguments: tuple[str, ...], m
     assert errors.count("\n") == 1
 
 
+JOB = {"tensors": [{"name": "a", "shape": [8]}], "timing": {"ready_s": [0.5], "needed_s": [0], "backward_s": 1, "forward_s": 1}}
+COST = {"codec": "identity()", "device": "cpu", "encode": {"floor_s": 0}, "decode": {"floor_s": 0},
+        "nbytes": {"floor_s": 0, "slope_s": 4}}
+PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("job", "profile", "message"),
+    [
+        ({**JOB, "timing": {**JOB["timing"], "ready_s": [-0.5]}}, PROFILE, "job: timing.ready_s of a is -0.5, allowed: 0"),
+        ({**JOB, "timing": {**JOB["timing"], "ready_s": []}}, PROFILE, "job: timing.ready_s has 0 entries for 1 tensors"),
+        ({"tensors": JOB["tensors"]}, PROFILE, "job has no timing: planning needs when each gradient is ready"),
+        (JOB, {**PROFILE, "codecs": []}, "profile p.json: profile 'mine' has no codecs"),
+        (JOB, {**PROFILE, "codecs": [COST, COST]}, "profile 'mine': identity() on cpu stands there twice"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "encode": {"floor_s": -1}}]}, "encode of identity() on cpu is negative or not"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "rounds": 0}]}, "codec 'identity()' on cpu has 0 rounds, allowed: a name, and 1"),
+        (JOB, {**PROFILE, "server": {"floor_s": 0, "slope_s": -1}}, "profile 'mine': server is negative or not finite"),
+        (JOB, {**PROFILE, "inside": {"floor_s": -1}}, "profile 'mine': inside is negative or not finite"),
+        (JOB, {**PROFILE, "across": {"floor_s": 0, "slope_s": -1}}, "profile 'mine': across is negative or not finite"),
+        (JOB, {**PROFILE, "bucket_s": -1}, "profile 'mine': bucket_s is -1.0, allowed: 0 or more"),
+        (JOB, {**PROFILE, "bucket_s": "much"}, "profile p.json: Expected `float`, got `str` - at `$.bucket_s`"),
+        (JOB, {"codecs": [COST]}, "profile p.json: Object missing required field `server`"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict, message: str) -> None:
+    Path("j.json").write_text(json.dumps(job))
+    Path("p.json").write_text(json.dumps(profile))
+    code, out, errors = commlayer("plan", "make", "j.json", "--nodes", "2xcpu@100m", "--profile", "p.json")
+    assert (code, out) == (2, "")
+    assert message in errors
+    assert errors.startswith("commlayer: ")
+    assert errors.count("\n") == 1
+
+
 def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
     commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
     file = Path("plan.json")

@@ -47,6 +47,12 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     planned = commlayer("plan", *made, cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "topk" in (tmp_path / "plan.json").read_text()
+    chosen = commlayer("plan", *made, "--codec", "topk(ratio=0.01)", "--codec", "identity()", cwd=tmp_path)
+    assert chosen.returncode == 0, chosen.stderr
+    assert profile["server"]["slope_s"] > 0
+    assert profile["bucket_s"] > 0
+    assert "server: " in done.stdout
+    assert "bucket: " in done.stdout
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -148,12 +148,6 @@ def test_a_path_that_a_cluster_cannot_run(text: str, cluster: Cluster, rule: str
     assert parse(text) not in options(cluster)
 
 
-def test_only_payloads_that_add_up_go_through_an_allreduce() -> None:
-    path = parse("encode@cpu all.allreduce decode@cpu")
-    assert check(path, sums=True) == check(path) == []
-    assert check(path, sums=False) == ["payloads go through an all-reduce, which asks for a codec whose payloads add up"]
-
-
 def drawn(draw: random.Random, cluster: Cluster) -> Prices:
     codecs = tuple(codec(SPARSE, device, draw.uniform(0.1, 9), draw.uniform(0.1, 9), draw.uniform(0.01, 2))
                    for device in ("gpu", "cpu"))

@@ -99,12 +99,39 @@ def test_draws_that_differ_are_told_on_all() -> None:
         state["shared"] = shared
         accs.append(dict(codec.zeros(spec, 0)))
         codec.add(0, out[: codec.start(torch.ones(8), state, out)], accs[-1], first=True)
-    both = [Reduced(acc) for acc in accs]
+    both = [Reduced(acc, 2) for acc in accs]
     largest = torch.maximum(both[0].facts, both[1].facts)
     for reduced in both:
         reduced.facts.copy_(largest)
         with pytest.raises(CorruptFrame, match="drawn with different seeds"):
-            reduced.merge(2)
+            reduced.merge()
+
+
+@pytest.mark.parametrize(("codec", "members", "nbytes"), [
+    ("shared_int(bits=4)", 2, 1), ("shared_int(bits=4)", 9, 1), ("shared_int(bits=4)", 10, 2), ("shared_int(bits=8)", 2, 2),
+    ("shared_int(bits=8)", 129, 2), ("shared_int(bits=8)", 130, 4), ("partition(shared_int(), parts=3)", 5, 2),
+])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_integers_add_up_in_lanes_as_narrow_as_their_sums_allow(codec: str, members: int, nbytes: int, sign: float) -> None:
+    """At the ends: all members at the largest magnitude."""
+    made, numel = parse(codec), 1025
+    spec, state = Spec((numel,)), made.init(Spec((numel,)))
+    out, result, total = memoryview(bytearray(made.bound(spec))), memoryview(bytearray(made.bound(spec))), torch.zeros(numel)
+    x = torch.full((numel,), sign)
+    sent = made.start(x, state, out)
+    for r in range(2):
+        acc = made.zeros(spec, r)
+        made.add(r, out[:sent], acc, first=True)
+        reduced = Reduced(acc, members)
+        if r == 1:
+            assert reduced.values.nbytes == pytest.approx(nbytes * numel, abs=16)
+            reduced.values *= members
+        reduced.merge()
+        end = made.emit(r, acc, made.init_server(spec), result)
+        if r == 0:
+            sent = made.next(0, result[:end], state, out)
+    made.decode(result[:end], state, total)
+    torch.testing.assert_close(total, members * x)
 
 
 @pytest.mark.parametrize(("codec", "adds", "alone"), [

@@ -46,8 +46,8 @@ def make(
     job = planfiles.job_named(model, batch)
     machines = planfiles.cluster_named(cluster, nodes)
     costs = planfiles.profile_named(profile)
-    policy = Policy(codecs=tuple(codec or ()), max_loss=max_loss, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
-                    max_local_steps=max_local_steps, staleness=staleness)
+    policy = Policy(codecs=planfiles.codecs_named(codec or [], costs), max_loss=max_loss,
+                    devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps, staleness=staleness)
     made = plan(job, machines, costs, policy)
     if out is not None:
         planfiles.write(out, records.encode(made).decode() + "\n")

@@ -53,6 +53,15 @@ def profile_named(file: str) -> Profile | None:
     return profile_of(text_of(file, "profile"), f"profile {file}", toml=file.endswith(".toml"))
 
 
+def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
+    """As the profile spells them: a measured one writes every argument out."""
+    if profile is None or {cost.codec for cost in profile.codecs}.issuperset(texts):
+        return tuple(texts)
+    from commlayer.compressors import parse  # loads torch, which planning by tables does not need
+
+    return tuple(str(parse(text)) for text in texts)
+
+
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
     part = path.with_name(path.name + ".part")

@@ -1,4 +1,4 @@
-"""`commlayer profile`: what codecs cost on this machine, and when a model's step makes its gradients. Knows no network."""
+"""`commlayer profile`: what codecs cost on this machine, and when a model's step makes its gradients. Knows no job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from commlayer import records
 from commlayer.cli.loading import function_of
 from commlayer.cli.planfiles import write
 from commlayer.planner.model import CodecCost, Line, Profile
-from commlayer.planner.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S, codec_loss
+from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY, codec_loss
 from commlayer.records import Job
 
 SHOWN = 1 << 20
 """Elements that the table's times are for."""
+GROUPS_S, GROUPS_DEADLINE_S = 2.0, 60.0
 
 
 def profile(
@@ -31,14 +32,20 @@ def profile(
     made = function_of(model, "make", "that returns (model, loss)") if model else None
     # Here, since it loads torch, which the help does not need.
     from commlayer.compressors import kernels, parse
-    from commlayer.runtime import calibrate
+    from commlayer.runtime import calibrate, overheads
 
     names = [str(parse(text)) for text in codec or DEFAULT_CODECS]
     kernels.choose("auto")
+    collectives = _among_ranks()
+    if collectives is None:
+        return  # the rest is rank 0's
     costs = tuple(_with_loss(cost) for cost in calibrate.measure(names))
-    measured = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, "measured")
+    besides, copy = overheads.measure(), calibrate.copies() or PCIE_COPY
+    measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
     write(out, records.encode(measured).decode())
     _show(costs)
+    for line in _besides(measured, besides.bucket.error):
+        print(line)
     print(f"costs are in {out}")
     if made is not None:
         timed = _timed(made, model, batch)
@@ -46,6 +53,43 @@ def profile(
         assert timed.timing is not None
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
               f"{1e3 * timed.timing.forward_s:.1f} ms, backward {1e3 * timed.timing.backward_s:.1f} ms; in {job}")
+
+
+def _among_ranks() -> tuple[Line, Line] | None:
+    """Costs of collectives inside nodes and between them, where this is one of several ranks (under torchrun). On rank 0."""
+    from commlayer.config import read_launch
+
+    launch = read_launch()
+    if launch.world == 1:
+        return Line(0.0), Line(0.0)
+    import torch
+    import torch.distributed as dist
+
+    from commlayer.runtime import grouped
+    from commlayer.transport.groups import Groups
+
+    dist.init_process_group("gloo")
+    groups = Groups(launch.local_world, GROUPS_DEADLINE_S, torch.device("cpu"))
+    try:
+        inside, across = grouped.measure(groups, GROUPS_S)
+    finally:
+        groups.close()
+        dist.destroy_process_group()
+    return (inside, across) if launch.rank == 0 else None
+
+
+def _besides(profile: Profile, bucket_error: float) -> list[str]:
+    """What is not a codec's, a line each."""
+    def line(name: str, of: Line, one: str) -> str:
+        return f"{name}: {1e6 * of.floor_s:.0f} us {one} and {1e9 * of.slope_s:.2f} ns a byte, fit error {100 * of.error:.0f} %"
+
+    said = [line("server", profile.server, "a payload"),
+            f"bucket: {1e6 * profile.bucket_s:.0f} us of a worker, fit error {100 * bucket_error:.0f} %"]
+    if profile.copy is not PCIE_COPY:
+        said.append(line("copy between GPU and host", profile.copy, "each"))
+    said += [line(f"collectives {where}", of, "a message") for where, of in
+             (("inside a node", profile.inside), ("between nodes", profile.across)) if of.slope_s]
+    return said
 
 
 def _with_loss(cost: CodecCost) -> CodecCost:

@@ -39,29 +39,35 @@ class Reduced:
     `values` are combined as the codec's round says, `facts` by their maximum; both in place.
     """
 
-    def __init__(self, acc: Any) -> None:
-        self._accs = list(_flat(acc))
-        parts = [_tensor(part[name]) for part in self._accs for name in ("sum", "max") if name in part]
+    def __init__(self, acc: Any, members: int) -> None:
+        self._accs, self._members = list(_flat(acc)), members
+        parts = [_tensor(part, members) for part in self._accs if "sum" in part or "max" in part]
+        self._sizes = [p.numel() for p in parts]
         self.values = parts[0] if len(parts) == 1 else torch.cat(parts)
         seeds = [part["seed"][0] for part in self._accs if "seed" in part]
         flags = [int(part["flagged"][0]) for part in self._accs]
         self.facts = torch.tensor([*flags, *seeds, *(-s for s in seeds)], dtype=torch.int64)
         self._seeds = len(seeds)
 
-    def merge(self, members: int) -> None:
-        """Both are over: the accumulator is that of so many payloads. CorruptFrame if they cannot be added, on all alike."""
+    @property
+    def nbytes(self) -> int:
+        """What a member puts in."""
+        return int(self.values.nbytes + self.facts.nbytes)
+
+    def merge(self) -> None:
+        """Both are over: the accumulator is that of all payloads. CorruptFrame if they cannot be added, on all alike."""
         facts: list[int] = self.facts.tolist()
         flags = facts[: len(self._accs)]
         for part, flag in zip(self._accs, flags, strict=True):
             part["flagged"][0] = bool(flag)
             if "members" in part:
-                part["members"][0] = members
+                part["members"][0] = self._members
         drawn = facts[len(self._accs) :]
         if not any(flags) and any(high != -low for high, low in zip(drawn[: self._seeds], drawn[self._seeds :], strict=True)):
             raise CorruptFrame("members have drawn with different seeds, so their payloads are of different entries")
-        at = 0
-        for part in self._accs:
-            at += _take(part, self.values[at:])
+        combined = [part for part in self._accs if "sum" in part or "max" in part]
+        for part, values in zip(combined, self.values.split(self._sizes), strict=True):
+            _take(part, values, self._members)
 
 
 def _flat(acc: Any) -> Iterator[Any]:
@@ -72,20 +78,39 @@ def _flat(acc: Any) -> Iterator[Any]:
         yield from _flat(part)
 
 
-def _tensor(values: Any) -> torch.Tensor:
-    """Of a type that collectives can add."""
-    return torch.from_numpy(values.astype(np.int32)) if isinstance(values, np.ndarray) else values
+def _tensor(part: Any, members: int) -> torch.Tensor:
+    """Of a type that collectives can combine."""
+    if "max" in part:
+        return torch.from_numpy(part["max"].astype(np.int32))
+    values: torch.Tensor = part["sum"]
+    lane = _lane(part, members)
+    if lane is None:
+        return values
+    # Collectives add no 16 bits. But lanes of a word add up as one number if none is negative and none overflows.
+    per_word = 4 // lane.itemsize
+    lanes = torch.empty(-(-values.numel() // per_word) * per_word, dtype=lane)
+    lanes[: values.numel()].copy_(values).add_(part["most"])
+    lanes[values.numel() :].zero_()
+    return lanes.view(torch.int32)
 
 
-def _take(part: Any, values: torch.Tensor) -> int:
-    """Writes what belongs to that accumulator back into it; how many there were."""
-    for name in ("sum", "max"):
-        if name in part:
-            own = part[name]
-            mine = values[: own.size if isinstance(own, np.ndarray) else own.numel()]
-            if isinstance(own, np.ndarray):
-                own[:] = mine.numpy()
-            elif own.data_ptr() != mine.data_ptr():
-                own.copy_(mine)
-            return mine.numel()
-    return 0
+def _lane(part: Any, members: int) -> torch.dtype | None:
+    """The narrowest lane that holds any sum of so many members' integers, where their magnitudes have a limit."""
+    if "most" not in part:
+        return None
+    top = 2 * part["most"] * members
+    # With the sign bit free a word never overflows either, which for signed integers nobody defines.
+    return next((lane for lane in (torch.int8, torch.int16) if top < 1 << 8 * lane.itemsize - 1), None)
+
+
+def _take(part: Any, values: torch.Tensor, members: int) -> None:
+    """Writes into an accumulator what belongs to it."""
+    if "max" in part:
+        part["max"][:] = values.numpy()
+        return
+    own: torch.Tensor = part["sum"]
+    lane = _lane(part, members)
+    if lane is not None:
+        own.copy_(values.view(lane)[: own.numel()]).sub_(part["most"] * members)
+    elif own.data_ptr() != values.data_ptr():
+        own.copy_(values)

@@ -115,7 +115,7 @@ class SharedInt(SeveralRounds, frozen=True):
         n = spec.numel
         if r == 0:
             return {"max": np.zeros(self._blocks(n), np.uint16), "flagged": [False], "numel": n}
-        return {"sum": torch.zeros(n, dtype=torch.int32), "flagged": [False], "numel": n, "members": [0]}
+        return {"sum": torch.zeros(n, dtype=torch.int32), "flagged": [False], "numel": n, "members": [0], "most": self.levels}
 
     def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> memoryview | None:
         n = acc["numel"]

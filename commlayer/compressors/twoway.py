@@ -80,10 +80,15 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
     """Both must be of one round and sum in dense float32, as most do. topk(ratio=1.0) down forwards the merged sparse sum."""
     if not _sums(up):
         raise ValueError(f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32, not ef21")
-    if not (isinstance(_bare(down), OneRound) and _sums(down)):
+    if not answers(down):
         raise ValueError(f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
                          "error_feedback around it or without")
     return TwoWay(up, down)
+
+
+def answers(codec: Codec) -> bool:
+    """Whether it can be the codec `down`."""
+    return isinstance(_bare(codec), OneRound) and _sums(codec)
 
 
 def codec_of(bucket: Bucket, node: int | None = None) -> Codec:

@@ -13,6 +13,7 @@ from statistics import median
 
 from commlayer.planner import grammar
 from commlayer.planner.costs import Prices, bare
+from commlayer.planner.fit import Promise, fits, on_gpus, promise_of
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.paths import ALIASES, Path, parse, spell
 from commlayer.planner.prune import unbeaten
@@ -27,27 +28,33 @@ SLOW = 0.6
 def options(prices: Prices, policy: Policy) -> list[Option]:
     """Everything that is worth trying; the dense ones first."""
     cluster, profile = prices.cluster, prices.profile
-    names = allowed_codecs(profile, policy)
+    promises = {cost.codec: promise_of(cost) for cost in profile.codecs}
     sent = {cost.codec: cost.nbytes.slope_s for cost in profile.codecs}
-    sums = {cost.codec for cost in profile.codecs if cost.sums}
-    decoded = {cost.codec for cost in profile.codecs if not cost.sums and cost.rounds == 1}
-    coded = sorted((name for name in names if name != DENSE), key=lambda name: (sent[name], name))
     made = [Option(path) for path in _dense(prices)]
     if not made:
         raise ValueError(f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
-    for summing in (False, True):
-        kinds: tuple[grammar.Kind, ...] = ("sum",) if summing else _kinds(cluster)
-        fitting = [name for name in coded if not summing or name in sums]
-        if not fitting:
-            continue
-        paths = grammar.options(cluster, devices=policy.devices, max_encodes=policy.max_encodes, sums=summing, kinds=kinds,
-                                dense=False)
-        kept = dict.fromkeys(path for judge in (fitting[0], fitting[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
-        made += [Option(_name(path, cluster), name) for path in kept for name in fitting]
-        if not summing:
-            served = [path for path in kept if grammar.served(path)]
-            made += _uneven(cluster, [name for name in coded if name in decoded], served)
+    alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
+    for name in sorted(allowed_codecs(profile, policy), key=lambda name: (sent[name], name)):
+        if name != DENSE:
+            alike.setdefault((promises[name], _priced_on(prices, name)), []).append(name)
+    for (promise, priced), coded in alike.items():
+        devices = [device for device in policy.devices if device in priced]
+        for kinds in (_kinds(cluster), ("sum",)):
+            paths = [path for path in grammar.options(cluster, devices=devices, max_encodes=policy.max_encodes,
+                                                      sums=promise.sums, kinds=kinds, dense=False, servers="cpu" in priced)
+                     if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
+            kept = dict.fromkeys(path for judge in (coded[0], coded[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
+            made += [Option(_name(path, cluster), name) for path in kept for name in coded]
+            made += _uneven(cluster, coded, promise, [path for path in kept if grammar.served(path)])
     return made
+
+
+def _priced_on(prices: Prices, codec: str) -> tuple[str, ...]:
+    """Where every node could code with it, as far as the profile knows. Servers code on CPUs."""
+    priced = {cost.device for cost in prices.profile.codecs if cost.codec == codec}
+    gpus = {node.device for node in prices.cluster.nodes if node.ranks and node.device != "cpu"}
+    on_gpus = ("gpu",) if "gpu" in priced or gpus <= priced else ()
+    return (*on_gpus, *(("cpu",) if "cpu" in priced else ()))
 
 
 def _dense(prices: Prices) -> Iterator[str]:
@@ -65,8 +72,10 @@ def _kinds(cluster: Cluster) -> tuple[grammar.Kind, ...]:
     return ("flat", "two-level", "service") if max(n.ranks for n in cluster.nodes) > 1 else ("flat", "service")
 
 
-def _uneven(cluster: Cluster, coded: Sequence[str], served: Sequence[Path]) -> Iterator[Option]:
+def _uneven(cluster: Cluster, coded: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
     """What only a server can do: send less from slow nodes, or one codec up and another of its family down."""
+    if not promise.alone:
+        return
     workers = [node for node in cluster.nodes if node.ranks]
     slow = [node.link.up_bps < SLOW * median(n.link.up_bps for n in workers) for node in workers]
     families: dict[str, list[str]] = {}
@@ -77,7 +86,7 @@ def _uneven(cluster: Cluster, coded: Sequence[str], served: Sequence[Path]) -> I
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
             if any(slow) and not all(slow) and _but_ratio(less) == _but_ratio(more):
                 yield Option(text, more, by_node=tuple(less if late else more for late in slow))
-            if any(op.name == "pull" for op in path):
+            if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
                 yield Option(text, more, down=less)
                 yield Option(text, less, down=more)
 

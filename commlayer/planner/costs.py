@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from msgspec import structs
+
 from commlayer.planner.groups import Group, fold
-from commlayer.planner.model import Cluster, CodecCost, Node, Profile, Task
+from commlayer.planner.model import Cluster, CodecCost, Line, Node, Profile, Task
 from commlayer.planner.paths import CODING, Path, parse
 from commlayer.planner.walk import Coded, Step, Walk
 
@@ -50,6 +52,7 @@ class Prices:
     ) -> None:
         if hosts is None:
             hosts = [i for i, node in enumerate(cluster.nodes) if node.server][:1]
+        cluster = _measured_inside(cluster, profile.inside)
         self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), spread
         self.groups = fold(cluster, self.hosts, spread=spread)
         _check(self.groups)
@@ -143,6 +146,14 @@ def tasks(
     """One bucket's price. For many, keep one Prices."""
     prices = Prices(cluster, profile, hosts, spread=spread)
     return prices.tasks(path, numel, codec, server=server, owner=owner, down=down, by_node=by_node)
+
+
+def _measured_inside(cluster: Cluster, inside: Line) -> Cluster:
+    """With the nodes' own links as they were measured, if they were."""
+    if not inside.slope_s:
+        return cluster
+    nodes = (structs.replace(n, intra_bps=8 / inside.slope_s, intra_alpha_s=inside.floor_s) for n in cluster.nodes)
+    return structs.replace(cluster, nodes=tuple(nodes))
 
 
 def _flat(step: Step) -> _Flat:

@@ -171,13 +171,11 @@ def options(
     )
 
 
-def check(path: Path, cluster: Cluster | None = None, *, sums: bool | None = None) -> list[str]:
-    """Every rule that the path breaks, a line each. `sums`: whether the bucket's codec has payloads that add up."""
+def check(path: Path, cluster: Cluster | None = None) -> list[str]:
+    """Every rule that the path breaks, a line each."""
     lines = list(_order_breaks(path))
     if not lines and path not in _every():
         lines.append(_first_wrong(path))
-    if not lines and summing(path) and sums is False:
-        lines.append("payloads go through an all-reduce, which asks for a codec whose payloads add up")
     if not lines and cluster is not None:
         lines += _cluster_breaks(path, cluster)
     return lines

@@ -84,12 +84,14 @@ def profile_problems(profile: Profile) -> Iterator[str]:
         if (cost.codec, cost.device) in seen:
             yield f"{name}: {cost.codec} on {cost.device} stands there twice"
         seen.add((cost.codec, cost.device))
-        for field in ("encode", "decode", "nbytes"):
+        if not cost.codec.strip() or cost.rounds < 1:
+            yield f"{name}: codec {cost.codec!r} on {cost.device} has {cost.rounds} rounds, allowed: a name, and 1 or more"
+        for field in ("encode", "decode", "nbytes", "reduced"):
             if not _line(getattr(cost, field)):
                 yield f"{name}: {field} of {cost.codec} on {cost.device} is negative or not finite"
         if not (cost.loss >= 0 and math.isfinite(cost.loss)):
             yield f"{name}: loss of {cost.codec} on {cost.device} is {cost.loss}, allowed: 0 or more"
-    for field in ("server", "copy"):
+    for field in ("server", "copy", "inside", "across"):
         if not _line(getattr(profile, field)):
             yield f"{name}: {field} is negative or not finite"
     if not _time(profile.bucket_s):

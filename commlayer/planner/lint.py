@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from commlayer.planner import grammar
 from commlayer.planner.costs import bare
+from commlayer.planner.fit import Promise, misfits, on_gpus, promise_of
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
 from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.paths import parse
@@ -13,6 +14,9 @@ from commlayer.planner.rules import verify, verify_alone
 from commlayer.planner.simulate import hosts_of
 from commlayer.planner.ways import DENSE
 from commlayer.records import SCHEMA, Bucket, Job, Plan
+
+ANY = Promise(sums=True, alone=True, answers=True)
+"""Of codecs that nobody knows here."""
 
 
 def lint(
@@ -46,10 +50,13 @@ def _bucket(
     except ValueError as error:
         yield str(error)
         return
-    sums = known[bare(bucket.codec)].sums if bare(bucket.codec) in known else None
-    yield from (f"path {bucket.path!r}: {line}" for line in grammar.check(path, cluster, sums=sums))
-    if (bucket.down or bucket.by_node) and not grammar.served(path):
-        yield f"path {bucket.path!r}: down and by_node are for servers, which let every worker send as it likes"
+    yield from (f"path {bucket.path!r}: {line}" for line in grammar.check(path, cluster))
+    promises = {name: promise_of(cost) for name, cost in known.items()}
+    up = [promises.get(bare(codec), ANY) for codec in (bucket.codec, *bucket.by_node)]
+    down = promises.get(bare(bucket.down), ANY) if bucket.down else None
+    gpus = cluster is not None and on_gpus(cluster)
+    problems = misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=gpus)
+    yield from (f"path {bucket.path!r}: {line}" for line in problems)
     if not grammar.encodes(path) and bucket.codec != DENSE:
         yield f"path {bucket.path!r} codes nothing, but the codec is {bucket.codec!r}"
     if bucket.by_node and cluster is not None:

@@ -72,6 +72,12 @@ class CodecCost(Record, frozen=True):
     """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
     sums: bool = False
     """Whether its payloads can be added as they are, by an all-reduce."""
+    alone: bool = True
+    """Whether a payload by itself says what was sent, so that whoever has it may add it to a dense sum."""
+    answers: bool = True
+    """Whether a server may send its sums so where workers send otherwise."""
+    reduced: Line = Line(0.0)
+    """Bytes of what an all-reduce adds up in place of payloads, over elements; 0: as many as `nbytes`."""
 
 
 class Profile(Record, frozen=True):
@@ -84,6 +90,11 @@ class Profile(Record, frozen=True):
     """What each bucket costs a worker besides: hooks, frames, threads."""
     copy: Line = Line(0.0)
     """Seconds over bytes between a GPU and its host."""
+    inside: Line = Line(0.0)
+    """Of collectives among a node's ranks: seconds a message, and a byte of each link's. Measured it goes before what nodes
+    say; 0: nobody has."""
+    across: Line = Line(0.0)
+    """The same of collectives between nodes. None is faster than the links that it crosses."""
     source: str = "tables"
     """"tables", "measured" or a name that a person gave."""
 
@@ -101,6 +112,8 @@ class Policy(Record, frozen=True):
     staleness: bool = False
     priority: bool = True
     """Forward order on the wire; else by readiness."""
+    whole_tree: bool = False
+    """Also what workers cannot run yet, payloads of gradients on GPUs through collectives: to compare with, not to train by."""
 
 
 class Task(Record, frozen=True, gc=False):

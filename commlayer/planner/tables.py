@@ -95,6 +95,7 @@ class _Touch(NamedTuple):
     sent: float
     loss: float
     sums: bool = False
+    alone: bool = True
 
 
 def gpu(name: str) -> Gpu:
@@ -150,6 +151,7 @@ def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
     return CodecCost(
         name, device, Line(floor_s, touch.encode / bytes_s), Line(floor_s / 2, touch.decode / bytes_s),
         Line(PAYLOAD_HEADER_NBYTES, touch.sent), touch.loss, sums=touch.sums,
+        alone=touch.alone, answers=touch.alone,
     )
 
 
@@ -171,7 +173,7 @@ def _touch(name: str) -> _Touch:
             raise ValueError(f"codec {name!r}: ratio is {ratio:g}, allowed: above 0, up to 1")
         loss = min(1.0, 0.25 * -math.log10(ratio))
         if family == "randomk":
-            return _Touch(12, 4 + 64 * ratio, 4 * ratio, min(1.0, 2 * loss), sums=True)
+            return _Touch(12, 4 + 64 * ratio, 4 * ratio, min(1.0, 2 * loss), sums=True, alone=False)
         return _Touch(12 / 0.68, 4 + 64 * ratio, ratio * (1 + _position_nbytes(ratio)), loss)
     fixed = {
         "identity": _Touch(0, 12, 4, 0.0, sums=True),

@@ -189,13 +189,14 @@ class Walk:
         if n > 1:
             widest = max(node.ranks for node in nodes)
             move = moves(op.name, n)
-            held = max((self.held[g].nbytes for g in self.workers), key=lambda line: (line.slope_s, line.floor_s))
+            held = max((self._put_in(op, g) for g in self.workers), key=lambda line: (line.slope_s, line.floor_s))
             if everyone:
                 passes = crossing(op.name, n, widest)
             else:
                 passes = move.passes * max(self.held[g].flows for g in self.workers)
             nbytes = times(held, passes)
-            wires = [times(nbytes, 8 / min(min(node.link.up_bps, node.link.down_bps) for node in nodes))] if passes else []
+            link_bps = min(min(node.link.up_bps, node.link.down_bps) for node in nodes)
+            wires = [times(nbytes, max(8 / link_bps, self.profile.across.slope_s))] if passes else []
             alpha_s = self._alpha_s()
             if everyone and widest > 1:
                 slowest_bps = min(node.intra_bps for node in nodes if node.ranks > 1)
@@ -213,12 +214,18 @@ class Walk:
         for g in self.workers:
             self._share(op, g, n)
 
+    def _put_in(self, op: Op, g: int) -> Line:
+        """Bytes of what a rank puts into a collective: what adds payloads up may need more room than they do."""
+        held = self.held[g]
+        reduced = self.coded[g].up[held.coder].reduced if op.name == "allreduce" and held.pieces else ZERO
+        return over(reduced, held.part) if reduced.slope_s else held.nbytes
+
     def _alpha_s(self) -> float:
         """One hop between nodes, at worst; between ranks where there is one node."""
         if self.nodes == 1:
             return self.groups[self.workers[0]].node.intra_alpha_s
         apart = sorted(self.groups[g].node.link.alpha_s for g in self.workers for _ in range(min(2, self.groups[g].workers)))
-        return sum(apart[-2:])
+        return max(sum(apart[-2:]), self.profile.across.floor_s)
 
     def _rounds(self, g: int) -> int:
         return max((c.rounds for c in self.coded[g].up.values()), default=1) if self.held[g].pieces else 1

@@ -201,13 +201,13 @@ class StagedFlow:
         coder, slot = self._reduced()
         acc = codec.zeros(coder.spec, r)
         codec.add(r, _payload(slot), acc, first=True)
-        reduced = Reduced(acc)
+        reduced = Reduced(acc, e.size)
         largest = codec.rounds[r] is Round.MAX
         works = [channel.allreduce(reduced.values, largest=largest)] if reduced.values.numel() else []
         works.append(channel.allreduce(reduced.facts, largest=True))
 
         def merge() -> None:
-            reduced.merge(e.size)
+            reduced.merge()
             # Not into the slot: an abandoned step gives back what this rank's own payload there says.
             result = memoryview(bytearray(codec.bound(coder.spec)))
             self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commlayer.compressors import Codec, codec_of
+from commlayer.compressors import Codec, codec_of, parse, wrap
 from commlayer.compressors.reducing import adds_up, stands_alone
-from commlayer.planner import grammar, paths
+from commlayer.compressors.twoway import answers
+from commlayer.planner import fit, grammar, paths
 from commlayer.records import Bucket, Plan
 
 
@@ -31,24 +32,15 @@ def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
     except ValueError as error:
         yield str(error).removeprefix(f"bucket {bucket.id}: ")
         return
-    if bucket.path not in ("service", "allreduce"):
-        yield from _staged(bucket, codecs[0], cuda)
-
-
-def _staged(bucket: Bucket, codec: Codec, cuda: bool) -> Iterator[str]:
     path = paths.parse(bucket.path)
-    if grammar.served(path):
+    if grammar.served(path) and bucket.path != "service":
         yield f"path {bucket.path!r}: workers know paths over servers as 'service' alone (planner.lower spells them so)"
         return
-    if not grammar.encodes(path):
-        return
-    named = f"codec {bucket.codec}, path {bucket.path!r}"
-    if bucket.down or bucket.by_node:
-        yield f"{named}: `down` and `by_node` are for path 'service'; here all payloads of a bucket have one codec"
-    elif grammar.summing(path) and not adds_up(codec):
-        yield f"{named}: payloads go through an all-reduce, allowed are codecs whose payloads add up, such as identity()"
-    elif not grammar.summing(path) and not stands_alone(codec):
-        yield (f"{named}: every rank adds payloads to a dense sum, allowed are codecs of one round that need no server; "
-               "put this one on path 'service', or one whose payloads add up on 'encode@cpu all.allreduce decode@cpu'")
-    if cuda:
-        yield f"{named}: payloads are moved between ranks from host memory alone: for a model on GPUs take path 'service'"
+    up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
+    down = promise_of(wrap(parse(bucket.down))) if bucket.down else None
+    lines = fit.misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
+    yield from (f"codec {bucket.codec}, path {bucket.path!r}: {line}" for line in lines)
+
+
+def promise_of(codec: Codec) -> fit.Promise:
+    return fit.Promise(adds_up(codec), stands_alone(codec), answers(codec))
