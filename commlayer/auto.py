@@ -6,6 +6,7 @@ plan) happens at steps that each knows by itself. Planning runs on a thread of r
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
