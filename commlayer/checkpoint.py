@@ -26,10 +26,15 @@ def worker_state(worker: Worker | None) -> dict[str, Any]:
     """Residuals and the like of every bucket that this worker codes, and the step that comes next."""
     if worker is None:
         return {}
+    if worker.error is None:
+        worker.drain()
     tensors = {
         f"{flow.bucket.id}.{name}": tensor for flow in worker.coded for name, tensor in snapshot(flow.state).items()
     }
     tensors |= {f"carry.{flow.bucket.id}": flow.carry.clone() for flow in worker.flows if flow.carry is not None}
+    for flow in worker.flows:
+        if flow.held is not None:
+            tensors |= {f"late.{flow.bucket.id}.{name}": tensor for name, tensor in flow.held.snapshot().items()}
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
@@ -47,10 +52,13 @@ def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
 
 def _restore(worker: Worker, state: dict[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    worker.drain()
     for flow in worker.coded:
         restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
     for flow in worker.flows:
         flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
+        if flow.held is not None:
+            flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))
     worker.step = int(state["step"])
 
 
@@ -62,6 +70,7 @@ def save(connection: Connection, directory: Path) -> None:
     meta = {"format": FORMAT, "plan": records.digest(worker.plan), "world": str(connection.world), "step": str(worker.step)}
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
+        worker.drain()
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
@@ -90,6 +99,7 @@ def load(connection: Connection, directory: Path) -> None:
     assert worker is not None
     names = [f"rank-{connection.rank}", *(f"server-{s}" for s in _servers_of(connection))]
     with together(connection.groups, "load()"):
+        worker.drain()
         read = {name: _read(directory / f"{name}.safetensors") for name in names}
         for name, (_, meta) in read.items():
             _same(f"{directory / name}.safetensors", "world", meta.get("world"), str(connection.world))
@@ -143,8 +153,8 @@ def _summed_by(plan: Plan, server: int) -> list[Bucket]:
     return [b for b in plan.buckets if b.path == "service" and b.server == server]
 
 
-def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
-    prefix = f"{bucket}."
+def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int, lead: str = "") -> dict[str, torch.Tensor]:
+    prefix = f"{lead}{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 

@@ -219,6 +219,7 @@ def _check_between(old: Worker, groups: Groups) -> None:
         if not old.begins():
             raise ValueError(f"step {old.step} is half announced: go over to another plan between two steps, behind backward() "
                              "and ahead of the next")
+        old.drain()
     steps = [row[0] for row in gather(groups, [old.step])]
     if len(set(steps)) > 1:
         raise ValueError(f"ranks stand at steps {min(steps)} to {max(steps)}: all go over to another plan at the same one")

@@ -18,6 +18,7 @@ from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.records import Plan
+from commlayer.runtime.handout import hand_out, targets_of
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.order import ForwardOrder
@@ -36,6 +37,8 @@ class Driver(Protocol):
     def weight(self, n: float) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def drain(self) -> bool: ...
 
     def when_connected(self, action: Callable[[], None]) -> None: ...
 
@@ -65,6 +68,14 @@ class Session:
     def synchronize(self) -> None:
         """Ends the step: waits for all buckets and writes the averages into `.grad`. backward() does it by itself."""
         self._driver.synchronize()
+
+    def drain(self) -> bool:
+        """Brings in what the plan lets come late: `if session.drain(): optimizer.step()`. All ranks call it between two steps.
+
+        Waits for results that are a step late and writes them into `.grad`; that of parameters without any becomes None. True
+        if there are some. For an evaluation of all that was learnt, or at the end; `save` and `switch` need no drain.
+        """
+        return self._driver.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's codec state (residuals among it) and step; servers' state is in `save`."""
@@ -177,14 +188,20 @@ class _ModuleDriver:
         named = dict(self._model.named_buffers())
         buffers = [named[name] for name in self._buffers]
         worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
-        pairs = list(zip(self._parameters, worker.used(), strict=False))
-        grads = [torch.empty_like(p) if p.grad is None and anyone else p.grad for p, anyone in pairs]
+        grads = targets_of(worker, self._parameters)
         worker.commit([*grads, *buffers])
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
         if self._auto is not None:
             self._auto.after_step()
             self._worker().stopwatch.start()  # what it took is no computing
+
+    def drain(self) -> bool:
+        worker = self.connection.worker
+        if worker is None:
+            return False
+        self._units(worker)
+        return hand_out(worker, self._parameters)
 
     def _worker(self) -> Worker:
         assert self.connection.worker is not None

@@ -17,6 +17,9 @@ def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> li
     """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
         return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
+    if per_node > 1 and any(b.stale for b in plan.buckets):
+        return [f"has results that are a step late, here are {per_node} ranks per node, which share results in the same step: "
+                "make it without staleness"]
     return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(b, nodes, cuda)]
 
 
@@ -31,6 +34,8 @@ def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
     except ValueError as error:
         yield str(error).removeprefix(f"bucket {bucket.id}: ")
         return
+    if bucket.stale and bucket.path != "service":
+        yield f"path {bucket.path!r} gives its result in the same step, allowed for results that are a step late: 'service'"
     if bucket.path not in ("service", "allreduce"):
         yield from _staged(bucket, codecs[0], cuda)
 
