@@ -136,7 +136,7 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
                 got.append(step(worker, mine))
             worker.drain()
             used = worker.used()
-            last = [torch.empty(i.shape) if u else None for i, u in zip(rig.job.tensors, used, strict=True)]
+            last = [torch.zeros(i.shape) if u else None for i, u in zip(rig.job.tensors, used, strict=True)]
             worker.hand_out(last)
             owed = [torch.zeros(info.numel) for info in rig.job.tensors]
             for flow in worker.flows:
