@@ -22,8 +22,9 @@ FORMAT = "commlayer-state-1"
 PLAN_FILE = "plan.json"
 
 
-def worker_state(worker: Worker | None) -> dict[str, Any]:
+def worker_state(connection: Connection) -> dict[str, Any]:
     """Residuals and the like of every bucket that this worker codes, and the step that comes next."""
+    worker = connection.worker
     if worker is None:
         return {}
     if worker.error is None:
@@ -35,11 +36,13 @@ def worker_state(worker: Worker | None) -> dict[str, Any]:
     for flow in worker.flows:
         if flow.held is not None:
             tensors |= {f"late.{flow.bucket.id}.{name}": tensor for name, tensor in flow.held.snapshot().items()}
+    tensors |= {} if connection.local is None else connection.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
-def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
+def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     """The reverse. The plan must be the one it was saved under, and the servers must be where the worker then is."""
+    worker = connection.worker
     if worker is None:
         return
     step = int(state["step"])
@@ -47,10 +50,10 @@ def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
     if summed and worker.counters.steps > 0 and step != worker.step:
         raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
                          "with session.load(), which takes what session.save() wrote and resets the servers, too")
-    _restore(worker, state)
+    _restore(connection, worker, state)
 
 
-def _restore(worker: Worker, state: dict[str, Any]) -> None:
+def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
     worker.drain()
     for flow in worker.coded:
@@ -59,6 +62,8 @@ def _restore(worker: Worker, state: dict[str, Any]) -> None:
         flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
         if flow.held is not None:
             flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))
+    if connection.local is not None:
+        connection.local.restore(state["tensors"])
     worker.step = int(state["step"])
 
 
@@ -81,7 +86,7 @@ def save(connection: Connection, directory: Path) -> None:
     # Every server has heard of an abandoned step, so from here on nobody may tell them again, whatever becomes of the files.
     worker.settle()
     with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
-        files[f"rank-{connection.rank}"] = worker_state(worker)["tensors"]
+        files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
         directory.mkdir(parents=True, exist_ok=True)
         for name, tensors in files.items():
             _write(directory / f"{name}.safetensors", tensors, meta)
@@ -114,7 +119,7 @@ def load(connection: Connection, directory: Path) -> None:
             for bucket in _summed_by(worker.plan, server):
                 data = safetensors.torch.save(_of_bucket(read[f"server-{server}"][0], bucket.id))
                 uplink.put_state(server, bucket.id, step, data)
-        _restore(worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
+        _restore(connection, worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
 
 
 def _take_plan(connection: Connection, directory: Path) -> None:

@@ -13,8 +13,13 @@ from commlayer.planner import grammar, paths
 from commlayer.records import Bucket, Plan
 
 
-def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> list[str]:
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True) -> list[str]:
     """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
+    if plan.local_steps > 1 and not steps_locally:
+        return [f"of {plan.local_steps} local steps: they need a module that is no DistributedDataParallel, and its optimizer: "
+                "attach(model, optimizer), or make it with max_local_steps=1"]
+    if plan.local_steps > 1 and any(b.stale for b in plan.buckets):
+        return [f"of {plan.local_steps} local steps, and results that are a step late: one or the other"]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
         return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
     if per_node > 1 and any(b.stale for b in plan.buckets):
