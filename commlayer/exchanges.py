@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from commlayer.connect import Connection
 from commlayer.optim import Outer
 from commlayer.runtime.local import LocalSteps
+
+log = logging.getLogger("commlayer")
 
 
 class Exchanges:
@@ -50,7 +53,14 @@ class Exchanges:
             self._exchange(self.local)
             self.local.taken = 0
 
-    def remove(self) -> None:
+    def detach(self) -> None:
+        """No more exchanges."""
+        if self.local is not None and self.local.taken:
+            log.warning("the last %d steps were not exchanged, so ranks end with different weights: session.drain() before "
+                        "close() brings them together", self.local.taken)
+        self._unhook()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -59,7 +69,7 @@ class Exchanges:
         """A plan has come into force."""
         made, plan = self._connection, self._connection.plan
         every = 1 if plan is None else plan.local_steps
-        self.remove()
+        self._unhook()
         if made.worker is None or (every == 1 and made.local is None):
             return
         if made.local is None:

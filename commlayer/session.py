@@ -184,7 +184,7 @@ class _ModuleDriver:
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
-        self._exchanges.remove()
+        self._exchanges.detach()
 
     def synchronize(self) -> None:
         worker = self.connection.worker

@@ -35,13 +35,14 @@ class Late:
         for _, held in self._held:
             held.settle(applied=applied)
 
-    def drain(self, deadline: float, failed: Callable[[], BaseException | None]) -> Flow | None:
-        """Until every result is held; the first flow whose result did not come."""
-        for flow, held in self._held:
-            if not held.wait(deadline, failed):
-                return flow
+    def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> Flow | None:
+        """Until no exchange is under way; the first flow whose result did not come."""
+        return next((flow for flow, held in self._held if not held.wait(deadline, failed)), None)
+
+    def take(self) -> None:
+        """What has come is held."""
+        for _, held in self._held:
             held.take()
-        return None
 
     def debts(self, weight: float) -> list[tuple[Flow, Debt]]:
         """What is held, as debts of a worker of that weight."""

@@ -195,14 +195,14 @@ class Worker:
                 used[s.tensor] |= bool(there >> i & 1)
         return used
 
-    # ---- late results
-
     def drain(self) -> None:
         """Waits until no exchange is under way; late results are held then. All ranks call it behind the same step."""
         self.check()
-        if (flow := self.late.drain(time.monotonic() + self._deadline_s, lambda: self.error)) is not None:
+        if (flow := self.late.wait(time.monotonic() + self._deadline_s, lambda: self.error)) is not None:
             self.latch(self._to_servers.overdue(flow))
         self.check()
+        self._staging.join()
+        self.late.take()
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """After `drain`: writes what is held into `targets`, which are zeros."""
