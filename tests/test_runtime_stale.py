@@ -79,7 +79,7 @@ def test_a_step_ends_without_the_others_where_all_is_late(which: str) -> None:
         ended = threading.Event()
 
         def run(rank: int) -> None:
-            if rank == 1 and not ended.wait(20.0):
+            if rank == 1 and (not ended.wait(20.0) or which == "some"):
                 return
             try:
                 step(rig.workers[rank], gradients(rank, rig, 0), deadline_s=20.0 if which == "all" else 0.3)

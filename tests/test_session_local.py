@@ -27,6 +27,16 @@ WORLD, SERVERS, H = 3, 2, 4
 NESTEROV = Outer(lr=0.7, momentum=0.9)
 
 
+def here(rank: int) -> int:
+    return rank
+
+
+@pytest.fixture(autouse=True)
+def _ranks() -> None:
+    """Started before the servers, which wait for them only so long."""
+    pool(WORLD).call(here)
+
+
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(3)
     made = nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))

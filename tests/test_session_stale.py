@@ -29,6 +29,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def here(rank: int) -> int:
+    return rank
+
+
+@pytest.fixture(autouse=True)
+def _ranks() -> None:
+    """Started before the servers, which wait for them only so long."""
+    pool(WORLD).call(here)
+
+
 def plan(job: Job, codec: str = "identity()", late: str = "some") -> Plan:
     made = default_plan(job, codec=codec, path="service", servers=SERVERS, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
     last = 2 * len(made.buckets) // 3
