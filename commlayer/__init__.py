@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from commlayer import balance as balance
     from commlayer import compressors as compressors
+    from commlayer import optim as optim
     from commlayer import planner as planner
     from commlayer.balancing import Controller as Controller
     from commlayer.config import Config as Config
@@ -26,10 +27,10 @@ _HOMES = {
     "attach": "commlayer.session",
     "comm_hook": "commlayer.ddp",
 }
-_PACKAGES = ("balance", "compressors", "planner")
+_PACKAGES = ("balance", "compressors", "optim", "planner")
 
 __all__ = ["CommError", "Config", "Controller", "HookState", "Session", "attach", "balance", "comm_hook", "compressors",
-           "planner"]
+           "optim", "planner"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,19 +22,27 @@ FORMAT = "commlayer-state-1"
 PLAN_FILE = "plan.json"
 
 
-def worker_state(worker: Worker | None) -> dict[str, Any]:
+def worker_state(connection: Connection) -> dict[str, Any]:
     """Residuals and the like of every bucket that this worker codes, and the step that comes next."""
+    worker = connection.worker
     if worker is None:
         return {}
+    if worker.error is None:
+        worker.drain()
     tensors = {
         f"{flow.bucket.id}.{name}": tensor for flow in worker.coded for name, tensor in snapshot(flow.state).items()
     }
     tensors |= {f"carry.{flow.bucket.id}": flow.carry.clone() for flow in worker.flows if flow.carry is not None}
+    for flow in worker.flows:
+        if flow.held is not None:
+            tensors |= {f"late.{flow.bucket.id}.{name}": tensor for name, tensor in flow.held.snapshot().items()}
+    tensors |= {} if connection.local is None else connection.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
-def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
+def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     """The reverse. The plan must be the one it was saved under, and the servers must be where the worker then is."""
+    worker = connection.worker
     if worker is None:
         return
     step = int(state["step"])
@@ -42,15 +50,20 @@ def restore_worker(worker: Worker | None, state: dict[str, Any]) -> None:
     if summed and worker.counters.steps > 0 and step != worker.step:
         raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
                          "with session.load(), which takes what session.save() wrote and resets the servers, too")
-    _restore(worker, state)
+    _restore(connection, worker, state)
 
 
-def _restore(worker: Worker, state: dict[str, Any]) -> None:
+def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    worker.drain()
     for flow in worker.coded:
         restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
     for flow in worker.flows:
         flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
+        if flow.held is not None:
+            flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))
+    if connection.local is not None:
+        connection.local.restore(state["tensors"])
     worker.step = int(state["step"])
 
 
@@ -62,6 +75,7 @@ def save(connection: Connection, directory: Path) -> None:
     meta = {"format": FORMAT, "plan": records.digest(worker.plan), "world": str(connection.world), "step": str(worker.step)}
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
+        worker.drain()
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
@@ -72,7 +86,7 @@ def save(connection: Connection, directory: Path) -> None:
     # Every server has heard of an abandoned step, so from here on nobody may tell them again, whatever becomes of the files.
     worker.settle()
     with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
-        files[f"rank-{connection.rank}"] = worker_state(worker)["tensors"]
+        files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
         directory.mkdir(parents=True, exist_ok=True)
         for name, tensors in files.items():
             _write(directory / f"{name}.safetensors", tensors, meta)
@@ -90,6 +104,7 @@ def load(connection: Connection, directory: Path) -> None:
     assert worker is not None
     names = [f"rank-{connection.rank}", *(f"server-{s}" for s in _servers_of(connection))]
     with together(connection.groups, "load()"):
+        worker.drain()
         read = {name: _read(directory / f"{name}.safetensors") for name in names}
         for name, (_, meta) in read.items():
             _same(f"{directory / name}.safetensors", "world", meta.get("world"), str(connection.world))
@@ -104,7 +119,7 @@ def load(connection: Connection, directory: Path) -> None:
             for bucket in _summed_by(worker.plan, server):
                 data = safetensors.torch.save(_of_bucket(read[f"server-{server}"][0], bucket.id))
                 uplink.put_state(server, bucket.id, step, data)
-        _restore(worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
+        _restore(connection, worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
 
 
 def _take_plan(connection: Connection, directory: Path) -> None:
@@ -143,8 +158,8 @@ def _summed_by(plan: Plan, server: int) -> list[Bucket]:
     return [b for b in plan.buckets if b.path == "service" and b.server == server]
 
 
-def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
-    prefix = f"{bucket}."
+def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int, lead: str = "") -> dict[str, torch.Tensor]:
+    prefix = f"{lead}{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 

@@ -23,6 +23,7 @@ from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import Job, Plan
+from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
@@ -63,6 +64,13 @@ class Connection:
         """Whether the plan was left to commlayer."""
         self.embeds = False
         """Whether the coordinator is a child of rank 0."""
+        self.local: LocalSteps | None = None
+        """Under a plan of local steps."""
+        self.steps_locally = False
+        """Whether a plan of local steps can run: whoever made this connection steps weights and not only gradients."""
+        self.leaving: Callable[[], None] = _nothing
+        self.entered: Callable[[], None] = _nothing
+        """Before, and after, a change of plan."""
         self.notice_s = self.verdict_s = 0.0
         self._verdict: CommError | None = None
         self._heard = threading.Event()
@@ -121,6 +129,7 @@ class Connection:
 
 def connect(
     job: Job, device: torch.device, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
+    steps_locally: bool = False,
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together."""
     launch = read_launch()
@@ -128,7 +137,7 @@ def connect(
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
     kernels.threads(config.codec_threads)
     made = Connection()
-    made.embeds = not config.join
+    made.embeds, made.steps_locally = not config.join, steps_locally
     made.auto = isinstance(plan, str) and plan == "auto"
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s = config.dead_after_s + made.notice_s
@@ -142,7 +151,7 @@ def connect(
         settled = _settle(plan, job, config, 1, 1)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
-        _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device)
+        _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally)
         if not isinstance(plan, Plan) or not settled.servers:
             return made
     try:
@@ -151,7 +160,7 @@ def connect(
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
         made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), made.groups)
-        _check_plan(made.plan, job, made.world // per_node, per_node, device)
+        _check_plan(made.plan, job, made.world // per_node, per_node, device, steps_locally)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
         made.follow(_worker(made, made.plan, job, device))
@@ -182,7 +191,9 @@ def switch(made: Connection, plan: Plan | None) -> None:
     if old is None or groups is None or made.uplink is None:
         raise ValueError("there is nobody to go over to another plan with")
     try:
+        made.leaving()
         _go_over(made, old, groups, made.uplink, plan)
+        made.entered()
     except CommError as error:
         old.fail(error)
         old.check()
@@ -195,7 +206,11 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: uplink.Uplink,
     with together(groups, "switch()"):
         if agreed.servers > servers:
             raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
-        _check_plan(agreed, old.job, groups.world // groups.ranks_per_node, groups.ranks_per_node, old.device)
+        if made.local is not None and any(b.stale for b in agreed.buckets):
+            raise ValueError("plan: has results that are a step late, behind local steps, which left the ranks' optimizers in "
+                             "different states: make it without staleness")
+        per_node = groups.ranks_per_node
+        _check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.steps_locally)
     new = _worker(made, agreed, old.job, old.device, old.generation + 1)
     told = False
     try:
@@ -223,9 +238,14 @@ def _check_between(old: Worker, groups: Groups) -> None:
         if not old.begins():
             raise ValueError(f"step {old.step} is half announced: go over to another plan between two steps, behind backward() "
                              "and ahead of the next")
+        old.drain()
     steps = [row[0] for row in gather(groups, [old.step])]
     if len(set(steps)) > 1:
         raise ValueError(f"ranks stand at steps {min(steps)} to {max(steps)}: all go over to another plan at the same one")
+
+
+def _nothing() -> None:
+    """Nobody has anything to do."""
 
 
 def _given(plan: Plan | None) -> Plan:
@@ -287,8 +307,9 @@ def _same_model(job: Job, groups: Groups) -> None:
                          "is trained must be equal")
 
 
-def _check_plan(plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device) -> None:
-    problems = planner.verify(plan, job) or unsuited(plan, nodes, per_node, cuda=device.type == "cuda")
+def _check_plan(plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, steps_locally: bool) -> None:
+    problems = planner.verify(plan, job) or unsuited(
+        plan, nodes, per_node, cuda=device.type == "cuda", steps_locally=steps_locally)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"plan: {problems[0]}{more}")

@@ -21,8 +21,10 @@ from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
 from commlayer.errors import DeadlineExceeded
 from commlayer.records import Job, TensorInfo
+from commlayer.runtime.handout import hand_out
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import learning_rate, loss_scale
+from commlayer.runtime.worker import Worker
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -104,11 +106,23 @@ class HookState:
         if worker is None:
             return
         if worker.begins():
-            worker.scale = loss_scale(self._scaler)
-            worker.rate = learning_rate(self._optimizer, worker.rate)
+            self._units(worker)
             worker.weight = self._weight
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
             worker.ready(self._numbers[id(p)], gradient)
+
+    def _units(self, worker: Worker) -> None:
+        worker.scale = loss_scale(self._scaler)
+        worker.rate = learning_rate(self._optimizer, worker.rate)
+
+    def drain(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """See Session.drain. The parameters are the model's, in any order."""
+        worker = self.connection.worker
+        if worker is None:
+            return False
+        self._units(worker)
+        mine = [p for p in parameters if id(p) in self._numbers]
+        return hand_out(worker, sorted(mine, key=lambda p: self._numbers[id(p)]))
 
     def _finish(self, step: list[_Part]) -> None:
         """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
@@ -176,6 +190,9 @@ class DDPDriver:
 
     def synchronize(self) -> None:
         """Nothing to do: DDP ends every backward pass with the averages in place."""
+
+    def drain(self) -> bool:
+        return self._state.drain(list(self._model.parameters()))
 
     def when_connected(self, action: Callable[[], None]) -> None:
         self._state.when_connected(action)

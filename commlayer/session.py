@@ -17,7 +17,10 @@ from commlayer.auto import auto_of
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
+from commlayer.exchanges import Exchanges
+from commlayer.optim import Outer
 from commlayer.records import Plan
+from commlayer.runtime.handout import hand_out, targets_of
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.order import ForwardOrder
@@ -36,6 +39,8 @@ class Driver(Protocol):
     def weight(self, n: float) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def drain(self) -> bool: ...
 
     def when_connected(self, action: Callable[[], None]) -> None: ...
 
@@ -66,13 +71,22 @@ class Session:
         """Ends the step: waits for all buckets and writes the averages into `.grad`. backward() does it by itself."""
         self._driver.synchronize()
 
+    def drain(self) -> bool:
+        """Brings in what the plan lets come late: `if session.drain(): optimizer.step()`. All ranks call it between two steps.
+
+        Waits for results that are a step late and writes them into `.grad`; that of parameters without any becomes None. True
+        if there are some. Under a plan of local steps it exchanges at once, and there is no step to make. For an evaluation
+        of all that was learnt, or at the end. `save` needs no drain, but between two exchanges models differ from rank to rank.
+        """
+        return self._driver.drain()
+
     def state_dict(self) -> dict[str, Any]:
         """This worker's codec state (residuals among it) and step; servers' state is in `save`."""
-        return checkpoint.worker_state(self._driver.connection.worker)
+        return checkpoint.worker_state(self._driver.connection)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before training, or at the step that it was taken at; to go back in a running job all ranks call `load`."""
-        self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection.worker, state))
+        self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
 
     def save(self, directory: str | Path) -> None:
         """Writes a file per rank and per server into `directory`. All ranks call it at the same step."""
@@ -134,7 +148,9 @@ class Session:
 class _ModuleDriver:
     """Hooks on a plain module's parameters."""
 
-    def __init__(self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config) -> None:
+    def __init__(
+        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer
+    ) -> None:
         self.connection, self._optimizer, self._scaler = connection, optimizer, scaler
         self._deadline_s, self._batch = config.deadline_s, config.batch
         self._parameters = [p for _, p in parameters_of(model)]
@@ -144,6 +160,8 @@ class _ModuleDriver:
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
         self._auto = auto_of(connection)
+        self._exchanges = Exchanges(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
+                                    connection=connection, deadline_s=config.deadline_s)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
@@ -166,25 +184,36 @@ class _ModuleDriver:
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
+        self._exchanges.detach()
 
     def synchronize(self) -> None:
         worker = self.connection.worker
-        if worker is None:
+        if worker is None or self._exchanges.count():
             return
         if worker.begins():
             self._units(worker)
-        # By name: a module may have put another tensor in a buffer's place.
-        named = dict(self._model.named_buffers())
-        buffers = [named[name] for name in self._buffers]
+        buffers = self._buffers_now()
         worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
-        pairs = list(zip(self._parameters, worker.used(), strict=False))
-        grads = [torch.empty_like(p) if p.grad is None and anyone else p.grad for p, anyone in pairs]
+        grads = targets_of(worker, self._parameters)
         worker.commit([*grads, *buffers])
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
         if self._auto is not None:
             self._auto.after_step()
             self._worker().stopwatch.start()  # what it took is no computing
+
+    def drain(self) -> bool:
+        worker = self.connection.worker
+        if worker is None:
+            return False
+        self._exchanges.drain()
+        self._units(worker)
+        return hand_out(worker, self._parameters)
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        # By name: a module may have put another tensor in a buffer's place.
+        named = dict(self._model.named_buffers())
+        return [named[name] for name in self._buffers]
 
     def _worker(self) -> Worker:
         assert self.connection.worker is not None
@@ -199,30 +228,34 @@ class _ModuleDriver:
         if self._order is not None:
             worker.reorder(self._order.take())
             self._order = None
-        if worker.begins():
+        if self._exchanges.local is None and worker.begins():
             self._units(worker)
-        worker.ready(tensor, gradient)
+        if self._exchanges.local is None:
+            worker.ready(tensor, gradient)
 
 
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
-    config: Config | dict[str, Any] | None = None, sync: str = "step", scaler: Any = None,
+    config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
     `plan`: "auto", the path of a plan file, a Plan, or one codec for everything. `scaler`: the GradScaler in use, so that
     residuals are kept without its scale; from `optimizer` comes the learning rate, for codecs that correct for its changes.
+    `sync`: an Outer says what plans of local steps do with the average of an exchange; otherwise that is taken as it is.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 
     >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
     """
-    if sync != "step":
-        raise ValueError(f"sync: got {sync!r}, allowed: 'step'")
+    if sync != "step" and not isinstance(sync, Outer):
+        raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
+    outer = sync if isinstance(sync, Outer) else Outer()
     read = read_config(config)
     if isinstance(model, DistributedDataParallel):
         return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
     tensors = [*(p.data for p in model.parameters()), *model.buffers()]
     if not tensors:
         raise ValueError("the model has no parameters")
-    connection = connect(job_of(model), device_of(tensors), plan=plan, config=read, align=tensors)
-    return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read))
+    connection = connect(job_of(model), device_of(tensors), plan=plan, config=read, align=tensors,
+                         steps_locally=optimizer is not None)
+    return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))

@@ -17,6 +17,7 @@ from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.lint import lint
+from commlayer.planner.lower import lower
 from commlayer.planner.model import Cluster, Link, Policy
 from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 from commlayer.planner.schedule import PortableSchedule, schedule
@@ -152,6 +153,8 @@ def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
     made = plan(toy_job(), CLUSTERS["homes"], None, Policy(staleness=True))
     assert any(b.stale for b in made.buckets)
     assert made.step_s < plan(toy_job(), CLUSTERS["homes"]).step_s
+    assert all(b.path == "service" for b in lower(made).buckets if b.stale), "what the runtime can have late"
+    assert not any(b.stale for b in plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, Policy(staleness=True)).buckets)
     assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, Policy(staleness=True)).buckets)
 
 

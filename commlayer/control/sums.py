@@ -36,7 +36,8 @@ class CodecOps:
         return self._codec.emit(r, acc, self._state, out)
 
     def undo(self) -> None:
-        self._codec.undo_server(self._state)
+        if not self._bucket.stale:  # what a step skips of late results, workers keep
+            self._codec.undo_server(self._state)
 
     def debts(self) -> list[Debt]:
         """What this server still owes, by tensor elements."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from commlayer.planner import fuse
+from commlayer.planner import fuse, grammar
 from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.paths import parse
 from commlayer.planner.reasons import explained
 from commlayer.planner.search import Found
 from commlayer.planner.simulate import exact_s
@@ -82,7 +83,10 @@ def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:
 def _stale(plan: Plan, inputs: Inputs) -> Plan:
     """The fewest of the buckets that are ready last whose results may be a step late, if that is worth it."""
     job, _, cluster, profile, policy = inputs
-    gradients = [b.id for b in plan.buckets if not job.tensors[b.slices[0].tensor].buffer]
+    if plan.ranks_per_node > 1:
+        return plan  # ranks of a node share a result in its own step
+    served = [b for b in plan.buckets if grammar.served(parse(b.path))]
+    gradients = [b.id for b in served if not job.tensors[b.slices[0].tensor].buffer]
     best, best_s = plan, exact_s(plan, job, cluster, profile, policy)
     for share in (8, 4, 2, 1):
         late = set(gradients[len(gradients) - -(-len(gradients) // share) :])

@@ -13,6 +13,7 @@ from commlayer.compressors.debts import Debt, owed, spread
 from commlayer.compressors.feedback import in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
+from commlayer.runtime.held import Held
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
@@ -49,7 +50,8 @@ class Flow:
         self.all = host if on_host else torch.empty(floats, device=device)
         self.x = self.all[: self.numel]
         self.tail = self.all[self.numel :]
-        self.views = self._views()
+        self.views = self.views_of(self.x)
+        self.held = Held(self) if bucket.stale else None
         if coded:
             self.state = codec.init(self.spec)
             seed(self.state, job.digest(), bucket.id, rank)
@@ -68,34 +70,44 @@ class Flow:
         """The elements and the state of each encode whose debts are this worker's to pay."""
         self.carry: torch.Tensor | None = None
         """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
+        self.rewind()
         self.reset()
 
     def reset(self) -> None:
-        """Before a step."""
+        """Before a step. A stale bucket's exchange goes on behind it, and what that needs stays."""
         self.sources: list[torch.Tensor | None] = [None] * self.nslices
         self.marks: list[object] = []
         """Points in the callers' streams behind which the sources are final."""
         self.waiting = self.nslices
+        if self.held is None:
+            self.rewind()
+
+    def rewind(self) -> None:
+        """Before an exchange."""
+        self.step = 0
         self.started = self.done = False
         self.finite = True
         self.carried: torch.Tensor | None = None
         """What of an earlier plan's debts went with this step's gradients."""
         self.weight, self.used = 0.0, 0
 
-    def _views(self) -> list[torch.Tensor]:
+    def views_of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The slices in memory like x, in the shapes of their tensors."""
         views, at = [], 0
         for s, shape in zip(self.bucket.slices, self.shapes, strict=True):
-            views.append(self.x[at : at + s.numel].view(shape))
+            views.append(x[at : at + s.numel].view(shape))
             at += s.numel
         return views
 
-    def _parts(self, sources: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (view of x, the same elements of the gradient) of the slices that have a gradient.
+    def parts(
+        self, sources: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (view, the same elements of the gradient) of the slices that have a gradient.
 
         A whole tensor is paired in its own shape, so any strides will do; a cut one must be contiguous (see `whole`).
         """
         pairs = []
-        for view, tensor, s in zip(self.views, sources, self.bucket.slices, strict=True):
+        for view, tensor, s in zip(views, sources, self.bucket.slices, strict=True):
             if tensor is not None:
                 pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
         return pairs
@@ -109,7 +121,7 @@ class Flow:
                 used |= 1 << i
             if tensor is None or weight == 0.0:
                 view.zero_()
-        pairs = self._parts(self.sources) if weight != 0.0 else []
+        pairs = self.parts(self.sources, self.views) if weight != 0.0 else []
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
         if factor != 1.0:
@@ -161,7 +173,7 @@ class Flow:
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = x times factor, in one pass; None leaves out a slice. Buffers stay what they are if x is not finite."""
-        pairs = self._parts(targets)
+        pairs = self.parts(targets, self.views)
         if self.buffer:
             finite = torch.isfinite(self.x).all()  # stays on the device: the host waits for nothing
             for view, target in pairs:
@@ -182,6 +194,13 @@ class Flow:
         """The step is skipped: what it carried is owed again, unless a residual has taken it up."""
         if self.carried is not None and (self.bucket.path == "allreduce" or not self.codec.keeps):
             self.carry = self.carried
+
+    def skip(self, *, undo: bool) -> None:
+        """The step is none for the optimizer. `undo`: what codecs sent is to be given back."""
+        if self.held is None:
+            if undo and self.coded:
+                self.undo()
+            self.keep_carried()
 
     def undo(self) -> None:
         if self.started:

@@ -34,6 +34,8 @@ class Step(Protocol):
 
     def gather(self, flow: Flow) -> None: ...
 
+    def gathered(self, flow: Flow) -> None: ...
+
     def latch(self, error: BaseException) -> None: ...
 
     def finished(self, flow: Flow) -> None: ...
@@ -48,11 +50,14 @@ class Service:
         self._worker, self._transport, self._recycle, self._staging = worker, transport, recycle, staging
         self._encode = Lane("encode", worker.latch)
         self._decode = Lane("decode", worker.latch)
-        self._stalled: dict[int, tuple[int, ...]] = {}
+        self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def push(self, flow: Flow, after: Pending | None = None) -> None:
         """Queues the flow: its gradients are final, or their sum inside the node is in when `after` is over."""
-        self._encode.put(lambda: self._push(flow, after))
+        if flow.held is None:
+            self._encode.put(lambda: self._push(flow, after))
+        else:
+            flow.held.push(lambda: self._encode.put(lambda: self._push(flow, after)))
 
     def _push(self, flow: Flow, after: Pending | None) -> None:
         """Encode lane."""
@@ -60,6 +65,10 @@ class Service:
         if worker.error is not None:
             return
         with self._staging.lane(flow):
+            if flow.held is not None:
+                flow.held.take()
+                flow.rewind()
+            flow.step = worker.step
             if after is None:
                 begin = time.perf_counter()
                 worker.gather(flow)
@@ -69,6 +78,9 @@ class Service:
                 flow.weight = float(flow.tail[-1])
                 flow.used = sum(1 << i for i, flag in enumerate(flow.tail[:-1].tolist()) if flag > 0)
             self._staging.to_host(flow)
+            if flow.held is not None:
+                self._staging.settle()
+                worker.gathered(flow)
             nbytes = flow.encode()
         worker.counters.encode_s += time.perf_counter() - begin
         worker.recorder.add("encode", "encode", flow.bucket.id, begin, nbytes)
@@ -78,9 +90,10 @@ class Service:
         worker = self._worker
         assert self._transport is not None
         server = SERVER_BASE + flow.bucket.server
-        flags = Flag.UNDO if worker.undone else Flag.NONE
+        # No step takes back a late result: see Held.
+        flags = Flag.UNDO if worker.undone and flow.held is None else Flag.NONE
         header = Header(
-            Kind.PUSH, worker.generation, worker.step, flow.bucket.id, round=r, codec=flow.codec.id,
+            Kind.PUSH, worker.generation, flow.step, flow.bucket.id, round=r, codec=flow.codec.id,
             sender=worker.rank, order=flow.order, flags=flags, weight=flow.weight, used=flow.used,
         )
         begin = time.perf_counter()
@@ -120,7 +133,7 @@ class Service:
                 again_nbytes = flow.encode_next(r, message.body)
         except CorruptFrame as error:
             who = peer_name(message.peer)
-            raise CorruptFrame(error.what, peer=who, step=worker.step, bucket=flow.bucket.id) from None
+            raise CorruptFrame(error.what, peer=who, step=flow.step, bucket=flow.bucket.id) from None
         self._recycle(message.body)
         worker.counters.decode_s += time.perf_counter() - begin
         worker.recorder.add("decode", "decode", flow.bucket.id, begin, nbytes)
@@ -130,21 +143,19 @@ class Service:
         else:
             self._send(flow, r + 1, again_nbytes)
 
-    def reset(self) -> None:
-        """Before a step."""
-        self._stalled.clear()
-
-    def stalled(self, bucket: int, missing: tuple[int, ...]) -> None:
-        """A server says whom it waits for in this step."""
-        self._stalled[bucket] = missing
+    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
+        """A server says whom it waits for."""
+        self._stalled[bucket] = step, missing
 
     def overdue(self, flow: Flow) -> DeadlineExceeded:
         """Who is to blame that this flow is not done."""
-        place = {"step": self._worker.step, "bucket": flow.bucket.id}
+        step = flow.step if flow.started else self._worker.step
+        place = {"step": step, "bucket": flow.bucket.id}
         server = peer_name(SERVER_BASE + flow.bucket.server)
         if not flow.started:
             return DeadlineExceeded("not summed inside the node before the deadline", peer="a rank of this node", **place)
-        if missing := self._stalled.get(flow.bucket.id, ()):
+        said, missing = self._stalled.get(flow.bucket.id, (step, ()))
+        if said == step and missing:
             names = ", ".join(peer_name(m) for m in missing)
             return DeadlineExceeded(f"did not contribute before the deadline ({server} waits for it)", peer=names, **place)
         return DeadlineExceeded("no result before the deadline", peer=server, **place)

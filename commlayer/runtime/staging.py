@@ -44,12 +44,19 @@ class Staging:
                 source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             self.catch_up(flow)
+            if flow.held is not None and self._back is not None:
+                self._stream.wait_stream(self._back)  # its last result is still to be read
             yield
 
     def to_host(self, flow: Flow) -> None:
         """x is readable on the host when this returns. Called inside `lane`."""
         if self._stream is not None and not flow.on_device:
             flow.host.copy_(flow.x, non_blocking=True)
+            self._stream.synchronize()
+
+    def settle(self) -> None:
+        """All that was queued inside `lane` is done."""
+        if self._stream is not None:
             self._stream.synchronize()
 
     def to_device(self, flow: Flow) -> None:

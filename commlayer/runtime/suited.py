@@ -14,10 +14,18 @@ from commlayer.planner import fit, grammar, paths
 from commlayer.records import Bucket, Plan
 
 
-def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> list[str]:
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True) -> list[str]:
     """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
+    if plan.local_steps > 1 and not steps_locally:
+        return [f"of {plan.local_steps} local steps: they need a module that is no DistributedDataParallel, and its optimizer: "
+                "attach(model, optimizer), or make it with max_local_steps=1"]
+    if plan.local_steps > 1 and any(b.stale for b in plan.buckets):
+        return [f"of {plan.local_steps} local steps, and results that are a step late: one or the other"]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
         return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
+    if per_node > 1 and any(b.stale for b in plan.buckets):
+        return [f"has results that are a step late, here are {per_node} ranks per node, which share results in the same step: "
+                "make it without staleness"]
     return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(b, nodes, cuda)]
 
 
@@ -32,6 +40,8 @@ def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
     except ValueError as error:
         yield str(error).removeprefix(f"bucket {bucket.id}: ")
         return
+    if bucket.stale and bucket.path != "service":
+        yield f"path {bucket.path!r} gives its result in the same step, allowed for results that are a step late: 'service'"
     path = paths.parse(bucket.path)
     if grammar.served(path) and bucket.path != "service":
         yield f"path {bucket.path!r}: workers know paths over servers as 'service' alone (planner.lower spells them so)"

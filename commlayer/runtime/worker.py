@@ -25,11 +25,13 @@ from commlayer.runtime.coders import device_buckets
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
+from commlayer.runtime.late import Late
 from commlayer.runtime.order import by_place
 from commlayer.runtime.service import Service
 from commlayer.runtime.staged import Staged
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.stopwatch import Stopwatch
+from commlayer.runtime.whole import whole
 from commlayer.transport.groups import GROUP, Groups, Pending
 from commlayer.transport.protocol import Transport
 
@@ -66,6 +68,7 @@ class Worker:
                 self._by_tensor[s.tensor].append((flow, i))
         self._service = [f for f in self.flows if f.bucket.path == "service"]
         self._mine = [f for f in self.flows if f.coded]
+        self.late = Late(self.flows)
         self._by_stages = [f for f in self.flows if f.bucket.path not in ("service", "allreduce")]
         self._staging = Staging(device)
         self._conductor = Conductor([f for f in self.flows if self._collective(f)], self._issue)
@@ -83,6 +86,7 @@ class Worker:
         self.scale = 1.0
         self.rate = 1.0
         self._undone = False
+        self._deadline_s = 0.0
         self.recorder = Recorder()
         self.stopwatch = Stopwatch(device)
         self._to_servers = Service(self, transport, recycle, self._staging)
@@ -131,6 +135,7 @@ class Worker:
                 self._feed(tensor, leftovers[tensor])
         self._staged.share_tails()
         deadline = begin + deadline_s
+        self._deadline_s = deadline_s
         try:
             self._wait(deadline)
         except BaseException as error:
@@ -142,43 +147,40 @@ class Worker:
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
         finite = True
-        look = self._tracked or any(flow.carried is not None for flow in self.flows)
-        # A cut tensor is written by element ranges, which only a contiguous one has.
-        cut = {t: torch.empty_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
-               if target is not None and len(self._by_tensor[t]) > 1 and not target.is_contiguous()}
-        into = [cut.get(t, target) for t, target in enumerate(targets)]
-        for flow in self.flows:
-            if look and not flow.coded:
-                # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
-                flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
-            if flow.buffer and not flow.finite:
-                continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
-            finite = finite and flow.finite
-            flow.commit(self._factor(flow), [into[s.tensor] for s in flow.bucket.slices])
-        for t, whole in cut.items():
-            target = targets[t]
-            assert target is not None
-            target.detach().copy_(whole)
+        look = self._tracked or bool(self.late) or any(flow.carried is not None for flow in self.flows)
+        with whole(targets, self._is_cut) as into:
+            for flow in self.flows:
+                if flow.held is not None:
+                    continue
+                if look and not flow.coded:
+                    # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
+                    flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
+                if flow.buffer and not flow.finite:
+                    continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
+                finite = finite and flow.finite
+                flow.commit(self._factor(flow, flow.weight), [into[s.tensor] for s in flow.bucket.slices])
+            finite = self.late.commit(self._factor, into) and finite
         # What the optimizer will skip is given back. The servers learn it with the next step's frames.
         self._undone = self._tracked and not finite
+        for flow in () if finite else self.flows:
+            flow.skip(undo=self._undone)
         if self._undone:
-            for flow in self._mine:
-                flow.undo()
             self._staged.undo()
-        if not finite:
-            for flow in self.flows:
-                flow.keep_carried()
+        self.late.settle(applied=finite)
         self.step += 1
         self.counters.steps += 1
         self._reset()
         self.recorder.next()
         self.stopwatch.start()
 
-    def _factor(self, flow: Flow) -> float | torch.Tensor:
+    def _is_cut(self, tensor: int) -> bool:
+        return len(self._by_tensor[tensor]) > 1
+
+    def _factor(self, flow: Flow, weight: float) -> float | torch.Tensor:
         """From the weighted sum to the average."""
         scale = self._scale_of(flow)
         with contextlib.suppress(ZeroDivisionError):
-            return scale / flow.weight if flow.bucket.path == "service" else flow.over_weight(scale)
+            return scale / weight if flow.bucket.path == "service" else flow.over_weight(scale)
         error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
                            "give one a weight")
         self.latch(error)
@@ -188,9 +190,24 @@ class Worker:
         """After `finish`: which tensors any worker had a gradient for."""
         used = [False] * len(self.job.tensors)
         for flow in self.flows:
+            there = flow.used if flow.held is None else flow.held.used
             for i, s in enumerate(flow.bucket.slices):
-                used[s.tensor] |= bool(flow.used >> i & 1)
+                used[s.tensor] |= bool(there >> i & 1)
         return used
+
+    def drain(self) -> None:
+        """Waits until no exchange is under way; late results are held then. All ranks call it behind the same step."""
+        self.check()
+        if (flow := self.late.wait(time.monotonic() + self._deadline_s, lambda: self.error)) is not None:
+            self.latch(self._to_servers.overdue(flow))
+        self.check()
+        self._staging.join()
+        self.late.take()
+
+    def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
+        """After `drain`: writes what is held into `targets`, which are zeros."""
+        with whole(targets, self._is_cut) as into:
+            self.late.settle(applied=self.late.commit(self._factor, into))
 
     def _reset(self) -> None:
         for flow in self.flows:
@@ -198,7 +215,6 @@ class Worker:
         self._seen = [False] * len(self.job.tensors)
         self._conductor.reset()
         self._pending.clear()
-        self._to_servers.reset()
         self._staged.reset()
         self._left = len(self._mine) + len(self._by_stages)
         self._all_in.clear()
@@ -258,6 +274,13 @@ class Worker:
     def finished(self, flow: Flow) -> None:
         """Its sum is in x."""
         flow.done = True
+        if flow.held is None:
+            self.gathered(flow)
+        else:
+            flow.held.arrived()
+
+    def gathered(self, flow: Flow) -> None:
+        """It needs nothing more for the step to end."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -319,7 +342,9 @@ class Worker:
     def take_over(self, before: Worker) -> None:
         """Goes on where a worker of the plan before stopped, and owes what it owed."""
         self.step, self.weight, self.scale, self.rate = before.step, before.weight, before.scale, before.rate
-        debts = [Debt(d.tensor, d.start, d.values / self._unit_of(flow)) for flow in before.flows for d in flow.debts()]
+        owing = [(flow, debt) for flow in before.flows for debt in flow.debts()]
+        owing += before.late.debts(before.weight)
+        debts = [Debt(d.tensor, d.start, d.values / self._unit_of(flow)) for flow, d in owing]
         for flow in self.flows:
             paid = pay(debts, flow.bucket.slices)
             flow.carry = None if paid is None else paid * self._unit_of(flow)
@@ -334,15 +359,15 @@ class Worker:
     # ---- failure
 
     def _overdue(self) -> DeadlineExceeded:
-        flow = next(f for f in self._mine + self._by_stages if not f.done)
+        missing = [f for f in self._mine + self._by_stages if not f.done]
+        flow = next((f for f in missing if f.held is None or f.held.blocked), missing[0])
         if flow.bucket.path == "service":
             return self._to_servers.overdue(flow)
         return DeadlineExceeded("not exchanged before the deadline", peer=GROUP, step=self.step, bucket=flow.bucket.id)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """A server says whom it waits for."""
-        if step == self.step:
-            self._to_servers.stalled(bucket, missing)
+        self._to_servers.stalled(bucket, step, missing)
 
     def latch(self, error: BaseException) -> None:
         with self._lock:
