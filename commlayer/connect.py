@@ -22,7 +22,10 @@ from commlayer.config import Config, Launch, codec_threads, is_loopback, read_la
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
+from commlayer.observe import Stale
+from commlayer.planfile import inputs_of, plan_in, sidecar
 from commlayer.records import Job, Plan
+from commlayer.runtime.predicted import Basis
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
@@ -55,6 +58,12 @@ class Connection:
         """What was decided in this run, at which step, and why."""
         self.beside: list[Callable[[], None]] = []
         """What else is to be closed with it."""
+        self.events: list[Stale] = []
+        """The same as records, as far as there are any."""
+        self.watchers: list[Callable[[], None]] = []
+        """Called by every rank after each step. CommError, latched in the worker, if another rank is gone."""
+        self.basis: Basis | None = None
+        """On rank 0: what the plan in force was made from, where that is known."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False
@@ -148,6 +157,7 @@ def connect(
             align_tensors(align, made.groups, config.join_deadline_s)
         made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device)
+        made.basis = _basis(plan) if made.rank == 0 else None
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
         made.follow(_worker(made, made.plan, job, device))
@@ -206,7 +216,7 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: uplink.Uplink,
         if told and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
-    made.plan = agreed
+    made.plan, made.basis = agreed, None
     new.take_over(old)
     made.follow(new)
     old.close()
@@ -245,7 +255,7 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         path = Path(plan)
         if not path.is_file():
             raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
-        return records.decode(path.read_bytes(), Plan, f"plan {path}")
+        return plan_in(path)
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
         path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", DEFAULT_CODEC)
@@ -257,6 +267,13 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
     )
+
+
+def _basis(plan: Any) -> Basis | None:
+    """What a plan file was made from, if that still lies beside it."""
+    if not isinstance(plan, str | Path) or str(plan) == "auto" or not sidecar(Path(plan)).is_file():
+        return None
+    return Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

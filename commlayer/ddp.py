@@ -23,6 +23,7 @@ from commlayer.errors import DeadlineExceeded
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import learning_rate, loss_scale
+from commlayer.tracing import trace_once
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -95,6 +96,7 @@ class HookState:
         ))
         self.connection = connect(job, device, plan=self._plan, config=self._config)
         self._auto = auto_of(self.connection)
+        trace_once(self.connection, self._config.trace, planning=self._auto is not None)
         for action in self._actions:
             action()
         self._actions.clear()
@@ -123,6 +125,8 @@ class HookState:
                 worker.commit(targets)
                 if self._auto is not None:
                     self._auto.after_step()
+                for watch in tuple(self.connection.watchers):
+                    watch()
         except BaseException as error:
             self._latch(error)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.records import Record
+from commlayer.records import Job, Record
 
 
 class Line(Record, frozen=True):
@@ -101,6 +101,15 @@ class Policy(Record, frozen=True):
     staleness: bool = False
     priority: bool = True
     """Forward order on the wire; else by readiness."""
+
+
+class Inputs(Record, frozen=True):
+    """What a plan was made from: it lies beside the plan, so that the plan can be explained and varied later."""
+
+    job: Job
+    cluster: Cluster
+    profile: Profile | None = None
+    policy: Policy | None = None
 
 
 class Task(Record, frozen=True, gc=False):
