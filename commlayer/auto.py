@@ -22,11 +22,10 @@ from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.observe import Drift
 from commlayer.planner.costs import bare
-from commlayer.planner.model import Cluster, Inputs, Link, Node, Policy, Profile
+from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.records import Job, Plan, digest
 from commlayer.runtime import calibrate, probe
-from commlayer.runtime.predicted import Basis
 from commlayer.runtime.timing import timing_of
 from commlayer.runtime.worker import Worker
 

@@ -16,16 +16,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer import planner, records
+from commlayer import planfile, planner, records
 from commlayer.compressors import codec_of, kernels, parse, wrap
 from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
 from commlayer.observe import Stale
-from commlayer.planfile import inputs_of, plan_in, sidecar
+from commlayer.planner.model import Basis
 from commlayer.records import Job, Plan
-from commlayer.runtime.predicted import Basis
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
@@ -155,9 +154,9 @@ def connect(
             made.groups = Groups(per_node, config.deadline_s, device)
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
-        made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), made.groups)
+        made.basis = planfile.basis_of(plan) if made.rank == 0 else None
+        made.plan = _agree(lambda: _housed(_settle(plan, job, config, made.world, per_node), made, per_node), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device)
-        made.basis = _basis(plan) if made.rank == 0 else None
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
         made.follow(_worker(made, made.plan, job, device))
@@ -255,7 +254,7 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         path = Path(plan)
         if not path.is_file():
             raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
-        return plan_in(path)
+        return planfile.plan_in(path)
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
         path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", DEFAULT_CODEC)
@@ -269,11 +268,13 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
     )
 
 
-def _basis(plan: Any) -> Basis | None:
-    """What a plan file was made from, if that still lies beside it."""
-    if not isinstance(plan, str | Path) or str(plan) == "auto" or not sidecar(Path(plan)).is_file():
-        return None
-    return Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
+def _housed(plan: Plan, made: Connection, per_node: int) -> Plan:
+    """Its servers where it has them, as far as they can be started there."""
+    homes = planfile.homes_of(plan, made.basis, made.world // per_node)
+    if len(homes) != len(plan.hosts):
+        made.decisions.append(f"step 0: servers are not on nodes {', '.join(map(str, plan.hosts))}, where the plan has them: "
+                              "no rank trains there; start them there by `commlayer serve`, and set join")
+    return plan if homes == plan.hosts else msgspec.structs.replace(plan, hosts=homes)
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -356,20 +357,20 @@ def _check_reach(config: Config, groups: Groups | None) -> None:
 
 
 def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> str:
-    """Starts this node's `commlayer serve` processes: all servers on rank 0's node, or spread over the nodes."""
-    assert made.plan is not None
+    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says."""
+    plan = made.plan
+    assert plan is not None
     nodes = made.world // per_node
     config = msgspec.structs.replace(config, node=node)
-    homes = [number % nodes if config.servers == "each" else 0 for number in range(made.plan.servers)]
-    mine = homes.count(node) if local == 0 else 0
-    sums = made.plan.servers > 0
+    homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
+    mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
 
     def first() -> bytes:
-        child = Embedded.start(config, workers=made.world, servers=made.plan.servers if made.plan else 0, no_server=not sums)
+        number = mine.pop(0) if mine else None
+        child = Embedded.start(config, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
         return child.control.encode()
 
     address = _from_rank_0(first, made.groups).decode()
-    mine -= made.rank == 0 and sums
-    made.embedded += [Embedded.start(config, join=address) for _ in range(mine)]
+    made.embedded += [Embedded.start(config, join=address, number=number) for number in mine]
     return address

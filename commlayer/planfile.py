@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from commlayer import records
-from commlayer.planner.model import Inputs
+from commlayer.planner.model import Basis, Inputs
 from commlayer.records import Plan
 
 
@@ -33,3 +34,18 @@ def inputs_of(path: Path) -> Inputs:
     if not beside.is_file():
         raise ValueError(f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
     return records.decode(text_of(beside, "inputs").encode(), Inputs, f"inputs {beside}")
+
+
+def basis_of(plan: Any) -> Basis | None:
+    """For what `attach` was given: a plan file's plan and what lies beside it, if it still does."""
+    if not isinstance(plan, str | Path) or str(plan) == "auto" or not sidecar(Path(plan)).is_file():
+        return None
+    return Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
+
+
+def homes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
+    """The plan's hosts as numbers of nodes that train, which is where servers can be started; none if one trains nowhere."""
+    trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]
+    if len(plan.hosts) != plan.servers or not {*plan.hosts} <= {*trained[:nodes]}:
+        return ()
+    return tuple(trained.index(host) for host in plan.hosts)

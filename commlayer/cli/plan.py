@@ -20,7 +20,9 @@ PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its input
 
 @app.command()
 def make(
-    model: Annotated[str, typer.Argument(help="A built-in model such as bert-base, or a job file ending in .json.")],
+    model: Annotated[str, typer.Argument(
+        help="A built-in model such as bert-base, a job file (.json), or FILE.py[:FUNCTION], which returns (model, loss).",
+    )],
     cluster: Annotated[str, typer.Option(help="The machines, as TOML or JSON.", metavar="FILE")] = "",
     nodes: Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")] = "",
     profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",

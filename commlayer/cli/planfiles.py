@@ -13,13 +13,18 @@ from commlayer.records import Job
 
 
 def job_named(model: str, batch: int | None) -> Job:
-    """A built-in job, or one in a JSON file."""
+    """A built-in job, one in a JSON file, or the model that a user's function makes, timed on this machine."""
     if model.endswith(".json"):
-        return records.decode(text_of(model, "job").encode(), Job, f"job {model}")
+        return jobs.on_reference(records.decode(text_of(model, "job").encode(), Job, f"job {model}"))
+    if model.endswith(".py") or ":" in model:
+        # Here, since it loads torch, which plans of built-in models and job files do without.
+        from commlayer.cli.measuring import job_of_function
+
+        return jobs.on_reference(job_of_function(model, batch))
     try:
         return jobs.builtin(model, batch)
     except ValueError as error:
-        raise ValueError(f"{error}; or a job file ending in .json") from None
+        raise ValueError(f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
 
 
 def cluster_named(file: str, nodes: str) -> Cluster:

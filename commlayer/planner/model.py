@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from commlayer.records import Job, Record
+from typing import NamedTuple
+
+from commlayer.records import Job, Plan, Record
 
 
 class Line(Record, frozen=True):
@@ -110,6 +112,13 @@ class Inputs(Record, frozen=True):
     cluster: Cluster
     profile: Profile | None = None
     policy: Policy | None = None
+
+
+class Basis(NamedTuple):
+    """A plan as it was made, before it was lowered, and what it was made from."""
+
+    plan: Plan
+    inputs: Inputs
 
 
 class Task(Record, frozen=True, gc=False):

@@ -10,19 +10,12 @@ from msgspec import structs
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
 from commlayer.planner import grammar, lower
 from commlayer.planner.groups import Group, fold
-from commlayer.planner.model import Inputs
+from commlayer.planner.model import Basis
 from commlayer.planner.paths import parse
 from commlayer.planner.simulate import Span, Timeline, hosts_of, per_step, simulate
 from commlayer.records import Plan
 
 SERVED = {"net.push", "server.add", "server.emit", "net.pull", "net.forward"}
-
-
-class Basis(NamedTuple):
-    """A plan as the planner made it, before it was lowered, and what it was made from."""
-
-    plan: Plan
-    inputs: Inputs
 
 
 class Prediction(NamedTuple):
