@@ -117,8 +117,9 @@ def device_named(text: str) -> str:
     >>> device_named("NVIDIA GeForce RTX 3060"), device_named("Tesla V100-SXM2-16GB"), device_named("NVIDIA H200")
     ('rtx3060', 'v100', '')
     """
-    words = re.sub(r"[^a-z0-9]", "", text.lower())
-    return max((name for name in GPUS if name in words), key=len, default="")
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    runs = ("".join(words[i : i + n]) for n in (3, 2, 1) for i in range(len(words)))
+    return next((run for run in runs if run in GPUS), "")
 
 
 def link(name: str) -> Link:
