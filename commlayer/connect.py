@@ -24,6 +24,7 @@ from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
 from commlayer.observe import Stale
 from commlayer.planner.model import Basis
+from commlayer.planner.trim import without_buffers
 from commlayer.records import Job, Plan
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
@@ -124,9 +125,12 @@ class Connection:
 
 
 def connect(
-    job: Job, device: torch.device, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
+    job: Job, device: torch.device, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (), whole: Job | None = None,
 ) -> Connection:
-    """Joins the job that the environment names; all ranks call it together."""
+    """Joins the job that the environment names; all ranks call it together.
+
+    `whole`: this job and buffers that are not averaged here; a plan may be of either.
+    """
     launch = read_launch()
     kernels.choose(config.backend)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
@@ -143,7 +147,7 @@ def connect(
     _check_dtypes(job)
     per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
     if not grouped and not config.join:
-        settled = _settle(plan, job, config, 1, 1)
+        settled = without_buffers(_settle(plan, job, config, 1, 1), whole or job)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device)
@@ -155,7 +159,8 @@ def connect(
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
         made.basis = planfile.basis_of(plan) if made.rank == 0 else None
-        made.plan = _agree(lambda: _housed(_settle(plan, job, config, made.world, per_node), made, per_node), made.groups)
+        made.plan = _agree(lambda: without_buffers(
+            _housed(_settle(plan, job, config, made.world, per_node), made, per_node), whole or job), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)

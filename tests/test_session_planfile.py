@@ -15,11 +15,12 @@ import torch
 from attach_kit import data, mlp, weights
 from pool_kit import Servers, pool, quick
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import records
 from commlayer.cli.main import run as command
-from commlayer.planner import lower
+from commlayer.planner import default_plan, lower
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
 from commlayer.runtime.measure import job_of
 
@@ -170,6 +171,39 @@ def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_pre
     assert code == 0
     assert "nothing is predicted: what the plan was made from is not known here" in out
     assert {row["predicted_s"] for row in json.loads(call("trace", trace, "--json")[1])["rows"]} == {None}
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def under_ddp(rank: int, plan: str, address: str) -> dict[str, Any]:
+    model = DistributedDataParallel(normed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address)) as session:
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        assert session.plan is not None
+        return {"weights": weights(model), "slices": [len(b.slices) for b in session.plan.buckets]}
+
+
+def test_ddp_runs_the_plan_of_what_it_wraps_and_leaves_out_its_buffers(call: Callable[..., Any]) -> None:
+    job = job_of(normed())
+    assert sum(info.buffer for info in job.tensors) == 2
+    plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=200, cut_nbytes=4096)
+    file = save(plan)
+    ranks = pool(2)
+    ranks.call(awake)
+    with Servers(2) as made:
+        results = ranks.call(under_ddp, file, made.address)
+    first, second = (r["weights"] for r in results)
+    assert all(torch.equal(w, second[name]) for name, w in first.items() if "running" not in name)
+    assert results[0]["slices"] == [len(b.slices) for b in plan.buckets if not job.tensors[b.slices[0].tensor].buffer]
+    assert len(plan.buckets) > len(results[0]["slices"])
 
 
 def refused(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
