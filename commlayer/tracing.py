@@ -39,7 +39,9 @@ APART = 1.05
 
 def trace_once(connection: Connection, file: str, *, planning: bool) -> None:
     """Once the plan stands. `planning`: commlayer is looking for one."""
-    if file and connection.worker is not None:
+    if file and connection.worker is None:
+        log.warning("no trace in %s: this process trains alone", file)
+    elif file:
         Tracer(connection, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
 
@@ -64,6 +66,7 @@ class Tracer:
         self._recording: Worker | None = None
         self._plan: Plan | None = None
         connection.watchers.append(self._after_step)
+        connection.beside.append(self._ended)
         self._look()
 
     def _after_step(self) -> None:
@@ -75,6 +78,11 @@ class Tracer:
         except CommError as error:
             worker.fail(error)
             worker.check()
+
+    def _ended(self) -> None:
+        if self._after_step in self._connection.watchers and self._connection.rank == 0:
+            log.warning("no trace in %s: the job ended after %d steps, before %d were recorded", self._path,
+                        self._done, self._wanted)
 
     def _look(self) -> None:
         if self._recording is None:

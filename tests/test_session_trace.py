@@ -97,6 +97,16 @@ def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
             session.trace(tmp_path / "t.json", steps=0)
 
 
+def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = str(tmp_path / "t.json")
+    with commlayer.attach(mlp(), config={"trace": file}):
+        assert caplog.messages == [f"no trace in {file}: this process trains alone"]
+    connection = Connection()
+    tracing.Tracer(connection, Path(file), 3, planning=False, warm=2)
+    connection.close()
+    assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]
+
+
 def test_a_stale_plan_is_an_event_with_its_reason() -> None:
     connection = Connection()
     auto = Auto(connection, builtin("lstm"))
