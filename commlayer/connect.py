@@ -158,7 +158,7 @@ def connect(
             made.groups = Groups(per_node, config.deadline_s, device)
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
-        made.basis = planfile.basis_of(plan) if made.rank == 0 else None
+        made.basis = _basis(plan, made) if made.rank == 0 else None
         made.plan = _agree(lambda: without_buffers(
             _housed(_settle(plan, job, config, made.world, per_node), made, per_node), whole or job), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device)
@@ -271,6 +271,15 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
     )
+
+
+def _basis(plan: Any, made: Connection) -> Basis | None:
+    """Training does without."""
+    try:
+        return planfile.basis_of(plan)
+    except ValueError as error:
+        made.decisions.append(f"step 0: nothing is predicted: {error}")
+        return None
 
 
 def _housed(plan: Plan, made: Connection, per_node: int) -> Plan:

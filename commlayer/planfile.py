@@ -37,10 +37,13 @@ def inputs_of(path: Path) -> Inputs:
 
 
 def basis_of(plan: Any) -> Basis | None:
-    """For what `attach` was given: a plan file's plan and what lies beside it, if it still does."""
+    """For what `attach` was given: a file's plan and what lies beside it, if something does. ValueError if it is wrong."""
     if not isinstance(plan, str | Path) or str(plan) == "auto" or not sidecar(Path(plan)).is_file():
         return None
-    return Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
+    basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
+    if basis.plan.job != basis.inputs.job.digest():
+        raise ValueError(f"{sidecar(Path(plan))} is of another model than {plan}")
+    return basis
 
 
 def homes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:

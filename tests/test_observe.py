@@ -158,7 +158,7 @@ def test_what_is_stale_says_why() -> None:
     assert drift.observe(0.02, 7) is None
     event = drift.observe(0.03, 8)
     assert event == Stale(8, 0.01, 0.03, 2)
-    assert event.reason == "the plan is stale: for 2 steps they have taken 30.0 ms, 10.0 ms were predicted"
+    assert event.reason == "the plan is stale: steps take 30.0 ms, 10.0 were predicted, 2 steps in a row"
 
 
 @pytest.mark.parametrize(("times", "said"), [

@@ -159,7 +159,8 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
 
 def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_predicted(call: Callable[..., Any]) -> None:
     plan = make(call)
-    Path("plan.inputs.json").unlink()
+    call("plan", "make", "lstm", "--nodes", "2x2*cpu@10g", "--out", "lstm.json")
+    Path("lstm.inputs.json").replace("plan.inputs.json")
     served = edited(plan, paths=("service",) * len(PATHS))
     buckets = tuple(msgspec.structs.replace(b, server=b.id % 2) for b in served.buckets)
     file = save(msgspec.structs.replace(served, buckets=buckets, servers=2, hosts=(1, 0)))
@@ -167,6 +168,8 @@ def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_pre
     results = pool(WORLD).call(ranked, file, settings(), trace)
     assert [r["servers"] for r in results] == [[1, 0]] * WORLD
     assert [r["children"] for r in results] == [1, 0, 1, 0]
+    (line,) = results[0]["decisions"]
+    assert re.fullmatch(r"step 0: nothing is predicted: .*plan.inputs.json is of another model than .*plan.json", line)
     code, out, _ = call("trace", trace)
     assert code == 0
     assert "nothing is predicted: what the plan was made from is not known here" in out

@@ -25,8 +25,8 @@ class Stale(Record, frozen=True):
 
     @property
     def reason(self) -> str:
-        return (f"the plan is stale: for {self.lasted} steps they have taken {1e3 * self.measured_s:.1f} ms, "
-                f"{1e3 * self.predicted_s:.1f} ms were predicted")
+        return (f"the plan is stale: steps take {1e3 * self.measured_s:.1f} ms, {1e3 * self.predicted_s:.1f} were predicted, "
+                f"{self.lasted} steps in a row")
 
 
 class Drift:
