@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from commlayer import planfile
+from commlayer.cli.loading import function_of
 from commlayer.cli.main import run
 from commlayer.cli.planfiles import job_named
 from commlayer.planner.jobs import builtin, on_reference
@@ -65,3 +67,31 @@ def test_what_was_measured_on_a_device_takes_as_long_there_again() -> None:
 ])
 def test_gpus_are_known_by_what_their_drivers_call_them(driver: str, name: str) -> None:
     assert device_named(driver) == name
+
+
+SCRIPT = '''
+from __future__ import annotations
+
+import dataclasses
+
+import {beside}
+
+@dataclasses.dataclass
+class Settings:
+    width: int = {beside}.WIDTH
+
+def make():
+    return Settings().width
+'''
+
+
+@pytest.mark.parametrize("name", ["{folder}/script.py:make", "{folder}/script.py", "script_of_mine:make"])
+def test_a_script_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As if Python had been given it; dataclasses included."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path if name.startswith("script") else "/")
+    beside = f"beside_{len(name)}"
+    (tmp_path / f"{beside}.py").write_text("WIDTH = 7")
+    for script in ("script.py", "script_of_mine.py"):
+        (tmp_path / script).write_text(SCRIPT.format(beside=beside))
+    assert function_of(name.format(folder=tmp_path), "make", "that returns a number")() == 7
