@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from commlayer import planfile
+from commlayer import planfile, planner
 from commlayer.cli.loading import function_of
 from commlayer.cli.main import run
 from commlayer.cli.planfiles import job_named
 from commlayer.planner.jobs import builtin, on_reference
 from commlayer.planner.tables import device_named, speed
+from commlayer.planner.written import cluster_from_line
 from commlayer.records import Job, Timing
 
 MODEL = '''
@@ -59,6 +61,12 @@ def test_what_was_measured_on_a_device_takes_as_long_there_again() -> None:
     assert found.ready_s == pytest.approx(expected.ready_s)
     assert found.update_s / speed("rtx3060") == pytest.approx(measured.update_s)
     assert on_reference(job) is job
+    raw = Job(job.tensors, job.batch, measured, job.name)
+    with pytest.raises(ValueError, match=r"job 'lstm': its times are of rtx3060, .* planner.on_reference\(job\)"):
+        planner.plan(raw, cluster_from_line("2xrtx3060@1Gb"))
+    odd = Job(job.tensors, timing=structs.replace(measured, device="abacus"), name="odd")
+    with pytest.raises(ValueError, match="^job 'odd': timing.device: .*abacus"):
+        on_reference(odd)
 
 
 @pytest.mark.parametrize(("driver", "name"), [

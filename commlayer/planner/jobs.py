@@ -75,7 +75,10 @@ def on_reference(job: Job) -> Job:
     if job.timing is None or not job.timing.device:
         return job
     timing = job.timing
-    factor = speed(timing.device)
+    try:
+        factor = speed(timing.device)
+    except ValueError as error:
+        raise ValueError(f"job {job.name!r}: timing.device: {error}") from None
     return structs.replace(job, timing=Timing(
         tuple(s * factor for s in timing.ready_s), tuple(s * factor for s in timing.needed_s), timing.backward_s * factor,
         timing.forward_s * factor, timing.update_s * factor,
