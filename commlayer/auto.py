@@ -22,7 +22,7 @@ from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.observe import Drift
 from commlayer.planner.costs import bare
-from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
+from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, codec_loss
 from commlayer.price import communication
 from commlayer.records import Job, Plan, digest
@@ -88,6 +88,8 @@ class Auto:
         self._steps, self._next, self._gap = 0, 0, FIRST_ASK
         self._measure_from = WARM_STEPS
         self._answer: Plan | None = None
+        self._basis: Basis | None = None
+        """Of the latest plan found."""
         self._thread: threading.Thread | None = None
         self._grouped = grouped.Grouped(grouped.NONE, grouped.NONE)
         self._drift: Drift | None = None
@@ -143,10 +145,10 @@ class Auto:
         now = time.perf_counter()
         if self._ended:
             self._recent = [*self._recent[-2:], now - self._ended]
-            if self._drift is not None and self._drift.observe(median(self._recent)):
+            if self._drift is not None and (stale := self._drift.observe(median(self._recent), self._steps)):
                 self._stale = True
-                self._say(f"the plan is stale: steps take {1e3 * median(self._recent):.1f} ms, "
-                          f"{1e3 * self._drift.predicted_s:.1f} ms were predicted")
+                self._connection.events.append(stale)
+                self._say(stale.reason)
         self._ended = now
 
     def _begin_planning(self, worker: Worker) -> None:
@@ -197,6 +199,7 @@ class Auto:
             self._connection.price = _price(self._at_home(current), job, cluster, profile, policy)
             self._price = _price(made, job, cluster, profile, policy)
             answer = self._on_servers(made)
+            basis = Basis(made, Inputs(job, cluster, profile, policy))
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
             return
@@ -206,10 +209,11 @@ class Auto:
                 f"{1e3 * measured_s:.1f} ms, {1e3 * now_s:.1f} ms by the same prices")
         if gain < WORTH or self._keep:
             self._drift = Drift(measured_s)
+            self._connection.basis = basis._replace(plan=self._at_home(current))
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._answer = answer
+        self._basis, self._answer = basis, answer
 
     def _homes(self) -> list[int]:
         """The node of each server."""
@@ -274,6 +278,7 @@ class Auto:
                 return
             assert self._connection.plan is not None
             self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
+            self._connection.basis = self._basis
             self._recent.clear()
             self._connection.price = self._price
             self._say(f"went over to plan {digest(self._connection.plan)}")

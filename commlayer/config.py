@@ -65,6 +65,8 @@ class Config(Record, frozen=True):
     backend: Backend = "auto"
     codec_threads: Threads = 0
     """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""
+    trace: Text = ""
+    """A file for a trace of a few steps, once the plan stands: predicted and measured. Empty for none."""
     shape: Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 

@@ -16,12 +16,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer import planner, records
+from commlayer import planfile, planner, records
 from commlayer.compressors import codec_of, kernels, parse, wrap
 from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
+from commlayer.observe import Stale
+from commlayer.planner.model import Basis
+from commlayer.planner.trim import without_buffers
 from commlayer.records import Job, Plan
 from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
@@ -60,6 +63,12 @@ class Connection:
         """Who wants to hear, on all ranks after the same step, that work moves: by what part a step's computing changes."""
         self.price: tuple[float, float] | None = None
         """On rank 0: seconds of communication under the plan in force, and the part of computing that hides it."""
+        self.events: list[Stale] = []
+        """The same as records, as far as there are any."""
+        self.watchers: list[Callable[[], None]] = []
+        """Called by every rank after each step. CommError, latched in the worker, if another rank is gone."""
+        self.basis: Basis | None = None
+        """On rank 0: what the plan in force was made from, where that is known."""
         self.auto = False
         """Whether the plan was left to commlayer."""
         self.embeds = False
@@ -129,9 +138,12 @@ class Connection:
 
 def connect(
     job: Job, device: torch.device, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    steps_locally: bool = False,
+    steps_locally: bool = False, whole: Job | None = None,
 ) -> Connection:
-    """Joins the job that the environment names; all ranks call it together."""
+    """Joins the job that the environment names; all ranks call it together.
+
+    `whole`: this job and buffers that are not averaged here; a plan may be of either.
+    """
     launch = read_launch()
     kernels.choose(config.backend)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
@@ -148,7 +160,7 @@ def connect(
     _check_dtypes(job)
     per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
     if not grouped and not config.join:
-        settled = _settle(plan, job, config, 1, 1)
+        settled = without_buffers(_settle(plan, job, config, 1, 1), whole or job)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally)
@@ -159,7 +171,9 @@ def connect(
             made.groups = Groups(per_node, config.deadline_s, device)
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
-        made.plan = _agree(lambda: _settle(plan, job, config, made.world, per_node), made.groups)
+        made.basis = _basis(plan, made) if made.rank == 0 else None
+        made.plan = _agree(lambda: without_buffers(
+            _housed(_settle(plan, job, config, made.world, per_node), made, per_node), whole or job), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device, steps_locally)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
@@ -225,7 +239,7 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: uplink.Uplink,
         if told and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
-    made.plan = agreed
+    made.plan, made.basis = agreed, None
     new.take_over(old)
     made.follow(new)
     old.close()
@@ -269,7 +283,7 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         path = Path(plan)
         if not path.is_file():
             raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
-        return records.decode(path.read_bytes(), Plan, f"plan {path}")
+        return planfile.plan_in(path)
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
         path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", DEFAULT_CODEC)
@@ -281,6 +295,24 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
     )
+
+
+def _basis(plan: Any, made: Connection) -> Basis | None:
+    """Training does without."""
+    try:
+        return planfile.basis_of(plan)
+    except ValueError as error:
+        made.decisions.append(f"step 0: nothing is predicted: {error}")
+        return None
+
+
+def _housed(plan: Plan, made: Connection, per_node: int) -> Plan:
+    """Its servers where it has them, as far as they can be started there."""
+    homes = planfile.homes_of(plan, made.basis, made.world // per_node)
+    if len(homes) != len(plan.hosts):
+        made.decisions.append(f"step 0: servers are not on nodes {', '.join(map(str, plan.hosts))}, where the plan has them: "
+                              "no rank trains there; start them there by `commlayer serve`, and set join")
+    return plan if homes == plan.hosts else msgspec.structs.replace(plan, hosts=homes)
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -364,20 +396,20 @@ def _check_reach(config: Config, groups: Groups | None) -> None:
 
 
 def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> str:
-    """Starts this node's `commlayer serve` processes: all servers on rank 0's node, or spread over the nodes."""
-    assert made.plan is not None
+    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says."""
+    plan = made.plan
+    assert plan is not None
     nodes = made.world // per_node
     config = msgspec.structs.replace(config, node=node)
-    homes = [number % nodes if config.servers == "each" else 0 for number in range(made.plan.servers)]
-    mine = homes.count(node) if local == 0 else 0
-    sums = made.plan.servers > 0
+    homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
+    mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
 
     def first() -> bytes:
-        child = Embedded.start(config, workers=made.world, servers=made.plan.servers if made.plan else 0, no_server=not sums)
+        number = mine.pop(0) if mine else None
+        child = Embedded.start(config, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
         return child.control.encode()
 
     address = _from_rank_0(first, made.groups).decode()
-    mine -= made.rank == 0 and sums
-    made.embedded += [Embedded.start(config, join=address) for _ in range(mine)]
+    made.embedded += [Embedded.start(config, join=address, number=number) for number in mine]
     return address

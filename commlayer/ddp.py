@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,11 +21,13 @@ from commlayer.auto import Auto, auto_of
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
 from commlayer.errors import DeadlineExceeded
+from commlayer.planner.trim import gradients_of
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.handout import hand_out
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.measure import learning_rate, loss_scale
+from commlayer.runtime.measure import job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.worker import Worker
+from commlayer.tracing import trace_once
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -54,6 +57,8 @@ class HookState:
         self._lane: Lane | None = None
         self._auto: Auto | None = None
         self._actions: list[Callable[[], None]] = []
+        self.module: nn.Module | None = None
+        """What DDP wraps, where that is known: then parameters have the names under which plans are made."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
@@ -91,12 +96,17 @@ class HookState:
         """All parameters have been seen: names them in DDP's order, which is the same on all ranks."""
         # DDP's order is ready order; a Job stands in registration order, which is about its reverse.
         parameters = [p for part in self._step for p in part.parameters][::-1]
-        self._numbers = {id(p): i for i, p in enumerate(parameters)}
-        job = Job(tuple(
+        whole = Job(tuple(
             TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
         ))
-        self.connection = connect(job, device, plan=self._plan, config=self._config)
+        named: list[torch.Tensor] = [p for _, p in parameters_of(self.module)] if self.module is not None else []
+        if self.module is not None and {id(p) for p in named} == {id(p) for p in parameters}:
+            parameters, whole = named, job_of(self.module)
+        self._numbers = {id(p): i for i, p in enumerate(parameters)}
+        job = gradients_of(whole)  # buffers are DDP's own
+        self.connection = connect(job, device, plan=self._plan, config=self._config, whole=whole)
         self._auto = auto_of(self.connection)
+        trace_once(self.connection, self._config.trace, planning=self._auto is not None)
         for action in self._actions:
             action()
         self._actions.clear()
@@ -137,6 +147,8 @@ class HookState:
                 worker.commit(targets)
                 if self._auto is not None:
                     self._auto.after_step()
+                for watch in tuple(self.connection.watchers):
+                    watch()
         except BaseException as error:
             self._latch(error)
         finally:
@@ -176,6 +188,7 @@ class DDPDriver:
 
     def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
         self._model, self._state = model, state
+        state.module = model.module
         model.register_comm_hook(state, comm_hook)
 
     @property

@@ -62,6 +62,8 @@ class Timing(Record, frozen=True):
     forward_s: float
     update_s: float = 0.0
     """The optimizer's step."""
+    device: str = ""
+    """What it was measured on, as tables name it; empty: what nodes' speeds are told against."""
 
 
 class Job(Record, frozen=True):

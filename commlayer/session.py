@@ -18,6 +18,7 @@ from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.exchanges import Exchanges
+from commlayer.observe import Stale
 from commlayer.optim import Outer
 from commlayer.records import Plan
 from commlayer.runtime.handout import hand_out, targets_of
@@ -26,6 +27,7 @@ from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_sc
 from commlayer.runtime.order import ForwardOrder
 from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
+from commlayer.tracing import STEPS, trace, trace_once
 
 
 class Driver(Protocol):
@@ -109,6 +111,17 @@ class Session:
         """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
         return list(self._driver.connection.decisions)
 
+    def events(self) -> list[Stale]:
+        """What happened that asks for another plan, as records. Rank 0 has all of it."""
+        return list(self._driver.connection.events)
+
+    def trace(self, path: str | Path, steps: int = STEPS) -> None:
+        """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
+
+        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares op by op. The setting `trace` does it by itself.
+        """
+        self._driver.when_connected(lambda: trace(self._driver.connection, Path(path), steps))
+
     @property
     def connection(self) -> Connection:
         """For the parts that work beside a session. With DDP there is nobody in it before the first backward pass."""
@@ -162,6 +175,7 @@ class _ModuleDriver:
         self._auto = auto_of(connection)
         self._exchanges = Exchanges(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, deadline_s=config.deadline_s)
+        trace_once(connection, config.trace, planning=self._auto is not None)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
@@ -200,6 +214,9 @@ class _ModuleDriver:
             p.grad = grad
         if self._auto is not None:
             self._auto.after_step()
+        for watch in tuple(self.connection.watchers):
+            watch()
+        if self._auto is not None or self.connection.watchers:
             self._worker().stopwatch.start()  # what it took is no computing
 
     def drain(self) -> bool:

@@ -78,7 +78,7 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
     if how.startswith("embed"):
         from commlayer.control.embedded import Embedded
 
-        embedded = Embedded.start(config, workers=1, servers=0, no_server=True).pid
+        embedded = Embedded.start(config, workers=1, servers=0, number=None).pid
         # A DataLoader worker: it holds the pipes of its trainer open and may outlive it.
         forked = os.fork() if how == "embed_and_fork" else -1
         if forked == 0:

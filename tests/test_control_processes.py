@@ -72,7 +72,7 @@ def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
 
 def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> None:
     config = quick()
-    server = Embedded.start(config, workers=1, servers=0, no_server=True)
+    server = Embedded.start(config, workers=1, servers=0, number=None)
     member = client.join(server.control, messages.worker("job", 0, 1), config, Failures())
     member.leave()
     server.close(linger_s=WAIT_S)
@@ -81,14 +81,14 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
 
 
 def test_an_embedded_coordinator_is_closed_though_nobody_came() -> None:
-    server = Embedded.start(quick(), workers=2, servers=0, no_server=True)
+    server = Embedded.start(quick(), workers=2, servers=0, number=None)
     server.close()
     assert server._process.returncode == 0
 
 
 def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlayer.control.embedded.GRACE_S", 0.2)
-    server = Embedded.start(quick(), workers=1, servers=0, no_server=True)
+    server = Embedded.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     assert server._process.returncode == -signal.SIGKILL
@@ -109,7 +109,7 @@ def test_an_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinato
 
 
 def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
-    server = Embedded.start(quick(), workers=1, servers=0, no_server=True)
+    server = Embedded.start(quick(), workers=1, servers=0, number=None)
     try:
         assert os.getsid(server.pid) != os.getsid(0)
     finally:
@@ -117,7 +117,7 @@ def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
 
 
 def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
-    server = Embedded.start(quick(), workers=1, servers=0, no_server=True)
+    server = Embedded.start(quick(), workers=1, servers=0, number=None)
     try:
         child = os.fork()
         if child == 0:
@@ -136,7 +136,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CommError, match=f"embedded server: did not start: commlayer: 127.0.0.1:{port} is in use") as caught:
-            Embedded.start(quick(port=port), workers=1, servers=0, no_server=True)
+            Embedded.start(quick(port=port), workers=1, servers=0, number=None)
     assert "Traceback" not in str(caught.value)
 
 

@@ -3,43 +3,125 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from commlayer.observe import Drift, Event, Recorder, compare, write_trace
+from commlayer.observe import (
+    EXCHANGE,
+    NO_BUCKET,
+    STEP,
+    Comparison,
+    Drift,
+    Event,
+    Recorder,
+    Seen,
+    Stale,
+    Step,
+    by_lane,
+    read_comparison,
+    rows_of,
+    write_trace,
+)
 
 PREDICTED = [
-    Event("encode", "cpu", 0, 0.0, 0.002), Event("send", "up", 0, 0.002, 0.012, 5000), Event("send", "up", 1, 0.012, 0.02),
+    Event("encode@cpu", 0, 0.0, 0.002), Event(EXCHANGE, 0, 0.002, 0.012, 5000), Event(EXCHANGE, 1, 0.012, 0.02),
+    Event(STEP, NO_BUCKET, 0.0, 0.1),
 ]
 MEASURED = [
-    Event("encode", "cpu", 0, 0.001, 0.004), Event("send", "up", 0, 0.004, 0.024, 5000), Event("send", "up", 7, 0.03, 0.04),
+    Event("encode@cpu", 0, 0.001, 0.004), Event(EXCHANGE, 0, 0.004, 0.024, 5000), Event(EXCHANGE, 1, 0.014, 0.017),
+    Event("decode@cpu", 0, 0.024, 0.025), Event(STEP, NO_BUCKET, 0.0, 0.12),
 ]
 
 
-def test_a_trace_has_a_track_for_each_side_and_a_lane_for_each_lane(tmp_path: Path) -> None:
+def compared() -> Comparison:
+    return Comparison("abc", 4, 1, 2, 1, rows_of([Seen(0, [MEASURED]), Seen(0, [MEASURED[:1]])], {0: PREDICTED}))
+
+
+def test_a_trace_has_a_track_for_each_side_and_a_thread_for_all_that_nests_nowhere(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    write_trace(file, {"predicted": PREDICTED, "measured": MEASURED})
+    write_trace(file, {"predicted": by_lane(PREDICTED), "measured": by_lane(MEASURED)}, compared())
     entries = json.loads(file.read_text())["traceEvents"]
     assert [e["args"]["name"] for e in entries if e["name"] == "process_name"] == ["predicted", "measured"]
+    threads = [(e["pid"], e["args"]["name"]) for e in entries if e["name"] == "thread_name"]
+    assert threads == [
+        (0, "encode"), (0, "compute"), (0, "network"),
+        (1, "compute"), (1, "encode"), (1, "network"), (1, "network 2"), (1, "decode"),
+    ]
     spans = [e for e in entries if e["ph"] == "X"]
-    assert len(spans) == 6
-    assert spans[1] == {
-        "name": "send 0", "cat": "send", "ph": "X", "pid": 0, "tid": 2, "ts": 2000.0, "dur": 10000.0,
+    assert len(spans) == 9
+    assert [e["name"] for e in spans if e["pid"] == 1][2:4] == [f"{EXCHANGE} 0", f"{EXCHANGE} 1"]
+    assert spans[2] == {
+        "name": f"{EXCHANGE} 0", "cat": EXCHANGE, "ph": "X", "pid": 0, "tid": 3, "ts": 2000.0, "dur": 10000.0,
         "args": {"bucket": 0, "nbytes": 5000},
     }
     assert list(tmp_path.iterdir()) == [file], "no part is left behind"
+    assert read_comparison(file) == compared()
 
 
-def test_ops_are_compared_where_both_have_them() -> None:
-    assert compare(PREDICTED, MEASURED) == pytest.approx({"encode": 1.5, "send": 2.0})
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=12))
+def test_nothing_in_a_thread_lies_over_another(spans: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "t.json")
+        write_trace(file, {"x": by_lane(Event(EXCHANGE, i, a, a + n) for i, (a, n) in enumerate(spans))})
+        drawn = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sorted(e["args"]["bucket"] for e in drawn) == list(range(len(spans)))
+    threads: dict[int, float] = {}
+    for e in drawn:
+        assert e["ts"] >= threads.get(e["tid"], 0.0)
+        threads[e["tid"]] = e["ts"] + e["dur"]
+
+
+def test_ops_are_compared_over_buckets_ranks_and_nodes() -> None:
+    rows = {row.op: row for row in compared().rows}
+    assert list(rows) == ["encode@cpu", EXCHANGE, "decode@cpu", STEP]
+    assert rows["encode@cpu"].error == pytest.approx(0.5)
+    exchange = rows[EXCHANGE]
+    assert (exchange.predicted_s, exchange.measured_s) == pytest.approx((0.018, 0.023))
+    assert (exchange.buckets, exchange.worst) == (2, 0)
+    assert (rows["decode@cpu"].predicted_s, rows["decode@cpu"].error) == (0.0, None), "measured, not predicted"
+    assert rows[STEP].error == pytest.approx(0.2)
+    alone = rows_of([Seen(0, [MEASURED])], {})
+    assert {(row.predicted_s, row.error, row.worst) for row in alone} == {(None, None, None)}
+
+
+def test_of_steps_the_median_counts_of_ranks_the_slowest_of_nodes_the_mean() -> None:
+    def took(*seconds: float) -> list[list[Event]]:
+        return [[Event("encode@cpu", 0, 0.0, s)] for s in seconds]
+
+    seen = [Seen(0, took(1.0, 2.0, 9.0)), Seen(0, took(4.0, 4.0, 5.0)), Seen(1, took(6.0, 6.0, 1.0))]
+    (row,) = rows_of(seen, {0: took(2.0)[0], 1: took(3.0)[0]})
+    assert (row.measured_s, row.predicted_s) == (5.0, 2.5)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {}}', '{"otherData": {"commlayer": {"plan": 3}}}'])
+def test_a_file_that_is_no_trace_is_told_in_a_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^trace .*t\.json: not one that commlayer wrote[^\n]*$"):
+        read_comparison(tmp_path / "t.json")
+
+
+def test_whoever_follows_gets_every_whole_step_whatever_others_switch() -> None:
+    recorder, seen = Recorder(), list[Step]()
+    recorder.follow(seen.append)
+    for number in range(4):
+        recorder.switch(on=number == 1)
+        recorder.add("encode@cpu", number, time.perf_counter())
+        recorder.next()
+    assert [[e.bucket for e in s.events] for s in seen] == [[1], [2], [3]]
+    assert [[e.bucket for e in s.events] for s in recorder.steps] == [[1]]
+    recorder.unfollow(seen.append)
+    assert not recorder.on
 
 
 def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
     recorder = Recorder()
-    recorder.add("encode", "cpu", 0, time.perf_counter())
+    recorder.add("encode@cpu", 0, time.perf_counter())
     recorder.tensor(3)
     recorder.next()
     assert recorder.events() == []
@@ -47,7 +129,7 @@ def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
     recorder.switch(on=True)
     recorder.tensor(1)  # of a step whose beginning was not seen
     recorder.next()
-    threads = [threading.Thread(target=lambda: [recorder.add("x", "lane", i, time.perf_counter()) for i in range(500)])
+    threads = [threading.Thread(target=lambda: [recorder.add("x", i, time.perf_counter()) for i in range(500)])
                for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -68,7 +150,15 @@ def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
 
 def stale_at(times: list[float]) -> list[int]:
     drift = Drift(1.0, limit=0.25, patience=3, quiet=10)
-    return [step for step, seconds in enumerate(times) if drift.observe(seconds)]
+    return [event.step for step, seconds in enumerate(times) if (event := drift.observe(seconds, step))]
+
+
+def test_what_is_stale_says_why() -> None:
+    drift = Drift(0.01, patience=2)
+    assert drift.observe(0.02, 7) is None
+    event = drift.observe(0.03, 8)
+    assert event == Stale(8, 0.01, 0.03, 2)
+    assert event.reason == "the plan is stale: steps take 30.0 ms, 10.0 were predicted, 2 steps in a row"
 
 
 @pytest.mark.parametrize(("times", "said"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
         where, name = text, default
     elif not colon or not where or not name:
         raise ValueError(f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
+    # What Python does for a script and for `python -m`: the command itself begins elsewhere.
+    beside = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
+    if str(beside) not in sys.path:
+        sys.path.insert(0, str(beside))
     try:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError:
@@ -36,5 +41,6 @@ def _file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

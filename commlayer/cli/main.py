@@ -10,6 +10,7 @@ from commlayer.cli import plan
 from commlayer.cli.demo import demo
 from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
+from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.errors import CommError
 
@@ -28,6 +29,7 @@ app.command()(demo)
 app.command()(serve)
 app.command()(tune)
 app.command()(profile)
+app.command()(trace)
 app.add_typer(plan.app, name="plan")
 
 

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from commlayer.records import Job, Plan, Record
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
 
-PIPE_WIDTH = 120
 PLAN = Path("plan.json")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -23,7 +20,9 @@ PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its input
 
 @app.command()
 def make(
-    model: Annotated[str, typer.Argument(help="A built-in model such as bert-base, or a job file ending in .json.")],
+    model: Annotated[str, typer.Argument(
+        help="A built-in model such as bert-base, a job file (.json), or FILE.py[:FUNCTION], which returns (model, loss).",
+    )],
     cluster: Annotated[str, typer.Option(help="The machines, as TOML or JSON.", metavar="FILE")] = "",
     nodes: Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")] = "",
     profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
@@ -37,9 +36,9 @@ def make(
     json: Json = False,
 ) -> None:
     """Find the plan with the shortest step, and say why each bucket goes as it goes."""
-    from commlayer import records
+    from commlayer import planfile, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.model import Policy
+    from commlayer.planner.model import Inputs, Policy
     from commlayer.planner.select import plan
     from commlayer.planner.simulate import simulate
 
@@ -51,16 +50,16 @@ def make(
     made = plan(job, machines, costs, policy)
     if out is not None:
         planfiles.write(out, records.encode(made).decode() + "\n")
-        inputs = planfiles.Inputs(job, machines, costs, policy)
-        planfiles.write(planfiles.sidecar(out), records.encode(inputs).decode() + "\n")
+        inputs = Inputs(job, machines, costs, policy)
+        planfiles.write(planfile.sidecar(out), records.encode(inputs).decode() + "\n")
     if json:
         _print_json(made)
         return
-    console = _console()
+    console = plantables.console_of()
     console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
     console.print(plantables.by_decision(made, job))
     if out is not None:
-        console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {planfiles.sidecar(out)}",
+        console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {planfile.sidecar(out)}",
                       markup=False)
 
 
@@ -71,18 +70,19 @@ def explain(
     json: Json = False,
 ) -> None:
     """Say why a bucket goes as it goes, what that costs, and what came second."""
-    from commlayer.cli import planfiles, plantables
+    from commlayer import planfile
+    from commlayer.cli import plantables
     from commlayer.planner.explain import bucket_of
     from commlayer.planner.explain import explain as explained
 
-    made, inputs = planfiles.plan_in(plan), planfiles.inputs_of(plan)
+    made, inputs = planfile.plan_in(plan), planfile.inputs_of(plan)
     _refuse(made, inputs.job)
     told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, inputs.profile, inputs.policy)
     if json:
         _print_json(told)
     else:
         for part in plantables.explanation(told):
-            _console().print(part)
+            plantables.console_of().print(part)
 
 
 @app.command()
@@ -92,17 +92,18 @@ def diff(
     json: Json = False,
 ) -> None:
     """Show what another plan does otherwise, tensor by tensor. Exit code 1 if they differ."""
-    from commlayer.cli import planfiles, plantables
+    from commlayer import planfile
+    from commlayer.cli import plantables
     from commlayer.planner.diff import diff as differ
 
-    beside = planfiles.sidecar(before)
-    job = planfiles.inputs_of(before).job if beside.is_file() else None
-    told = differ(planfiles.plan_in(before), planfiles.plan_in(after), job)
+    beside = planfile.sidecar(before)
+    job = planfile.inputs_of(before).job if beside.is_file() else None
+    told = differ(planfile.plan_in(before), planfile.plan_in(after), job)
     if json:
         _print_json(told)
     else:
         for part in plantables.difference(told, str(before), str(after)):
-            _console().print(part)
+            plantables.console_of().print(part)
     raise typer.Exit(0 if told.equal else 1)
 
 
@@ -118,7 +119,8 @@ def whatif(
     json: Json = False,
 ) -> None:
     """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
-    from commlayer.cli import planfiles, plantables
+    from commlayer import planfile
+    from commlayer.cli import plantables
     from commlayer.planner.whatif import what_if
     from commlayer.planner.written import nodes_of, rate_of
 
@@ -128,7 +130,7 @@ def whatif(
         from commlayer.cli.plancurve import check_plot
 
         check_plot(plot)
-    inputs = planfiles.inputs_of(plan)
+    inputs = planfile.inputs_of(plan)
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
     curve = what_if(
         inputs.job, inputs.cluster, inputs.profile, inputs.policy, add_nodes=grown,
@@ -143,7 +145,7 @@ def whatif(
         _print_json(curve)
     else:
         for part in plantables.curve(curve):
-            _console().print(part)
+            plantables.console_of().print(part)
 
 
 @app.command()
@@ -153,11 +155,12 @@ def lint(
     json: Json = False,
 ) -> None:
     """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
+    from commlayer import planfile
     from commlayer.cli import planfiles
     from commlayer.planner.lint import lint as linted
 
-    made = planfiles.plan_in(plan)
-    inputs = planfiles.inputs_of(plan) if planfiles.sidecar(plan).is_file() else None
+    made = planfile.plan_in(plan)
+    inputs = planfile.inputs_of(plan) if planfile.sidecar(plan).is_file() else None
     of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
     problems = linted(made, of, inputs.cluster if inputs else None, inputs.profile if inputs else None, _codec_problem)
     if json:
@@ -217,10 +220,3 @@ def _print_json(record: Record) -> None:
     from commlayer import records
 
     typer.echo(records.encode(record).decode())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)

@@ -1,42 +1,30 @@
-"""What `commlayer plan` reads and writes: plans, jobs, clusters and profiles by name or file. Knows no decisions."""
+"""What `commlayer plan` reads and writes besides plans: jobs, clusters and profiles by name or file. Knows no decisions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from commlayer import records
+from commlayer.planfile import text_of
 from commlayer.planner import jobs
-from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.written import cluster_from_line, cluster_of, profile_of
-from commlayer.records import Job, Plan, Record
-
-
-class Inputs(Record, frozen=True):
-    """What a plan was made from: it lies beside the plan, so that the plan can be explained and varied later."""
-
-    job: Job
-    cluster: Cluster
-    profile: Profile | None = None
-    policy: Policy | None = None
-
-
-def text_of(path: str | Path, what: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except OSError as error:
-        raise ValueError(f"{what} {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{what} {path}: is no text") from None
+from commlayer.records import Job
 
 
 def job_named(model: str, batch: int | None) -> Job:
-    """A built-in job, or one in a JSON file."""
+    """A built-in job, one in a JSON file, or the model that a user's function makes, timed on this machine."""
     if model.endswith(".json"):
-        return records.decode(text_of(model, "job").encode(), Job, f"job {model}")
+        return jobs.on_reference(records.decode(text_of(model, "job").encode(), Job, f"job {model}"))
+    if model.endswith(".py") or ":" in model:
+        # Here, since it loads torch, which plans of built-in models and job files do without.
+        from commlayer.cli.measuring import job_of_function
+
+        return jobs.on_reference(job_of_function(model, batch))
     try:
         return jobs.builtin(model, batch)
     except ValueError as error:
-        raise ValueError(f"{error}; or a job file ending in .json") from None
+        raise ValueError(f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
 
 
 def cluster_named(file: str, nodes: str) -> Cluster:
@@ -70,20 +58,3 @@ def write(path: Path, text: str) -> None:
         part.replace(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-
-
-def sidecar(path: Path) -> Path:
-    """Beside plan.json, what it was made from: plan.inputs.json."""
-    return path.with_name(f"{path.stem}.inputs.json")
-
-
-def plan_in(path: Path) -> Plan:
-    return records.decode(text_of(path, "plan").encode(), Plan, f"plan {path}")
-
-
-def inputs_of(path: Path) -> Inputs:
-    """What the plan in that file was made from."""
-    beside = sidecar(path)
-    if not beside.is_file():
-        raise ValueError(f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
-    return records.decode(text_of(beside, "inputs").encode(), Inputs, f"inputs {beside}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from commlayer.planner.diff import Difference, spelled
@@ -15,9 +15,16 @@ from commlayer.planner.simulate import Timeline, per_step
 from commlayer.planner.whatif import Curve, rate
 from commlayer.records import Bucket, Job, Plan
 
+PIPE_WIDTH = 120
 BAR = 30
 SHOWN = 40
 """Rows of a difference; a plan of hundreds of tensors would fill screens."""
+
+
+def console_of() -> Console:
+    """As wide as the terminal, or as a page where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def ms(seconds: float) -> str:

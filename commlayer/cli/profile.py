@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from commlayer import records
-from commlayer.cli.loading import function_of
+from commlayer.cli.measuring import job_made_by, made_by
 from commlayer.cli.planfiles import write
 from commlayer.planner.model import CodecCost, Line, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY, codec_loss
-from commlayer.records import Job
 
 SHOWN = 1 << 20
 """Elements that the table's times are for."""
@@ -29,7 +28,7 @@ def profile(
     job: Annotated[Path, typer.Option(metavar="FILE", help="With --model, its tensors and times.")] = Path("job.json"),
 ) -> None:
     """Measure what planning needs on this machine: codecs, and a model's step."""
-    made = function_of(model, "make", "that returns (model, loss)") if model else None
+    made = made_by(model) if model else None
     # Here, since it loads torch, which the help does not need.
     from commlayer.compressors import kernels, parse
     from commlayer.runtime import calibrate, overheads
@@ -48,7 +47,7 @@ def profile(
         print(line)
     print(f"costs are in {out}")
     if made is not None:
-        timed = _timed(made, model, batch)
+        timed = job_made_by(made, model, batch or None)
         write(job, records.encode(timed).decode())
         assert timed.timing is not None
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
@@ -97,21 +96,6 @@ def _with_loss(cost: CodecCost) -> CodecCost:
     from msgspec import structs
 
     return structs.replace(cost, loss=codec_loss(cost.codec))
-
-
-def _timed(make: Any, text: str, batch: int) -> Job:
-    from torch import nn
-
-    from commlayer.runtime.timed import timed_job
-
-    try:
-        model, loss_of = make()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{text}: expected (model, function that computes a loss): {error}") from None
-    if not isinstance(model, nn.Module) or not callable(loss_of):
-        raise ValueError(f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
-                         "function that computes a loss")
-    return timed_job(model, loss_of, batch=batch or None, name=text)
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:

@@ -30,6 +30,7 @@ def serve(
     workers: Annotated[int, typer.Option(help="How many workers to wait for; 0: as many as the first one says.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="How many summation servers with this one, else 1.", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
+    number: Annotated[int, typer.Option(help="Which server of the plan this is; -1: the next one.", min=-1)] = -1,
     parent: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Host the coordinator of a job and a summation server; with --join only a server of that job."""
@@ -50,10 +51,10 @@ def serve(
         follow_parent(parent, end)
     if servers is None:
         servers = 0 if no_server else 1
-    _run(config, workers=workers, servers=servers, sums=not no_server, end=end)
+    _run(config, workers=workers, servers=servers, number=-1 if no_server else number, sums=not no_server, end=end)
 
 
-def _run(config: Config, *, workers: int, servers: int, sums: bool, end: threading.Event) -> None:
+def _run(config: Config, *, workers: int, servers: int, number: int, sums: bool, end: threading.Event) -> None:
     """Until `end` is set or the job is over. Tells the addresses as one line of JSON on standard output."""
     from commlayer.control import client, messages
     from commlayer.control.coordinator import Coordinator
@@ -76,7 +77,8 @@ def _run(config: Config, *, workers: int, servers: int, sums: bool, end: threadi
         log.info("workers join with COMMLAYER_JOIN=%s", control)
         if sums:
             try:
-                member = client.join(near, messages.server(data, config.node), config, _note, deadline_s=math.inf, ended=end)
+                request = messages.server(data, config.node, number)
+                member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end)
             except CommError:
                 if end.is_set():
                     return

@@ -39,14 +39,16 @@ class Embedded:
         self._process, self._stderr, self._owner = process, stderr, os.getpid()
 
     @classmethod
-    def start(cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", no_server: bool = False) -> Embedded:
-        """A coordinator with server 0, or with `join` only a server; ready when this returns.
+    def start(
+        cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
+    ) -> Embedded:
+        """A coordinator and server `number`, or none; with `join` only the server. Ready when this returns.
 
         CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
         """
         command = [sys.executable, "-P", "-c", RUN, str(ROOT), "serve", "--parent", str(os.getpid())]
         command += ["--join", join] if join else ["--workers", str(workers), "--servers", str(servers)]
-        command += ["--no-server"] if no_server else []
+        command += ["--no-server"] if number is None else ["--number", str(number)]
         if join:
             # A port that is set belongs to the coordinator, which may be on this machine, as may be several servers.
             config = msgspec.structs.replace(config, port=0)

@@ -97,9 +97,9 @@ def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"",
                 sent, plan_digest or digest_of(plan))
 
 
-def server(address: str, node: int = 0) -> Join:
-    """The request of this process as a summation server that workers reach at `address`."""
-    return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), node=node,
+def server(address: str, node: int = 0, number: int = ANY) -> Join:
+    """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan."""
+    return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
                 address=address)
 
 

@@ -1,7 +1,11 @@
 """What happened: events, traces, drift. Knows values only; who measures and who predicts hand them in."""
 
-from commlayer.observe.drift import Drift
-from commlayer.observe.events import Event, Recorder, Step
-from commlayer.observe.trace import compare, write_trace
+from commlayer.observe.deviation import STEP, Comparison, Row, Seen, rows_of
+from commlayer.observe.drift import Drift, Stale
+from commlayer.observe.events import EXCHANGE, NO_BUCKET, Event, Recorder, Step
+from commlayer.observe.trace import by_lane, read_comparison, write_trace
 
-__all__ = ["Drift", "Event", "Recorder", "Step", "compare", "write_trace"]
+__all__ = [
+    "EXCHANGE", "NO_BUCKET", "STEP", "Comparison", "Drift", "Event", "Recorder", "Row", "Seen", "Stale", "Step", "by_lane",
+    "read_comparison", "rows_of", "write_trace",
+]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from commlayer.records import Record
+
 LIMIT = 0.25
 """Relative error from which a prediction counts as wrong."""
 PATIENCE = 8
@@ -12,8 +14,23 @@ QUIET = 50
 """Steps after a word of staleness before the next: the answer to it needs time to show."""
 
 
+class Stale(Record, frozen=True):
+    """The event that a plan no longer holds."""
+
+    step: int
+    predicted_s: float
+    measured_s: float
+    lasted: int
+    """Steps in a row that the error has been beyond the limit, in one direction."""
+
+    @property
+    def reason(self) -> str:
+        return (f"the plan is stale: steps take {1e3 * self.measured_s:.1f} ms, {1e3 * self.predicted_s:.1f} were predicted, "
+                f"{self.lasted} steps in a row")
+
+
 class Drift:
-    """`observe` once a step; True where the plan is stale: the error has stayed above the limit."""
+    """`observe` once a step; an event where the plan is stale: the error has stayed above the limit."""
 
     def __init__(self, predicted_s: float, limit: float = LIMIT, patience: int = PATIENCE, quiet: int = QUIET) -> None:
         if not (math.isfinite(predicted_s) and predicted_s > 0):
@@ -25,15 +42,16 @@ class Drift:
         self.error = 0.0
         """Relative, of the latest step: above 0 it took longer than predicted."""
 
-    def observe(self, measured_s: float) -> bool:
+    def observe(self, measured_s: float, step: int = 0) -> Stale | None:
         if not (math.isfinite(measured_s) and measured_s > 0):
-            return False  # a step without a time says nothing
+            return None  # a step without a time says nothing
         self.error = measured_s / self.predicted_s - 1.0
         sign = (self.error > self._limit) - (self.error < -self._limit)
         self._wrong = self._wrong + 1 if sign and sign == self._sign else abs(sign)
         self._sign = sign
         self._silent = max(0, self._silent - 1)
         if self._wrong < self._patience or self._silent:
-            return False
+            return None
+        stale = Stale(step, self.predicted_s, measured_s, self._wrong)
         self._wrong, self._silent = 0, self._quiet
-        return True
+        return stale

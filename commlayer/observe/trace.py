@@ -1,44 +1,84 @@
-"""Predicted and measured events side by side: as a trace for Perfetto and Chrome, and as numbers. Knows files and events."""
+"""Events as a trace that Perfetto and Chrome show, with what people want to read of it beside. Knows files and events."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from commlayer.observe.events import Event
+import msgspec
+
+from commlayer.errors import RecordError
+from commlayer.observe.deviation import Comparison
+from commlayer.observe.events import NO_BUCKET, Event
+
+Lanes = Mapping[str, Sequence[Event]]
+KEY = "commlayer"
+"""Where the comparison stands in a trace's `otherData`, which viewers leave alone."""
 
 
-def write_trace(path: Path, tracks: Mapping[str, Sequence[Event]]) -> None:
-    """One process per track ("predicted", "measured"), one thread per lane, in the trace event format. Whole or not at all."""
+def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """In the order in which lanes are first used."""
+    lanes: dict[str, list[Event]] = {}
+    for event in sorted(events, key=lambda e: e.start_s):
+        lanes.setdefault(event.lane, []).append(event)
+    return lanes
+
+
+def write_trace(path: Path, tracks: Mapping[str, Lanes], comparison: Comparison | None = None) -> None:
+    """One process per track, one thread per lane, in the trace event format. Whole or not at all.
+
+    Viewers nest what lies over one another in a thread, so a lane with several things under way at once gets several threads.
+    """
     entries: list[dict[str, Any]] = []
-    for process, (track, events) in enumerate(tracks.items()):
-        entries.append(_name("process_name", process, 0, track))
-        lanes = sorted({e.lane for e in events})
-        entries += [_name("thread_name", process, 1 + number, lane) for number, lane in enumerate(lanes)]
-        entries += [
-            {"name": f"{e.op} {e.bucket}", "cat": e.op, "ph": "X", "pid": process, "tid": 1 + lanes.index(e.lane),
-             "ts": round(e.start_s * 1e6, 3), "dur": round(e.seconds * 1e6, 3),
-             "args": {"bucket": e.bucket, "nbytes": e.nbytes}}
-            for e in events
-        ]
+    for process, (track, lanes) in enumerate(tracks.items()):
+        entries += [_name("process_name", process, 0, name=track), _name("process_sort_index", process, 0, sort_index=process)]
+        thread = 0
+        for lane, events in lanes.items():
+            for number, row in enumerate(_rows(events)):
+                thread += 1
+                entries.append(_name("thread_name", process, thread, name=f"{lane} {number + 1}" if number else lane))
+                entries.append(_name("thread_sort_index", process, thread, sort_index=thread))
+                entries += [_span(event, process, thread) for event in row]
+    document: dict[str, Any] = {"traceEvents": entries, "displayTimeUnit": "ms"}
+    if comparison is not None:
+        document["otherData"] = {KEY: msgspec.to_builtins(comparison)}
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
+    part.write_text(json.dumps(document))
     part.replace(path)
 
 
-def compare(predicted: Sequence[Event], measured: Sequence[Event]) -> dict[str, float]:
-    """Per op the median of measured / predicted seconds, over the buckets that both have."""
-    seconds = {(e.op, e.bucket): e.seconds for e in predicted}
-    ratios: dict[str, list[float]] = {}
-    for e in measured:
-        expected = seconds.get((e.op, e.bucket), 0.0)
-        if expected > 0:
-            ratios.setdefault(e.op, []).append(e.seconds / expected)
-    return {op: median(found) for op, found in sorted(ratios.items())}
+def read_comparison(path: Path) -> Comparison:
+    """What `write_trace` put beside the events."""
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        return msgspec.convert(document["otherData"][KEY], Comparison)
+    except OSError as error:
+        raise RecordError(f"trace {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        told = f": {error}" if isinstance(error, msgspec.ValidationError) else ""
+        raise RecordError(f"trace {path}: not one that commlayer wrote{told}; the setting `trace` makes one") from None
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _rows(events: Sequence[Event]) -> list[list[Event]]:
+    """As few rows as possible, in each of which one thing ends before the next begins."""
+    rows: list[list[Event]] = []
+    for event in sorted(events, key=lambda e: (e.start_s, e.end_s)):
+        free = next((row for row in rows if row[-1].end_s <= event.start_s), None)
+        if free is None:
+            rows.append([event])
+        else:
+            free.append(event)
+    return rows
+
+
+def _span(event: Event, process: int, thread: int) -> dict[str, Any]:
+    whose = {} if event.bucket == NO_BUCKET else {"bucket": event.bucket, "nbytes": event.nbytes}
+    name = event.op if event.bucket == NO_BUCKET else f"{event.op} {event.bucket}"
+    return {"name": name, "cat": event.op, "ph": "X", "pid": process, "tid": thread,
+            "ts": round(event.start_s * 1e6, 3), "dur": round(event.seconds * 1e6, 3), "args": whose}
+
+
+def _name(kind: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": args}

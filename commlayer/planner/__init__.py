@@ -3,7 +3,7 @@
 from commlayer.planner.default import default_plan
 from commlayer.planner.diff import diff
 from commlayer.planner.explain import explain
-from commlayer.planner.jobs import builtin
+from commlayer.planner.jobs import builtin, on_reference
 from commlayer.planner.lint import lint
 from commlayer.planner.lower import lower
 from commlayer.planner.rules import verify, verify_alone
@@ -12,6 +12,6 @@ from commlayer.planner.simulate import Timeline, simulate
 from commlayer.planner.whatif import what_if
 
 __all__ = [
-    "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "lower", "plan", "simulate", "verify", "verify_alone",
-    "what_if",
+    "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "lower", "on_reference", "plan", "simulate", "verify",
+    "verify_alone", "what_if",
 ]

@@ -33,6 +33,8 @@ def job_problems(job: Job) -> Iterator[str]:
     if timing is None:
         yield f"{name} has no timing: planning needs when each gradient is ready; measure it or take a job of the tables"
         return
+    if timing.device:
+        yield f"{name}: its times are of {timing.device}, nodes' speeds are not: planner.on_reference(job) brings them together"
     for field in ("ready_s", "needed_s"):
         times = getattr(timing, field)
         if len(times) != len(job.tensors):

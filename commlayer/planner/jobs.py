@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
+from msgspec import structs
+
 from commlayer.planner.models import Layer, layers
 from commlayer.planner.tables import GPU_SHARE, GPUS, speed
 from commlayer.records import Job, Timing
@@ -66,6 +68,21 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * speed(device)
     update_s = sum(t.numel for t in tensors) * UPDATE_NBYTES / memory_bytes_s
     return Job(tensors, batch, timing(parts, backward_s, backward_s / 2, update_s), name)
+
+
+def on_reference(job: Job) -> Job:
+    """The job with times as on the GPU that the tables tell speeds against."""
+    if job.timing is None or not job.timing.device:
+        return job
+    timing = job.timing
+    try:
+        factor = speed(timing.device)
+    except ValueError as error:
+        raise ValueError(f"job {job.name!r}: timing.device: {error}") from None
+    return structs.replace(job, timing=Timing(
+        tuple(s * factor for s in timing.ready_s), tuple(s * factor for s in timing.needed_s), timing.backward_s * factor,
+        timing.forward_s * factor, timing.update_s * factor,
+    ))
 
 
 def timing(parts: tuple[Layer, ...], backward_s: float, forward_s: float, update_s: float) -> Timing:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from commlayer.records import Record
+from typing import NamedTuple
+
+from commlayer.records import Job, Plan, Record
 
 
 class Line(Record, frozen=True):
@@ -114,6 +116,22 @@ class Policy(Record, frozen=True):
     """Forward order on the wire; else by readiness."""
     whole_tree: bool = False
     """Also what workers cannot run yet, payloads of gradients on GPUs through collectives: to compare with, not to train by."""
+
+
+class Inputs(Record, frozen=True):
+    """What a plan was made from: it lies beside the plan, so that the plan can be explained and varied later."""
+
+    job: Job
+    cluster: Cluster
+    profile: Profile | None = None
+    policy: Policy | None = None
+
+
+class Basis(NamedTuple):
+    """A plan as it was made, before it was lowered, and what it was made from."""
+
+    plan: Plan
+    inputs: Inputs
 
 
 class Task(Record, frozen=True, gc=False):

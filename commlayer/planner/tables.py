@@ -112,6 +112,17 @@ def speed(device: str) -> float:
     return CPU_SPEED if device == "cpu" else gpu(device).speed
 
 
+def device_named(text: str) -> str:
+    """The tables' name for what a driver calls its GPU; empty if they have none.
+
+    >>> device_named("NVIDIA GeForce RTX 3060"), device_named("Tesla V100-SXM2-16GB"), device_named("NVIDIA H200")
+    ('rtx3060', 'v100', '')
+    """
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    runs = ("".join(words[i : i + n]) for n in (3, 2, 1) for i in range(len(words)))
+    return next((run for run in runs if run in GPUS), "")
+
+
 def link(name: str) -> Link:
     """By name: "home-100/20" (down/up, Mb/s), "fiber-1000" (Mb/s each way), "25g", "100m" (in one room)."""
     if match := re.fullmatch(r"home-(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", name):

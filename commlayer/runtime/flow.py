@@ -145,6 +145,10 @@ class Flow:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
         return scale / (self.tail[-1].item() if self.x.device.type == "cpu" else self.tail[-1])
 
+    def op(self, coding: str) -> str:
+        """"encode" or "decode" as paths spell it."""
+        return f"{coding}@{'gpu' if self.on_device else 'cpu'}"
+
     def encode(self) -> int:
         """Round 0: x to payload."""
         self.started = True

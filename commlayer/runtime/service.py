@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from commlayer.errors import CorruptFrame, DeadlineExceeded
-from commlayer.observe import Recorder
+from commlayer.observe import EXCHANGE, Recorder
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.lanes import Lane
@@ -54,12 +54,13 @@ class Service:
 
     def push(self, flow: Flow, after: Pending | None = None) -> None:
         """Queues the flow: its gradients are final, or their sum inside the node is in when `after` is over."""
+        issued = time.perf_counter()
         if flow.held is None:
-            self._encode.put(lambda: self._push(flow, after))
+            self._encode.put(lambda: self._push(flow, after, issued))
         else:
-            flow.held.push(lambda: self._encode.put(lambda: self._push(flow, after)))
+            flow.held.push(lambda: self._encode.put(lambda: self._push(flow, after, issued)))
 
-    def _push(self, flow: Flow, after: Pending | None) -> None:
+    def _push(self, flow: Flow, after: Pending | None, issued: float) -> None:
         """Encode lane."""
         worker = self._worker
         if worker.error is not None:
@@ -74,6 +75,7 @@ class Service:
                 worker.gather(flow)
             else:
                 after.wait(time.monotonic() + FOREVER_S, lambda: worker.error)
+                worker.recorder.add("node.reduce", flow.bucket.id, issued)
                 begin = time.perf_counter()
                 flow.weight = float(flow.tail[-1])
                 flow.used = sum(1 << i for i, flag in enumerate(flow.tail[:-1].tolist()) if flag > 0)
@@ -83,7 +85,7 @@ class Service:
                 worker.gathered(flow)
             nbytes = flow.encode()
         worker.counters.encode_s += time.perf_counter() - begin
-        worker.recorder.add("encode", "encode", flow.bucket.id, begin, nbytes)
+        worker.recorder.add(flow.op("encode"), flow.bucket.id, begin, nbytes)
         self._send(flow, 0, nbytes)
 
     def _send(self, flow: Flow, r: int, nbytes: int) -> None:
@@ -111,7 +113,7 @@ class Service:
         if (error := handle.error()) is not None:
             self._worker.latch(error)
             return
-        self._worker.recorder.add("exchange", "network", flow.bucket.id, begin)
+        self._worker.recorder.add(EXCHANGE, flow.bucket.id, begin)
         self._decode.put(lambda: self._take(flow, r, handle))
 
     def _take(self, flow: Flow, r: int, handle: Handle) -> None:
@@ -136,7 +138,7 @@ class Service:
             raise CorruptFrame(error.what, peer=who, step=flow.step, bucket=flow.bucket.id) from None
         self._recycle(message.body)
         worker.counters.decode_s += time.perf_counter() - begin
-        worker.recorder.add("decode", "decode", flow.bucket.id, begin, nbytes)
+        worker.recorder.add(flow.op("decode"), flow.bucket.id, begin, nbytes)
         if last:
             self._staging.to_device(flow)
             worker.finished(flow)

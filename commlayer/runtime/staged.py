@@ -7,7 +7,6 @@ its first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -89,12 +88,10 @@ class Staged:
     def _run(self, flow: StagedFlow, stage: int, done: Callable[[], None]) -> None:
         if self._failed() is not None:
             return
-        begin = time.perf_counter()
         try:
-            flow.advance(stage, self._failed)
+            flow.advance(stage, self._failed, self.recorder)
         except CorruptFrame as error:
             raise CorruptFrame(error.what, peer=GROUP, bucket=flow.flow.bucket.id) from None
-        self.recorder.add(f"stage {stage}", f"stage {stage}", flow.flow.bucket.id, begin)
         if stage + 1 < len(flow.segments):
             self._put(flow, stage + 1, done)
         else:

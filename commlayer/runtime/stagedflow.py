@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from commlayer.compressors.codec import Codec, Round, State
 from commlayer.compressors.oneround import accumulator
 from commlayer.compressors.reducing import Reduced
 from commlayer.errors import CorruptFrame
+from commlayer.observe import Recorder
 from commlayer.records import Spec
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.programme import Decode, Encode, Exchange, Range, Segment
@@ -58,6 +60,8 @@ class StagedFlow:
         self._result = memoryview(b"")
         """Of the last round of a path whose payloads are all-reduced."""
         self._under: _Under | None = None
+        self._issued = "", 0, 0.0
+        """Of what is under way: the op, the bucket, since when."""
         for segment in segments:
             for step in segment.local:
                 if isinstance(step, Encode):
@@ -82,19 +86,24 @@ class StagedFlow:
         spec = self.flow.spec if widest == self.flow.numel else Spec((widest,))
         return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
 
-    def advance(self, stage: int, failed: Error) -> None:
+    def advance(self, stage: int, failed: Error, recorder: Recorder) -> None:
         """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
+        bucket = self.flow.bucket.id
         if self._under is not None:
             self._under.pending.wait(FOREVER_S, failed)
             self._under.then()
             self._under = None
+            recorder.add(*self._issued)
         for step in self.segments[stage].local:
+            begin = time.perf_counter()
             if isinstance(step, Encode):
                 self._encode(step)
             else:
                 self._decode(step)
+            recorder.add(f"{'encode' if isinstance(step, Encode) else 'decode'}@{step.device}", bucket, begin)
         exchange = self.segments[stage].exchange
         if exchange is not None:
+            self._issued = f"{exchange.scope}.{exchange.name}", bucket, time.perf_counter()
             self._under = self._begin(exchange, self._channels[stage, exchange.scope])
 
     def reset(self) -> None:

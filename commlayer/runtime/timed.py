@@ -9,6 +9,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
 from commlayer.runtime.measure import job_of, parameters_of
 
@@ -80,7 +81,10 @@ class _Watch:
         forward_s, backward_s = median(self._forward[WARM_STEPS:]), median(self._backward[WARM_STEPS:])
         ready = [_median(self._ready[WARM_STEPS:], tensor, backward_s) for tensor in range(self._tensors)]
         needed = [_median(self._needed[WARM_STEPS:], tensor, 0.0) for tensor in range(self._tensors)]
-        return Timing(tuple(min(s, backward_s) for s in ready), tuple(min(s, forward_s) for s in needed), backward_s, forward_s)
+        return Timing(
+            tuple(min(s, backward_s) for s in ready), tuple(min(s, forward_s) for s in needed), backward_s, forward_s,
+            device=device_named(torch.cuda.get_device_name()) if self._cuda else "cpu",
+        )
 
     def remove(self) -> None:
         for handle in self._handles:

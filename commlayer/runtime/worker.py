@@ -296,7 +296,7 @@ class Worker:
             if (pending := self._pending.get(flow.bucket.id)) is not None:
                 pending.wait(deadline, lambda: self.error)
                 if flow.bucket.path == "allreduce":
-                    self.recorder.add("all.allreduce", "collectives", flow.bucket.id, self._issued[flow.bucket.id])
+                    self.recorder.add("all.allreduce", flow.bucket.id, self._issued[flow.bucket.id])
                 flow.read_used()
         self._staged.read_tails(deadline)
         self._staging.join()
@@ -306,9 +306,10 @@ class Worker:
             for flow in self._service:
                 if flow.bucket.owner == self._local:
                     flow.write_tail()
-                shares.append((flow, self._groups.broadcast(flow.all, flow.bucket.owner)))
-            for flow, share in shares:
+                shares.append((flow, time.perf_counter(), self._groups.broadcast(flow.all, flow.bucket.owner)))
+            for flow, issued, share in shares:
                 share.wait(deadline, lambda: self.error)
+                self.recorder.add("node.broadcast", flow.bucket.id, issued)
                 flow.weight = float(flow.tail[-1])
                 flow.read_used()
 

@@ -39,3 +39,14 @@ def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
         return [row]
     rows: list[list[int]] = groups.gather_all(torch.tensor(row, dtype=torch.int64, device=groups.device)).tolist()
     return rows
+
+
+def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
+    """Everyone's bytes, in rank order."""
+    if groups is None:
+        return [data]
+    sizes = [row[0] for row in gather(groups, [len(data)])]
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    rows = groups.gather_all(padded.to(groups.device)).cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,45 @@
+"""`commlayer trace`: a trace file's comparison of predicted and measured, op by op. Draws nothing: Perfetto does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from commlayer.observe import Comparison
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="What attach(config={'trace': FILE}) or session.trace(FILE) wrote.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say how far each op of a recorded step lies from its prediction. The drawing: open FILE in ui.perfetto.dev."""
+    from commlayer import records
+    from commlayer.observe import read_comparison
+
+    told = read_comparison(file)
+    if json:
+        typer.echo(records.encode(told).decode())
+    else:
+        _show(told)
+
+
+def _show(told: Comparison) -> None:
+    from commlayer.cli.plantables import console_of, ms, table
+
+    console = console_of()
+    console.print(f"{told.steps} steps from step {told.first_step} on, {told.ranks} ranks on {told.nodes} nodes, "
+                  f"plan {told.plan}",
+                  markup=False)
+    if told.note:
+        console.print(told.note, markup=False)
+    made = table("", "op", ">buckets", ">predicted ms", ">measured ms", ">error", ">worst bucket")
+    for row in told.rows:
+        predicted = "" if row.predicted_s is None else ms(row.predicted_s)
+        error = "" if row.error is None else f"{100 * row.error:+.0f} %"
+        made.add_row(row.op, str(row.buckets or ""), predicted, ms(row.measured_s), error,
+                     "" if row.worst is None else str(row.worst))
+    console.print(made)
+    console.print("a step's milliseconds, of all buckets together, which may overlap; the mean over nodes", markup=False)

@@ -1,0 +1,102 @@
+"""How far what was measured lies from what was predicted, op by op. Knows events of nodes; not where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, median
+from typing import NamedTuple
+
+from commlayer.observe.events import NO_BUCKET, Event
+from commlayer.records import Record
+
+STEP = "step"
+
+
+class Seen(NamedTuple):
+    """What was recorded of one rank."""
+
+    node: int
+    steps: Sequence[Sequence[Event]]
+
+
+class Row(Record, frozen=True):
+    """One op, on the mean over nodes: seconds a step that its buckets take together, whether or not they overlap."""
+
+    op: str
+    buckets: int
+    """Of the node with the most; 0 for what is no bucket's."""
+    measured_s: float
+    predicted_s: float | None = None
+    worst: int | None = None
+    """The bucket whose seconds differ most."""
+
+    @property
+    def error(self) -> float | None:
+        """Relative: above 0 it took longer than predicted."""
+        return self.measured_s / self.predicted_s - 1.0 if self.predicted_s else None
+
+
+class Comparison(Record, frozen=True):
+    """What a trace says in numbers."""
+
+    plan: str
+    """Digest of the plan in force."""
+    first_step: int
+    steps: int
+    ranks: int
+    nodes: int
+    rows: tuple[Row, ...]
+    note: str = ""
+    """Why nothing is predicted, if so."""
+
+
+Cell = dict[tuple[str, int], float]
+"""Seconds of (op, bucket) on one node."""
+
+
+def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[Row, ...]:
+    """A row for each op that was measured; `predicted` by node, empty where there is no prediction.
+
+    Of a node's ranks the slowest counts, as the node waits for it; of steps the median.
+    """
+    nodes = sorted({s.node for s in seen})
+    measured = {node: _slowest([_of_rank(s.steps) for s in seen if s.node == node]) for node in nodes}
+    foreseen = {node: _totals(predicted.get(node, ())) for node in nodes}
+    return tuple(_row(op, measured, foreseen, known=bool(predicted)) for op in _ops(measured, foreseen))
+
+
+def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *, known: bool) -> Row:
+    took = [{b: s for (o, b), s in cell.items() if o == op} for cell in measured.values()]
+    hoped = [{b: s for (o, b), s in cell.items() if o == op} for cell in foreseen.values()]
+    off: dict[int, float] = {}
+    for mine, its in zip(took, hoped, strict=True):
+        for bucket in {*mine, *its} - {NO_BUCKET}:
+            off[bucket] = max(off.get(bucket, 0.0), abs(mine.get(bucket, 0.0) - its.get(bucket, 0.0)))
+    predicted_s = mean(sum(each.values()) for each in hoped)
+    return Row(
+        op, max(len({*each} - {NO_BUCKET}) for each in took), mean(sum(each.values()) for each in took),
+        predicted_s if known else None, max(off, key=lambda b: (off[b], -b)) if off and known else None,
+    )
+
+
+def _ops(measured: Mapping[int, Cell], foreseen: Mapping[int, Cell]) -> list[str]:
+    """In the order in which a step comes to them; the step itself last."""
+    found = dict.fromkeys(op for cells in (measured, foreseen) for cell in cells.values() for op, _ in cell)
+    return sorted(found, key=lambda op: op == STEP)
+
+
+def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
+    totals = [_totals(sorted(events, key=lambda e: e.start_s)) for events in steps]
+    return {key: median(total.get(key, 0.0) for total in totals) for key in dict.fromkeys(k for t in totals for k in t)}
+
+
+def _totals(events: Iterable[Event]) -> Cell:
+    """A bucket may do the same more than once: in rounds, or on its way out and back."""
+    total: Cell = {}
+    for event in events:
+        total[event.op, event.bucket] = total.get((event.op, event.bucket), 0.0) + event.seconds
+    return total
+
+
+def _slowest(ranks: Sequence[Cell]) -> Cell:
+    return {key: max(rank.get(key, 0.0) for rank in ranks) for key in dict.fromkeys(k for r in ranks for k in r)}

@@ -1,0 +1,105 @@
+"""plan make FILE.py: a user's model is timed here, and its times are told against the tables' reference."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from commlayer import planfile, planner
+from commlayer.cli.loading import function_of
+from commlayer.cli.main import run
+from commlayer.cli.planfiles import job_named
+from commlayer.planner.jobs import builtin, on_reference
+from commlayer.planner.tables import device_named, speed
+from commlayer.planner.written import cluster_from_line
+from commlayer.records import Job, Timing
+
+MODEL = '''
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    x = torch.randn(16, 64)
+    return model, lambda: model(x).square().mean()
+'''
+
+
+def test_a_script_can_be_planned_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODEL)
+    words = ("mine.py", "--nodes", "2xcpu@20/5Mb", "--batch", "16", "--out", "plan.json")
+    monkeypatch.setattr("sys.argv", ["commlayer", "plan", "make", *words])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    out = capsys.readouterr().out
+    assert out.startswith("mine.py: 4 tensors, 0.0 M elements, 2 ranks on 2 nodes\n")
+    plan, inputs = planfile.plan_in(Path("plan.json")), planfile.inputs_of(Path("plan.json"))
+    assert plan.job == inputs.job.digest()
+    assert inputs.job.batch == 16
+    assert inputs.job.timing is not None
+    assert inputs.job.timing.device == ""
+    with pytest.raises(ValueError, match=r"mine.py:absent: has no function absent that returns \(model, loss\)"):
+        job_named("mine.py:absent", None)
+
+
+def test_what_was_measured_on_a_device_takes_as_long_there_again() -> None:
+    job = builtin("lstm", device="rtx3060")
+    assert job.timing is not None
+    measured = Timing(job.timing.ready_s, job.timing.needed_s, job.timing.backward_s, job.timing.forward_s,
+                      job.timing.update_s, device="rtx3060")
+    found = on_reference(Job(job.tensors, job.batch, measured, job.name)).timing
+    expected = builtin("lstm").timing
+    assert found is not None
+    assert expected is not None
+    assert found.backward_s == pytest.approx(expected.backward_s)
+    assert found.ready_s == pytest.approx(expected.ready_s)
+    assert found.update_s / speed("rtx3060") == pytest.approx(measured.update_s)
+    assert on_reference(job) is job
+    raw = Job(job.tensors, job.batch, measured, job.name)
+    with pytest.raises(ValueError, match=r"job 'lstm': its times are of rtx3060, .* planner.on_reference\(job\)"):
+        planner.plan(raw, cluster_from_line("2xrtx3060@1Gb"))
+    odd = Job(job.tensors, timing=structs.replace(measured, device="abacus"), name="odd")
+    with pytest.raises(ValueError, match="^job 'odd': timing.device: .*abacus"):
+        on_reference(odd)
+
+
+@pytest.mark.parametrize(("driver", "name"), [
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla T4", "t4"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA L40S", ""), ("Radeon", ""),
+])
+def test_gpus_are_known_by_what_their_drivers_call_them(driver: str, name: str) -> None:
+    assert device_named(driver) == name
+
+
+SCRIPT = '''
+from __future__ import annotations
+
+import dataclasses
+
+import {beside}
+
+@dataclasses.dataclass
+class Settings:
+    width: int = {beside}.WIDTH
+
+def make():
+    return Settings().width
+'''
+
+
+@pytest.mark.parametrize("name", ["{folder}/script.py:make", "{folder}/script.py", "script_of_mine:make"])
+def test_a_script_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As if Python had been given it; dataclasses included."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path if name.startswith("script") else "/")
+    beside = f"beside_{len(name)}"
+    (tmp_path / f"{beside}.py").write_text("WIDTH = 7")
+    for script in ("script.py", "script_of_mine.py"):
+        (tmp_path / script).write_text(SCRIPT.format(beside=beside))
+    assert function_of(name.format(folder=tmp_path), "make", "that returns a number")() == 7
