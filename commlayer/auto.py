@@ -10,20 +10,21 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
 from msgspec import structs
 
-from commlayer import planner
+from commlayer import bounds, planner
 from commlayer.compressors import parse
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.observe import Drift
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.planner.tables import profile_from_tables
 from commlayer.records import Job, Plan, digest
 from commlayer.runtime import calibrate, probe
 from commlayer.runtime.timing import timing_of
@@ -169,8 +170,8 @@ class Auto:
     def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
         try:
             cluster = self._cluster(rows)
-            profile = _profile(cluster, current)
-            policy = Policy(devices=("cpu",))
+            profile = _profile(cluster, current, bounds.codecs(self._connection))
+            profile, policy = bounds.bounded(self._connection, profile, Policy(devices=("cpu",)))
             made = planner.plan(job, cluster, profile, policy)
             now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
             measured_s = median(row.step_s for row in rows)
@@ -271,10 +272,10 @@ class Auto:
             log.info("step %d: %s", self._steps, what)
 
 
-def _profile(cluster: Cluster, current: Plan) -> Profile:
+def _profile(cluster: Cluster, current: Plan, codecs: Sequence[str]) -> Profile:
     """The tables' costs, with those of the CPU's codecs as they are here; codecs as plans spell them, in full."""
     used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
-    names = sorted({str(parse(codec)) for codec in (*DEFAULT_CODECS, *used)})
+    names = sorted({str(parse(codec)) for codec in (*codecs, *used)})
     tables = profile_from_tables(cluster, names)
     measured = {cost.codec: cost for cost in calibrate.measure(names)}
     costs = tuple(

@@ -16,7 +16,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer import planner, records
+from commlayer import budget, planner, records
+from commlayer.balance import tuner_loss
 from commlayer.compressors import codec_of, kernels, parse, wrap
 from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
@@ -34,7 +35,7 @@ LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
-DEFAULT_CODEC = "topk(ratio=0.01, values='int8')"
+DEFAULT_CODEC, DEFAULT_RATIO = "topk(ratio={ratio}, values='int8')", 0.01
 """What "auto" runs between nodes until a planner chooses."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 REFUSED = b"!"
@@ -57,6 +58,8 @@ class Connection:
         """What else is to be closed with it."""
         self.auto = False
         """Whether the plan was left to commlayer."""
+        self.loss, self.max_loss, self.floor = "", 0.0, 0.0
+        """The loss model's file, the budget, and the level (runtime/lifting.py) below which the guard allows no codec."""
         self.embeds = False
         """Whether the coordinator is a child of rank 0."""
         self.notice_s = self.verdict_s = 0.0
@@ -126,6 +129,7 @@ def connect(
     made = Connection()
     made.embeds = not config.join
     made.auto = isinstance(plan, str) and plan == "auto"
+    made.loss, made.max_loss = config.loss, config.max_loss or budget.BUDGET
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s = config.dead_after_s + made.notice_s
     _begin_group(launch, device)
@@ -248,7 +252,7 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         return records.decode(path.read_bytes(), Plan, f"plan {path}")
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
-        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", DEFAULT_CODEC)
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", _first_codec(config))
     else:
         codec = str(plan)
         path_name = "service"
@@ -257,6 +261,14 @@ def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> P
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
     )
+
+
+def _first_codec(config: Config) -> str:
+    """What "auto" begins with. A loss model is read on rank 0 alone."""
+    if not config.loss:
+        return DEFAULT_CODEC.replace("{ratio}", f"{DEFAULT_RATIO:g}")
+    model = tuner_loss.read(Path(config.loss))
+    return budget.first_codec(model, config.max_loss or budget.BUDGET, DEFAULT_CODEC, DEFAULT_RATIO)
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -17,6 +17,7 @@ from commlayer.auto import auto_of
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
+from commlayer.guarding import guard_of
 from commlayer.records import Plan
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
@@ -36,6 +37,8 @@ class Driver(Protocol):
     def weight(self, n: float) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def report(self, loss: float | torch.Tensor) -> None: ...
 
     def when_connected(self, action: Callable[[], None]) -> None: ...
 
@@ -61,6 +64,10 @@ class Session:
         if not 0 <= n < float("inf"):
             raise ValueError(f"weight {n}: allowed is a finite number >= 0")
         self._driver.weight(float(n))
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """The training loss of a step, if the guard is to watch it, too. A tensor is read later, and waits for nothing."""
+        self._driver.report(loss)
 
     def synchronize(self) -> None:
         """Ends the step: waits for all buckets and writes the averages into `.grad`. backward() does it by itself."""
@@ -144,6 +151,7 @@ class _ModuleDriver:
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
         self._auto = auto_of(connection)
+        self._guard = guard_of(connection, config)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
@@ -159,6 +167,10 @@ class _ModuleDriver:
     def weight(self, n: float) -> None:
         if self.connection.worker is not None:
             self.connection.worker.weight = n / self._batch
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        if self._guard is not None:
+            self._guard.report(loss)
 
     def when_connected(self, action: Callable[[], None]) -> None:
         action()
@@ -177,14 +189,17 @@ class _ModuleDriver:
         named = dict(self._model.named_buffers())
         buffers = [named[name] for name in self._buffers]
         worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
+        if self._guard is not None:
+            self._guard.look()
         pairs = list(zip(self._parameters, worker.used(), strict=False))
         grads = [torch.empty_like(p) if p.grad is None and anyone else p.grad for p, anyone in pairs]
         worker.commit([*grads, *buffers])
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
-        if self._auto is not None:
-            self._auto.after_step()
-            self._worker().stopwatch.start()  # what it took is no computing
+        for beside in (self._auto, self._guard):
+            if beside is not None:
+                beside.after_step()
+                self._worker().stopwatch.start()  # what it took is no computing
 
     def _worker(self) -> Worker:
         assert self.connection.worker is not None

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "commlayer"
 BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
-SURFACE = {"auto", "balancing", "connect", "checkpoint", "session", "ddp"}
+SURFACE = {"auto", "balancing", "bounds", "budget", "connect", "guarding", "checkpoint", "session", "ddp"}
 TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(SURFACE, BOTTOM | MIDDLE | UPPER | SURFACE),
     **dict.fromkeys(TOP, BOTTOM | MIDDLE | UPPER | SURFACE | TOP),
 }
-TORCHLESS = {"errors", "records", "native", "config", "planner", "balance", ""}
+TORCHLESS = {"budget", "errors", "records", "native", "config", "planner", "balance", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 

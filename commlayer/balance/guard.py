@@ -14,8 +14,12 @@ from commlayer.records import Record
 
 BACK_OFF, ALLOW = 2.0, 1.25
 """Quickly back, slowly on: an error in accuracy costs more than one in speed."""
+MOST_BACK_OFF = 16.0
+"""Each complaint after another without calm between them doubles the factor, up to this: a ratio may be wrong by thousands."""
 CALM = 5
 """Observations without complaint before more is allowed."""
+MOST_PATIENCE = 16 * CALM
+"""Each time that less turns out to have been too little it takes twice as many, up to this."""
 SMOOTH = 0.3
 MAX_PRICE = 0.01
 """Part of the time that comparing with exact gradients over all workers may take."""
@@ -77,24 +81,26 @@ class Guard:
         if not 0 < self.limits.lowest <= ratio <= self.limits.highest <= 1:
             raise ValueError(f"ratio {ratio:g}: allowed is {self.limits.lowest:g} to {self.limits.highest:g}, within 0 to 1")
         self.ratio = self.floor = ratio
-        self._calm = 0
+        self._calm = self._complaints = 0
+        self._patience, self._lowered = CALM, False
         self._residual, self._drained_from = math.nan, 0.0
 
-    def observe(self, fidelity: Fidelity, loss: Slope, needed: float) -> Decision:
+    def observe(self, fidelity: Fidelity, loss: Slope | Rise, needed: float) -> Decision:
         """`needed`: the ratio at which the links keep up. `fidelity` is the worst of the sampled buckets."""
-        if math.isfinite(fidelity.residual_ratio):
-            # It swings by two or three times from step to step; the bound is on its mean.
-            old = fidelity.residual_ratio if math.isnan(self._residual) else self._residual
-            self._residual = old + SMOOTH * (fidelity.residual_ratio - old)
-        complaint = self._complaint(fidelity, loss)
+        complaint = self.complaint(fidelity, loss)
         if complaint:
             self._calm = 0
             # From what holds, not from an old floor below it: the floor has to have an effect now.
-            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * BACK_OFF)
+            factor = min(MOST_BACK_OFF, BACK_OFF * 2.0**self._complaints)
+            self._complaints += 1
+            if self._lowered:
+                self._patience, self._lowered = min(2 * self._patience, MOST_PATIENCE), False
+            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * factor)
         elif not self._drained_from:
+            self._complaints = 0
             self._calm += 1
-            if self._calm >= CALM and self.floor > self.limits.lowest:
-                self._calm = 0
+            if self._calm >= self._patience and self.floor > self.limits.lowest:
+                self._calm, self._lowered = 0, True
                 self.floor = max(self.limits.lowest, self.floor / ALLOW)
         target = min(self.limits.highest, max(self.floor, needed))
         # Small moves are not worth an announcement, unless accuracy asks.
@@ -103,7 +109,20 @@ class Guard:
         before, self.ratio = self.ratio, target
         return Decision(target, complaint or self._moved(before, needed), True)
 
-    def _complaint(self, seen: Fidelity, loss: Slope) -> str:
+    def follow(self, ratio: float) -> None:
+        """Somebody else has changed it."""
+        self.ratio = min(self.limits.highest, max(self.limits.lowest, ratio))
+
+    def settle(self) -> None:
+        """The change has been made, and what the residual owed is paid: what waits from now on is the new ratio's doing."""
+        self._residual, self._drained_from = math.nan, 0.0
+
+    def complaint(self, seen: Fidelity, loss: Slope | Rise) -> str:
+        """What is wrong, or nothing. Changes no ratio: for a plan that is only to be watched."""
+        if math.isfinite(seen.residual_ratio):
+            # It swings by two or three times from step to step; the bound is on its mean.
+            old = seen.residual_ratio if math.isnan(self._residual) else self._residual
+            self._residual = old + SMOOTH * (seen.residual_ratio - old)
         least = self.limits.least_cosine
         if not all(map(math.isfinite, seen)):
             return "a comparison with the exact gradient was not finite"
@@ -127,6 +146,18 @@ class Guard:
         if needed > self.floor:
             return f"the links carry no more than a ratio of {needed:.3g}"
         return f"accuracy has borne {before:.3g} without complaint"
+
+
+class Rise(NamedTuple):
+    """What a loss has done, as numbers that ranks can tell each other."""
+
+    rise: float
+    """Relative to the lowest; 0 where too little is known."""
+    noise: float
+    """How far the rise may be off."""
+
+    def risen(self, budget: float) -> bool:
+        return self.rise > budget + self.noise
 
 
 class Slope:
@@ -156,8 +187,12 @@ class Slope:
 
     def risen(self, budget: float) -> bool:
         """By more than the budget, and more than the mean wobbles of itself."""
-        noise = 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9)
-        return self._n >= 1 / self._slow and self.rise > budget + noise
+        return self.seen().risen(budget)
+
+    def seen(self) -> Rise:
+        if self._n < 1 / self._slow:
+            return Rise(0.0, 0.0)
+        return Rise(self.rise, 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9))
 
 
 class Bandwidth:
