@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from commlayer import records
+from msgspec import structs
+
+from commlayer import budget, records
+from commlayer.balance import tuner_loss
+from commlayer.balance.tuner_loss import LossModel
 from commlayer.planner import jobs
-from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.model import Cluster, Node, Policy, Profile
 from commlayer.planner.written import cluster_from_line, cluster_of, profile_of
 from commlayer.records import Job, Plan, Record
 
@@ -18,6 +23,15 @@ class Inputs(Record, frozen=True):
     cluster: Cluster
     profile: Profile | None = None
     policy: Policy | None = None
+    loss: LossModel | None = None
+    """What codecs cost in quality, as measured; else the tables' guesses count."""
+
+    def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
+        """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
+        if self.loss is None:
+            return self.profile, self.policy
+        policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
+        return budget.priced(self.profile or budget.tables(cluster, self.loss, policy.max_loss), policy, self.loss)
 
 
 def text_of(path: str | Path, what: str) -> str:
@@ -51,6 +65,10 @@ def profile_named(file: str) -> Profile | None:
     if not file:
         return None
     return profile_of(text_of(file, "profile"), f"profile {file}", toml=file.endswith(".toml"))
+
+
+def loss_named(file: str) -> LossModel | None:
+    return tuner_loss.read(Path(file)) if file else None
 
 
 def write(path: Path, text: str) -> None:
