@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.balance.guard import Fidelity, Guard, Limits, Rise, Slope, comparisons_every
+from commlayer.balance.guard import Fidelity, Guard, Limits, Rise, Slope, comparisons_every, steps_until_paid
 from commlayer.config import Config
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
@@ -34,8 +34,10 @@ LOCALLY = 0.2
 """Of that: for looking at what this rank sends. The rest is for comparing over all ranks."""
 SETTLE = 4
 """Steps under a plan before looking: the first one pays what the plan before owed."""
-EVERY_LEAST, EVERY_MOST = 4, 1000
-"""Steps between comparisons over all ranks. At least: residuals need some to show what a change has done."""
+EVERY_LEAST = 4
+"""Steps between comparisons over all ranks, at least: residuals need some to show what a change has done."""
+OFTEN, SELDOM = 8, 32
+"""Steps between them from which it looks at more, or at less, at a time."""
 FIRST, MOST = 1 << 12, 1 << 16
 """Elements compared: few while nobody knows what that costs here."""
 FADE = 0.5
@@ -49,8 +51,13 @@ class Row(NamedTuple):
     summed: Dots
     loss: Rise
     here_s: float
+    """Of a look at what it sends itself, on average."""
     everywhere_s: float
+    """Of the latest comparison over all ranks."""
     step_s: float
+    spent_s: float
+    """On these comparisons since the start, and how long ago that was."""
+    elapsed_s: float
 
 
 class Change(NamedTuple):
@@ -100,7 +107,9 @@ class Guarding:
         self._ended = 0.0
         self._looking_s = 0.0
         self._here_s = self._everywhere_s = 0.0
-        self._here_every, self._every, self._most = 1, EVERY_LEAST, FIRST
+        self._looks = 0
+        self._spent_s, self._begin = 0.0, time.perf_counter()
+        self._here_every, self._next, self._most = 1, SETTLE, FIRST
         self._pending: Change | None = None
         self._waiting: Change | None = None
         self._complained = False
@@ -140,7 +149,7 @@ class Guarding:
         """Whether all ranks compare in this step."""
         # Where everything has been made exact there is nothing to look at, but time to see whether less will do again.
         concerned = bool(self._watched) or self._lifted
-        return concerned and self._under >= SETTLE and (self._under - SETTLE) % self._every == 0
+        return concerned and self._under >= SETTLE and self._steps >= self._next
 
     def _look(self, worker: Worker) -> None:
         groups = self._connection.groups
@@ -150,18 +159,21 @@ class Guarding:
         if self._piece is not None:
             mine = comparing.exact(worker, self._piece)
             self._sent = self._sent.plus(comparing.here(worker, self._piece, mine, groups, self._deadline_s))
-            self._here_s = time.perf_counter() - begin
+            self._here_s += time.perf_counter() - begin
+            self._looks += 1
         if not self._due():
             return
         begin = time.perf_counter()
         if self._piece is not None and mine is not None:
             summed = comparing.everywhere(self._piece, mine, groups, self._deadline_s)
         compared_s = time.perf_counter() - begin
-        row = Row(self._sent, summed, self._rise(), self._here_s, max(compared_s, self._everywhere_s), self._step_s)
+        row = Row(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1), max(compared_s, self._everywhere_s), self._step_s,
+                  self._spent_s + max(compared_s, self._everywhere_s), begin - self._begin)
         flat = [*row.sent, *row.summed, *row.loss, *row[3:]]
         rows = groups.gather_all(torch.tensor(flat, dtype=torch.float64, device=groups.device)).tolist()
         self._judge([Row(Dots(*r[:4]), Dots(*r[4:8]), Rise(*r[8:10]), *r[10:]) for r in rows])
         self._everywhere_s = time.perf_counter() - begin
+        self._spent_s += self._everywhere_s
 
     def _rise(self) -> Rise:
         while self._losses:
@@ -201,16 +213,17 @@ class Guarding:
             self._pending = Change(self._steps, before, decision.ratio, reason, 1.0, seen, step_s)
 
     def _price(self, rows: Sequence[Row]) -> None:
-        """How often, and how much at a time."""
+        """When next, and how much at a time."""
         step_s = max(median(row.step_s for row in rows), 1e-6)
-        here_s, everywhere_s = max(row.here_s for row in rows), max(row.everywhere_s for row in rows)
-        self._here_every = min(EVERY_MOST, comparisons_every(here_s, step_s, PRICE * LOCALLY))
-        every = comparisons_every(everywhere_s, step_s, PRICE * (1 - LOCALLY))
-        self._every = min(EVERY_MOST, max(EVERY_LEAST, every))
-        if every <= EVERY_LEAST:
+        self._here_every = comparisons_every(max(row.here_s for row in rows), step_s, PRICE * LOCALLY)
+        spent_s, cost_s = max(row.spent_s for row in rows), max(row.everywhere_s for row in rows)
+        elapsed_s = min(row.elapsed_s for row in rows)
+        self._next = self._steps + max(EVERY_LEAST, steps_until_paid(spent_s, cost_s, elapsed_s, step_s, PRICE * (1 - LOCALLY)))
+        every = comparisons_every(cost_s, step_s, PRICE * (1 - LOCALLY))
+        if every <= OFTEN:
             self._most = min(MOST, 2 * self._most)
-        elif every > 8 * EVERY_LEAST:
-            self._most = max(FIRST // 4, self._most // 2)
+        elif every > SELDOM:
+            self._most = max(FIRST, self._most // 2)
 
     def _warn(self, complaint: str) -> None:
         """Each kind of complaint once for each plan."""
@@ -243,7 +256,12 @@ class Guarding:
         elif self._pending is not None:
             pending, self._pending = self._pending, None
             self._change(worker, pending)
-        self._prepare(worker)
+        begin = time.perf_counter()
+        self._prepare()
+        if self._piece is not None:
+            prepared_s = time.perf_counter() - begin
+            self._here_s += prepared_s
+            worker.counters.guard_s += prepared_s  # a worker hands its counters on to the next
 
     def _change(self, worker: Worker, change: Change) -> None:
         groups, before = self._connection.groups, self._plan
@@ -290,7 +308,7 @@ class Guarding:
         self._piece: Piece | None = None
         self._sent = self._summed = Dots()
 
-    def _prepare(self, worker: Worker) -> None:
+    def _prepare(self) -> None:
         """The piece of the next step; its residual is what it is now."""
         looks = self._under >= SETTLE and (self._under - SETTLE) % self._here_every == 0
         self._piece = None

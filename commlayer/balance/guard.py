@@ -228,6 +228,18 @@ class Bandwidth:
         return min(1.0, self.nbytes_per_s * max(0.0, available_s) / (nbytes_per_entry * numel))
 
 
+def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: float, part: float = MAX_PRICE) -> int:
+    """Steps until another comparison, too, keeps all of them within that part of the time since the start.
+
+    >>> steps_until_paid(spent_s=0.05, cost_s=0.05, elapsed_s=1.0, step_s=0.2), steps_until_paid(0.0, 0.05, 10.0, 0.2)
+    (45, 1)
+    """
+    if min(spent_s, cost_s, elapsed_s) < 0 or step_s <= 0:
+        raise ValueError(f"spent {spent_s:g} s, comparing takes {cost_s:g} s, {elapsed_s:g} s have passed, a step takes "
+                         f"{step_s:g} s: allowed are 0 or more, and more than 0")
+    return max(1, math.ceil(((spent_s + cost_s) / part - elapsed_s) / step_s - 1e-9))
+
+
 def comparisons_every(compare_s: float, step_s: float, part: float = MAX_PRICE) -> int:
     """Steps from one comparison over all workers to the next, so that they take at most that part of the time.
 
