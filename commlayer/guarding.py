@@ -167,8 +167,9 @@ class Guarding:
         if self._piece is not None and mine is not None:
             summed = comparing.everywhere(self._piece, mine, groups, self._deadline_s)
         compared_s = time.perf_counter() - begin
-        row = Row(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1), max(compared_s, self._everywhere_s), self._step_s,
-                  self._spent_s + max(compared_s, self._everywhere_s), begin - self._begin)
+        cost_s = max(compared_s, self._everywhere_s)
+        row = Row(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1), cost_s, self._step_s,
+                  self._spent_s + cost_s, begin - self._begin)
         flat = [*row.sent, *row.summed, *row.loss, *row[3:]]
         rows = groups.gather_all(torch.tensor(flat, dtype=torch.float64, device=groups.device)).tolist()
         self._judge([Row(Dots(*r[:4]), Dots(*r[4:8]), Rise(*r[8:10]), *r[10:]) for r in rows])

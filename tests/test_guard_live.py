@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,21 @@ from attach_kit import Run, Setting, coordinators, mlp, play
 from pool_kit import pool
 from torch import nn
 
-from commlayer import guarding
+from commlayer import bounds, guarding
+from commlayer.balance import tuner_loss
+from commlayer.balance.tuner_loss import LossModel, LossPoint
+from commlayer.compressors import parse
+from commlayer.connect import Connection
 from commlayer.guarding import Change, Guarding, Outcome
+from commlayer.planner import default_plan
+from commlayer.planner.model import Policy
+from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.planner.written import cluster_from_line
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
+from commlayer.runtime import lifting
 from commlayer.runtime.fidelity import measure
+from commlayer.runtime.measure import job_of
+from commlayer.runtime.suited import unsuited
 
 WORLD, SERVERS = 2, 2
 LATEST = 150
@@ -158,3 +171,102 @@ def test_all_ranks_compare_with_the_exact_sum(codec: str, ranks_per_node: int) -
     for from_residuals, from_payload in results[0]["payloads"]:
         assert from_residuals == pytest.approx(from_payload, rel=1e-4, abs=1e-4), "what left, told by what stayed"
     assert bool(results[0]["payloads"]) == (ranks_per_node == 1)
+
+
+def test_under_auto_it_acts_until_somebody_asks_for_a_plan() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto", fields=(("max_loss", 0.005),))
+        results = pool(WORLD).call(play, WORLD, left_to_it_then_asked_for, setting)
+    for before, after, acted, floor in results:
+        assert min(before) > 0.01, "no bucket stays at the codec that a job begins with"
+        assert acted == [True, False]
+        assert max(after) == 0.001
+        assert floor > 0.01, "the planner hears of it"
+    assert results[0] == results[1]
+
+
+def left_to_it_then_asked_for(run: Run) -> Any:
+    """Levels of the plan's buckets after some steps under "auto", then under a plan that is handed in."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    run.wrap(model)
+    session, found = run.sessions[0], guard(run)
+    assert found is not None
+
+    def levels() -> list[float]:
+        assert session.plan is not None
+        return [lifting.level(parse(b.codec)) for b in session.plan.buckets]
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
+
+    steps(60)
+    before, acted = levels(), [found.acts]
+    asked = default_plan(job_of(model), codec="topk(ratio=0.001)", path="service", servers=SERVERS, ranks_per_node=1,
+                         fuse_nbytes=2048, cut_nbytes=4096)
+    session.switch(asked)
+    steps(20)
+    return before, levels(), [*acted, found.acts], session.connection.floor
+
+
+# ---- plans made finer
+
+
+JOB = Job((TensorInfo("w", (300, 40)), TensorInfo("b", (40,))))
+
+
+def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
+    return Bucket(0, (Slice(0, 0, 12000),), path, codec, **fields)
+
+
+@pytest.mark.parametrize(("before", "floor", "codec"), [
+    (bucket("topk(ratio=0.01)"), 0.02, "topk(ratio=0.02, values='int8', exact=False)"),
+    (bucket("topk(ratio=0.01)"), 0.01, "topk(ratio=0.01)"),
+    (bucket("topk(ratio=0.1)"), 0.4, "fp16()"),
+    (bucket("error_feedback(topk(ratio=0.01))"), 0.3, "error_feedback(topk(ratio=0.3, values='int8', exact=False))"),
+    (bucket("onebit()"), 0.06, "int8()"), (bucket("int8()"), 0.2, "int8()"), (bucket("int8()"), 0.5, "fp16()"),
+    (bucket("fp16()"), 1.0, "identity()"), (bucket("powersgd(rank=1)", shape=(300, 40)), 0.5, "fp16()"),
+    (bucket("chain(topk(ratio=0.01, values='fp32'), int4())"), 0.02, "chain(topk(ratio=0.02, values='fp32'), int4())"),
+    (bucket("shared_int()", "encode@cpu all.allreduce decode@cpu"), 0.5, "identity()"),
+    (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
+])
+def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
+    made = lifting.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    assert parse(made.buckets[0].codec) == parse(codec)
+    assert not unsuited(made, 2, 1)
+    assert lifting.lift(made, floor, nodes=2) == made
+    assert lifting.lowest(made) >= min(floor, 1.0) * lifting.EQUAL
+
+
+def test_both_ways_and_all_nodes_are_made_finer() -> None:
+    uneven = bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)"))
+    made = lifting.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
+    assert [lifting.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
+    coarse_down = lifting.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
+    assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
+    dense = bucket("identity()", "allreduce")
+    assert lifting.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
+    assert not lifting.lossy(dense)
+
+
+# ---- what the planner of a running job hears
+
+
+def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
+    connection = Connection()
+    cluster = cluster_from_line("2xrtx3060@100/20Mb")
+    assert bounds.codecs(connection) == list(DEFAULT_CODECS)
+    profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
+    assert bounds.bounded(connection, profile, policy) == (profile, policy)
+    connection.floor = 0.04
+    assert bounds.codecs(connection) == ["identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
+    assert set(bounds.bounded(connection, profile, policy)[1].codecs) == {"identity()", "fp16()", "int8()", "topk(ratio=0.1)"}
+    tuner_loss.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
+    connection.loss, connection.max_loss = str(tmp_path / "loss.json"), 0.025
+    measured, bound = bounds.bounded(connection, profile, policy)
+    assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
+    assert {c.loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}

@@ -36,6 +36,8 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
     ratios = list(_ratios(codec))
     if ratios:
         return min(ratios)
+    if hasattr(codec, "bits"):
+        return float(codec.bits / 32)  # what a sum of them takes is more
     spec = spec if spec.numel > SMALL else TYPICAL
     return round(min(1.0, codec.bound(spec) / (4 * spec.numel)), 3)
 
