@@ -53,11 +53,10 @@ class Row(NamedTuple):
     here_s: float
     """Of a look at what it sends itself, on average."""
     everywhere_s: float
-    """Of the latest comparison over all ranks."""
+    """Of the comparison over all ranks before this one; of the first, as far as it has come."""
     step_s: float
-    spent_s: float
-    """On these comparisons since the start, and how long ago that was."""
     elapsed_s: float
+    """Since the start."""
 
 
 class Change(NamedTuple):
@@ -158,7 +157,8 @@ class Guarding:
         mine, summed = None, Dots()
         if self._piece is not None:
             mine = comparing.exact(worker, self._piece)
-            self._sent = self._sent.plus(comparing.here(worker, self._piece, mine, groups, self._deadline_s))
+            sent = comparing.here(worker, self._piece, mine, groups, self._deadline_s)
+            self._sent = self._sent.plus(sent) if all(map(math.isfinite, sent)) else self._sent
             self._here_s += time.perf_counter() - begin
             self._looks += 1
         if not self._due():
@@ -167,14 +167,12 @@ class Guarding:
         if self._piece is not None and mine is not None:
             summed = comparing.everywhere(self._piece, mine, groups, self._deadline_s)
         compared_s = time.perf_counter() - begin
-        cost_s = max(compared_s, self._everywhere_s)
-        row = Row(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1), cost_s, self._step_s,
-                  self._spent_s + cost_s, begin - self._begin)
+        row = Row(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1), self._everywhere_s or compared_s,
+                  self._step_s, begin - self._begin)
         flat = [*row.sent, *row.summed, *row.loss, *row[3:]]
         rows = groups.gather_all(torch.tensor(flat, dtype=torch.float64, device=groups.device)).tolist()
         self._judge([Row(Dots(*r[:4]), Dots(*r[4:8]), Rise(*r[8:10]), *r[10:]) for r in rows])
         self._everywhere_s = time.perf_counter() - begin
-        self._spent_s += self._everywhere_s
 
     def _rise(self) -> Rise:
         while self._losses:
@@ -189,10 +187,8 @@ class Guarding:
 
     def _judge(self, rows: Sequence[Row]) -> None:
         self._price(rows)
-        numbers = [x for row in rows for x in (*row.sent, *row.summed)]
-        if not all(map(math.isfinite, numbers)):
-            self._sent = Dots()  # a step that the optimizer will skip, or that paid debts
-            return
+        if not all(math.isfinite(x) for row in rows for x in row.summed):
+            return  # a step that the optimizer will skip, or that paid debts
         self._sent = Dots(*(FADE * x for x in self._sent))
         self._summed = self._summed.plus(rows[0].summed, FADE)
         seen = worst([self._summed.fidelity(), *(row.sent.fidelity() for row in rows)])
@@ -217,10 +213,12 @@ class Guarding:
         """When next, and how much at a time."""
         step_s = max(median(row.step_s for row in rows), 1e-6)
         self._here_every = comparisons_every(max(row.here_s for row in rows), step_s, PRICE * LOCALLY)
-        spent_s, cost_s = max(row.spent_s for row in rows), max(row.everywhere_s for row in rows)
-        elapsed_s = min(row.elapsed_s for row in rows)
-        self._next = self._steps + max(EVERY_LEAST, steps_until_paid(spent_s, cost_s, elapsed_s, step_s, PRICE * (1 - LOCALLY)))
-        every = comparisons_every(cost_s, step_s, PRICE * (1 - LOCALLY))
+        # The last rank to come waits for nobody; the others would have waited for it in the next step.
+        cost_s, elapsed_s = min(row.everywhere_s for row in rows), min(row.elapsed_s for row in rows)
+        self._spent_s += cost_s
+        part = PRICE * (1 - LOCALLY)
+        self._next = self._steps + max(EVERY_LEAST, steps_until_paid(self._spent_s, cost_s, elapsed_s, step_s, part))
+        every = comparisons_every(cost_s, step_s, part)
         if every <= OFTEN:
             self._most = min(MOST, 2 * self._most)
         elif every > SELDOM:

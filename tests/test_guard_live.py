@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from attach_kit import Run, Setting, coordinators, mlp, play
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pool_kit import pool
 from torch import nn
 
 from commlayer import bounds, guarding
 from commlayer.balance import tuner_loss
+from commlayer.balance.guard import steps_until_paid
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.compressors import parse
 from commlayer.connect import Connection
@@ -102,6 +105,44 @@ def test_a_plan_that_was_asked_for_stays_and_the_user_hears_why() -> None:
     assert len(set(results[0]["plans"])) == 1
     assert any("the plan stays as it was asked for" in line for line in results[0]["said"])
     assert len(results[0]["said"]) <= 3, "each complaint once"
+
+
+def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        fields = (("guard", "act"), ("max_loss", 0.05))
+        setting = Setting("module", (made[0].address,), "int8(block=32)", servers=SERVERS, fields=fields)
+        results = pool(WORLD).call(play, WORLD, with_losses, setting)
+    assert results[0] == results[1]
+    said, codecs = results[0]
+    assert "the loss has risen by" in said[0]
+    assert set(codecs) <= {"fp16()", "identity()"}
+
+
+def with_losses(run: Run) -> Any:
+    """What was said, and the codecs at the end, when one rank reports a loss that doubles."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    run.wrap(model)
+    session = run.sessions[0]
+    for step in range(130):
+        model.zero_grad()
+        nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
+        session.report(1.0 + (run.rank == 1 and step > 80))
+    return session.decisions(), [b.codec for b in session.plan.buckets]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-4, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30))
+def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: list[tuple[float, float]]) -> None:
+    spent_s = elapsed_s = 0.0
+    expected_s, step_s = prices[0]
+    for cost_s, _ in prices:
+        steps = steps_until_paid(spent_s, expected_s, elapsed_s, step_s)
+        elapsed_s += steps * step_s
+        assert spent_s + expected_s <= 0.01 * elapsed_s * (1 + 1e-6)
+        spent_s += cost_s
+        expected_s = cost_s
 
 
 def look_closely(run: Run, codec: str) -> dict[str, Any]:
