@@ -33,9 +33,10 @@ PRICE = 0.01
 LOCALLY = 0.2
 """Of that: for looking at what this rank sends. The rest is for comparing over all ranks."""
 SETTLE = 4
-"""Steps under a plan before looking: the first one pays what the plan before owed."""
-EVERY_LEAST = 4
-"""Steps between comparisons over all ranks, at least: residuals need some to show what a change has done."""
+"""Steps under a plan before looking, and between comparisons over all ranks, at least."""
+DRAINING = 32
+"""At most so many where the guard has changed the plan: what the one before owed is sent first, within some 1 / ratio steps,
+and tells nothing of the gradients of these steps."""
 OFTEN, SELDOM = 8, 32
 """Steps between them from which it looks at more, or at less, at a time."""
 FIRST, MOST = 1 << 12, 1 << 16
@@ -148,7 +149,7 @@ class Guarding:
         """Whether all ranks compare in this step."""
         # Where everything has been made exact there is nothing to look at, but time to see whether less will do again.
         concerned = bool(self._watched) or self._lifted
-        return concerned and self._under >= SETTLE and self._steps >= self._next
+        return concerned and self._under >= self._apart and self._steps >= self._next
 
     def _look(self, worker: Worker) -> None:
         groups = self._connection.groups
@@ -217,7 +218,7 @@ class Guarding:
         cost_s, elapsed_s = min(row.everywhere_s for row in rows), min(row.elapsed_s for row in rows)
         self._spent_s += cost_s
         part = PRICE * (1 - LOCALLY)
-        self._next = self._steps + max(EVERY_LEAST, steps_until_paid(self._spent_s, cost_s, elapsed_s, step_s, part))
+        self._next = self._steps + max(self._apart, steps_until_paid(self._spent_s, cost_s, elapsed_s, step_s, part))
         every = comparisons_every(cost_s, step_s, part)
         if every <= OFTEN:
             self._most = min(MOST, 2 * self._most)
@@ -303,13 +304,14 @@ class Guarding:
         self._said: set[str] = set()
         self._watched = comparing.watched(worker) if plan.local_steps == 1 else []
         self._under = 0
+        self._apart = max(SETTLE, min(DRAINING, math.ceil(1 / lifting.lowest(plan)))) if self._lifted else SETTLE
         self._pieces = 0
         self._piece: Piece | None = None
         self._sent = self._summed = Dots()
 
     def _prepare(self) -> None:
         """The piece of the next step; its residual is what it is now."""
-        looks = self._under >= SETTLE and (self._under - SETTLE) % self._here_every == 0
+        looks = self._under >= self._apart and (self._under - self._apart) % self._here_every == 0
         self._piece = None
         if self._watched and (looks or self._due()):
             self._piece = comparing.piece(self._watched, self._pieces, self._most)

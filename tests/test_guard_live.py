@@ -32,7 +32,7 @@ from commlayer.runtime.measure import job_of
 from commlayer.runtime.suited import unsuited
 
 WORLD, SERVERS = 2, 2
-LATEST = 150
+LATEST = 260
 """Steps until a codec that loses nearly everything has become fine enough."""
 
 
@@ -175,7 +175,7 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
     comparing.everywhere, comparing.here = watched, decoded
     try:
         grads = []
-        for step in range(3 * guarding.EVERY_LEAST):
+        for step in range(3 * guarding.SETTLE):
             made = torch.Generator().manual_seed(10 * step + run.rank)
             x = torch.randn(6, 12, generator=made)
             alone = mlp()
@@ -186,7 +186,7 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
             nn.functional.mse_loss(wrapped(x), x[:, :3]).backward()
     finally:
         comparing.everywhere, comparing.here = real, locally
-    steps = [s for s in range(len(grads)) if s >= guarding.SETTLE and (s - guarding.SETTLE) % guarding.EVERY_LEAST == 0]
+    steps = [s for s in range(len(grads)) if s >= guarding.SETTLE and (s - guarding.SETTLE) % guarding.SETTLE == 0]
     return {"seen": seen, "grads": [grads[s] for s in steps], "payloads": payloads}
 
 

@@ -83,7 +83,7 @@ class Guard:
         self.ratio = self.floor = ratio
         self._calm = self._complaints = 0
         self._patience, self._lowered = CALM, False
-        self._residual, self._drained_from = math.nan, 0.0
+        self._residual, self._drained_from, self._draining = math.nan, 0.0, False
 
     def observe(self, fidelity: Fidelity, loss: Slope | Rise, needed: float) -> Decision:
         """`needed`: the ratio at which the links keep up. `fidelity` is the worst of the sampled buckets."""
@@ -102,7 +102,7 @@ class Guard:
             if self._calm >= self._patience and self.floor > self.limits.lowest:
                 self._calm, self._lowered = 0, True
                 self.floor = max(self.limits.lowest, self.floor / ALLOW)
-        target = min(self.limits.highest, max(self.floor, needed))
+        target = min(self.limits.highest, max(self.floor, needed, self.ratio if self._draining else 0.0))
         # Small moves are not worth an announcement, unless accuracy asks.
         if target == self.ratio or (not complaint and abs(math.log(target / self.ratio)) < math.log(ALLOW) * 0.99):
             return Decision(self.ratio, complaint or "within the budget and the bandwidth", False)
@@ -114,8 +114,8 @@ class Guard:
         self.ratio = min(self.limits.highest, max(self.limits.lowest, ratio))
 
     def settle(self) -> None:
-        """The change has been made, and what the residual owed is paid: what waits from now on is the new ratio's doing."""
-        self._residual, self._drained_from = math.nan, 0.0
+        """The change has been made. What waits under the new plan tells of it alone."""
+        self._residual = math.nan
 
     def complaint(self, seen: Fidelity, loss: Slope | Rise) -> str:
         """What is wrong, or nothing. Changes no ratio: for a plan that is only to be watched."""
@@ -126,16 +126,19 @@ class Guard:
         least = self.limits.least_cosine
         if not all(map(math.isfinite, seen)):
             return "a comparison with the exact gradient was not finite"
+        owing = self._residual > self.limits.most_residual
+        said = ""
         if seen.cosine < least:
-            return f"cosine {seen.cosine:.2f} of sent and exact gradient is below {least:.2f}"
-        if seen.norm_ratio > 1.0 / least:
-            return f"what is sent has {seen.norm_ratio:.1f} times the gradient's norm"
-        if self._residual <= self.limits.most_residual:
-            self._drained_from = 0.0
-        elif seen.residual_ratio > 0.9 * self._drained_from:
-            # Otherwise it drains since the last complaint, which takes its time.
-            self._drained_from = seen.residual_ratio
-            return f"the residual has grown to {self._residual:.1f} gradients, above {self.limits.most_residual:.3g}"
+            said = f"cosine {seen.cosine:.2f} of sent and exact gradient is below {least:.2f}"
+        elif seen.norm_ratio > 1.0 / least:
+            said = f"what is sent has {seen.norm_ratio:.1f} times the gradient's norm"
+        elif owing:
+            said = f"the residual has grown to {self._residual:.1f} gradients, above {self.limits.most_residual:.3g}"
+        # A large residual drains after a change, and what is sent is what was owed: that takes its time.
+        self._draining = owing and seen.residual_ratio <= 0.9 * self._drained_from
+        self._drained_from = seen.residual_ratio if owing else 0.0
+        if said and not self._draining:
+            return said
         if loss.risen(self.limits.budget):
             return f"the loss has risen by {loss.rise:.1%}, above the budget of {self.limits.budget:.1%}"
         return ""
