@@ -271,9 +271,14 @@ class Guarding:
         if made.buckets == before.buckets:
             return
         base = self._base
-        switch(self._connection, made)
+        try:
+            switch(self._connection, made)
+        except ValueError as error:  # on all ranks, and nothing has changed
+            self._say(f"{change.reason}, but the plan in force stays: {error}", warn=True)
+            return
         self._take(self._plan, base)
         self._guard.settle()
+        self._slope = Slope()  # a loss does not fall back in a few steps: only what rises from here counts
         change = change._replace(step=self._steps, nbytes_factor=lifting.nbytes(made) / lifting.nbytes(before))
         self._waiting = change
         self.history.append(change)
