@@ -267,6 +267,7 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
 @pytest.mark.parametrize(("before", "floor", "codec"), [
     (bucket("topk(ratio=0.01)"), 0.02, "topk(ratio=0.02, values='int8', exact=False)"),
     (bucket("topk(ratio=0.01)"), 0.01, "topk(ratio=0.01)"),
+    (bucket("topk(ratio=0.01)"), 0.0262144, "topk(ratio=0.0262, values='int8', exact=False)"),
     (bucket("topk(ratio=0.1)"), 0.4, "fp16()"),
     (bucket("error_feedback(topk(ratio=0.01))"), 0.3, "error_feedback(topk(ratio=0.3, values='int8', exact=False))"),
     (bucket("onebit()"), 0.06, "int8()"), (bucket("int8()"), 0.2, "int8()"), (bucket("int8()"), 0.5, "fp16()"),

@@ -25,7 +25,8 @@ TYPICAL = Spec((1 << 16,))
 """For a level of a codec that belongs to no bucket."""
 SMALL = 1 << 12
 """Elements up to which headers would count for more than what a codec is."""
-EQUAL = 1 - 1e-6
+EQUAL = 0.99
+"""Ratios are spelled with three digits."""
 
 
 def level(codec: Codec, spec: Spec = TYPICAL) -> float:
