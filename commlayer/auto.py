@@ -10,20 +10,21 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
 from msgspec import structs
 
-from commlayer import planner
+from commlayer import bounds, planner
 from commlayer.compressors import parse
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.observe import Drift
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, codec_loss
+from commlayer.planner.tables import codec_loss
 from commlayer.price import communication
 from commlayer.records import Job, Plan, digest
 from commlayer.runtime import calibrate, grouped, overheads, probe
@@ -191,8 +192,8 @@ class Auto:
     def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
         try:
             cluster = self._cluster(rows)
-            profile = _profile(current, self._grouped)
-            policy = Policy(devices=("cpu",))
+            profile = _profile(current, self._grouped, bounds.codecs(self._connection))
+            profile, policy = bounds.bounded(self._connection, profile, Policy(devices=("cpu",)))
             made = planner.plan(job, cluster, profile, policy)
             now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
             measured_s = median(row.step_s for row in rows)
@@ -310,10 +311,10 @@ _overheads = functools.cache(overheads.measure)
 """Once in a process: they are this machine's."""
 
 
-def _profile(current: Plan, collectives: grouped.Grouped) -> Profile:
+def _profile(current: Plan, collectives: grouped.Grouped, codecs: Sequence[str]) -> Profile:
     """Costs as they are here; codecs as plans spell them, in full. What these lose nobody can measure now: the tables guess."""
     used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
-    names = sorted({str(parse(codec)) for codec in (*DEFAULT_CODECS, *used)})
+    names = sorted({str(parse(codec)) for codec in (*codecs, *used)})
     costs = tuple(structs.replace(cost, loss=codec_loss(cost.codec)) for cost in calibrate.measure(names))
     besides = _overheads()
     return Profile(costs, besides.server, besides.bucket.floor_s, across=collectives.across, source="measured")

@@ -32,6 +32,8 @@ Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(descrip
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
+Budget = Annotated[float, msgspec.Meta(ge=0, le=1, description="a part of the loss from 0 (none named) to 1, 0.005 for 0.5 %")]
+GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
 
@@ -67,6 +69,13 @@ class Config(Record, frozen=True):
     """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""
     trace: Text = ""
     """A file for a trace of a few steps, once the plan stands: predicted and measured. Empty for none."""
+    max_loss: Budget = 0.0
+    """How much larger the loss may get than dense training's, relative to it: what plan="auto" and the guard keep to."""
+    guard: GuardMode = "auto"
+    """What watches that budget does when it is exceeded: "auto" acts where the plan was left to commlayer and else warns, if
+    there is a budget; "warn" and "act" do it for any plan, within 5 % where no budget is named."""
+    loss: Text = ""
+    """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
     shape: Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 

@@ -9,15 +9,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer import planfile, planner, records
-from commlayer.compressors import codec_of, kernels, parse, wrap
+from commlayer import asked, budget, planner, records
+from commlayer.compressors import codec_of, kernels
 from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
@@ -38,8 +37,6 @@ LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
-DEFAULT_CODEC = "topk(ratio=0.01, values='int8')"
-"""What "auto" runs between nodes until a planner chooses."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 REFUSED = b"!"
 """In front of the reason that rank 0 sends in place of a plan; a plan's bytes begin with a brace."""
@@ -71,6 +68,8 @@ class Connection:
         """On rank 0: what the plan in force was made from, where that is known."""
         self.auto = False
         """Whether the plan was left to commlayer."""
+        self.loss, self.max_loss, self.floor = "", 0.0, 0.0
+        """The loss model's file, the budget, and the level (runtime/lifting.py) below which the guard allows no codec."""
         self.embeds = False
         """Whether the coordinator is a child of rank 0."""
         self.local: LocalSteps | None = None
@@ -109,6 +108,10 @@ class Connection:
         """The end of a script that did not close: the exception that ended it is the reason that others hear."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def say(self, what: str) -> None:
+        """A decision of before the first step."""
+        self.decisions.append(f"step 0: {what}")
 
     def follow(self, worker: Worker) -> None:
         """From now on what the coordinator says of the others goes to this worker, and is kept for `explain`."""
@@ -151,6 +154,7 @@ def connect(
     made = Connection()
     made.embeds, made.steps_locally = not config.join, steps_locally
     made.auto = isinstance(plan, str) and plan == "auto"
+    made.loss, made.max_loss = config.loss, config.max_loss or budget.BUDGET
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s = config.dead_after_s + made.notice_s
     _begin_group(launch, device)
@@ -160,7 +164,7 @@ def connect(
     _check_dtypes(job)
     per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
     if not grouped and not config.join:
-        settled = without_buffers(_settle(plan, job, config, 1, 1), whole or job)
+        settled = without_buffers(asked.settle(plan, job, config, 1, 1), whole or job)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally)
@@ -171,9 +175,10 @@ def connect(
             made.groups = Groups(per_node, config.deadline_s, device)
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
-        made.basis = _basis(plan, made) if made.rank == 0 else None
+        made.basis = asked.basis(plan, made.say) if made.rank == 0 else None
         made.plan = _agree(lambda: without_buffers(
-            _housed(_settle(plan, job, config, made.world, per_node), made, per_node), whole or job), made.groups)
+            asked.housed(asked.settle(plan, job, config, made.world, per_node), made.basis, made.world // per_node, made.say),
+            whole or job), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device, steps_locally)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
@@ -272,47 +277,6 @@ def _begin_group(launch: Launch, device: torch.device) -> None:
     """Under torchrun, and only where the script has not made a group itself."""
     if not dist.is_initialized() and launch.world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-
-
-def _settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Plan:
-    """The plan that was asked for: a Plan, a file, one codec for everything, or the default."""
-    if isinstance(plan, Plan):
-        return plan
-    nodes = world // per_node
-    if isinstance(plan, str | Path) and str(plan) != "auto":
-        path = Path(plan)
-        if not path.is_file():
-            raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
-        return planfile.plan_in(path)
-    if plan == "auto":
-        # One machine needs no server and gains nothing from compression.
-        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", DEFAULT_CODEC)
-    else:
-        codec = str(plan)
-        path_name = "service"
-    servers = nodes if config.servers == "each" else 1
-    return planner.default_plan(
-        job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
-        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
-    )
-
-
-def _basis(plan: Any, made: Connection) -> Basis | None:
-    """Training does without."""
-    try:
-        return planfile.basis_of(plan)
-    except ValueError as error:
-        made.decisions.append(f"step 0: nothing is predicted: {error}")
-        return None
-
-
-def _housed(plan: Plan, made: Connection, per_node: int) -> Plan:
-    """Its servers where it has them, as far as they can be started there."""
-    homes = planfile.homes_of(plan, made.basis, made.world // per_node)
-    if len(homes) != len(plan.hosts):
-        made.decisions.append(f"step 0: servers are not on nodes {', '.join(map(str, plan.hosts))}, where the plan has them: "
-                              "no rank trains there; start them there by `commlayer serve`, and set join")
-    return plan if homes == plan.hosts else msgspec.structs.replace(plan, hosts=homes)
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -21,6 +21,7 @@ from commlayer.auto import Auto, auto_of
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
 from commlayer.errors import DeadlineExceeded
+from commlayer.guarding import Guarding, guard_of
 from commlayer.planner.trim import gradients_of
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.handout import hand_out
@@ -56,6 +57,7 @@ class HookState:
         self._step: list[_Part] = []
         self._lane: Lane | None = None
         self._auto: Auto | None = None
+        self._guard: Guarding | None = None
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
         """What DDP wraps, where that is known: then parameters have the names under which plans are made."""
@@ -106,6 +108,7 @@ class HookState:
         job = gradients_of(whole)  # buffers are DDP's own
         self.connection = connect(job, device, plan=self._plan, config=self._config, whole=whole)
         self._auto = auto_of(self.connection)
+        self._guard = guard_of(self.connection, self._config)
         trace_once(self.connection, self._config.trace, planning=self._auto is not None)
         for action in self._actions:
             action()
@@ -144,9 +147,12 @@ class HookState:
                     for p, gradient in zip(part.parameters, part.gradients, strict=True):
                         targets[self._numbers[id(p)]] = gradient
                 worker.finish(targets, self._config.deadline_s)
+                if self._guard is not None:
+                    self._guard.look()
                 worker.commit(targets)
-                if self._auto is not None:
-                    self._auto.after_step()
+                for beside in (self._auto, self._guard):
+                    if beside is not None:
+                        beside.after_step()
                 for watch in tuple(self.connection.watchers):
                     watch()
         except BaseException as error:
@@ -169,6 +175,11 @@ class HookState:
     def weight(self, n: float) -> None:
         """See Session.weight."""
         self._weight = n / self._config.batch
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """See Session.report."""
+        if self._guard is not None:
+            self._guard.report(loss)
 
     def when_connected(self, action: Callable[[], None]) -> None:
         """Runs it now, or when the first backward pass has made the connection."""
@@ -200,6 +211,9 @@ class DDPDriver:
 
     def weight(self, n: float) -> None:
         self._state.weight(n)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        self._state.report(loss)
 
     def synchronize(self) -> None:
         """Nothing to do: DDP ends every backward pass with the averages in place."""

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commlayer import records
-from commlayer.planner.model import Basis, Inputs
+from msgspec import structs
+
+from commlayer import budget, records
+from commlayer.balance.tuner_loss import LossModel
+from commlayer.planner import model
+from commlayer.planner.model import Basis, Node, Policy, Profile
 from commlayer.records import Plan
+
+
+class Inputs(model.Inputs, frozen=True):
+    """What a plan was made from, as it lies beside the plan."""
+
+    loss: LossModel | None = None
+    """What codecs cost in quality, as measured; else the tables' guesses count."""
+
+    def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
+        """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
+        if self.loss is None:
+            return self.profile, self.policy
+        policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
+        return budget.priced(self.profile or budget.tables(cluster, self.loss, policy.max_loss), policy, self.loss)
 
 
 def text_of(path: str | Path, what: str) -> str:

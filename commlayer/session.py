@@ -18,6 +18,7 @@ from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.exchanges import Exchanges
+from commlayer.guarding import guard_of
 from commlayer.observe import Stale
 from commlayer.optim import Outer
 from commlayer.records import Plan
@@ -44,6 +45,8 @@ class Driver(Protocol):
 
     def drain(self) -> bool: ...
 
+    def report(self, loss: float | torch.Tensor) -> None: ...
+
     def when_connected(self, action: Callable[[], None]) -> None: ...
 
     def detach(self) -> None: ...
@@ -68,6 +71,10 @@ class Session:
         if not 0 <= n < float("inf"):
             raise ValueError(f"weight {n}: allowed is a finite number >= 0")
         self._driver.weight(float(n))
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """The training loss of a step, if the guard is to watch it, too. A tensor is read later, and waits for nothing."""
+        self._driver.report(loss)
 
     def synchronize(self) -> None:
         """Ends the step: waits for all buckets and writes the averages into `.grad`. backward() does it by itself."""
@@ -176,6 +183,7 @@ class _ModuleDriver:
         self._exchanges = Exchanges(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, deadline_s=config.deadline_s)
         trace_once(connection, config.trace, planning=self._auto is not None)
+        self._guard = guard_of(connection, config)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
@@ -191,6 +199,10 @@ class _ModuleDriver:
     def weight(self, n: float) -> None:
         if self.connection.worker is not None:
             self.connection.worker.weight = n / self._batch
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        if self._guard is not None:
+            self._guard.report(loss)
 
     def when_connected(self, action: Callable[[], None]) -> None:
         action()
@@ -208,15 +220,15 @@ class _ModuleDriver:
             self._units(worker)
         buffers = self._buffers_now()
         worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
+        if self._guard is not None:
+            self._guard.look()
         grads = targets_of(worker, self._parameters)
         worker.commit([*grads, *buffers])
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
-        if self._auto is not None:
-            self._auto.after_step()
-        for watch in tuple(self.connection.watchers):
-            watch()
-        if self._auto is not None or self.connection.watchers:
+        besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
+        for after_step in (*besides, *self.connection.watchers):
+            after_step()
             self._worker().stopwatch.start()  # what it took is no computing
 
     def drain(self) -> bool:

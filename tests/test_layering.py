@@ -16,8 +16,8 @@ PACKAGE = ROOT / "commlayer"
 BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
-SURFACE = {"auto", "balancing", "price", "profiled", "connect", "checkpoint", "exchanges", "planfile", "session", "ddp",
-           "tracing"}
+SURFACE = {"asked", "auto", "balancing", "bounds", "budget", "price", "profiled", "connect", "guarding", "checkpoint",
+           "exchanges", "planfile", "session", "ddp", "tracing"}
 TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(SURFACE, BOTTOM | MIDDLE | UPPER | SURFACE),
     **dict.fromkeys(TOP, BOTTOM | MIDDLE | UPPER | SURFACE | TOP),
 }
-TORCHLESS = {"errors", "records", "native", "config", "planfile", "planner", "balance", "observe", ""}
+TORCHLESS = {"budget", "errors", "records", "native", "config", "planfile", "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 

@@ -14,8 +14,12 @@ from commlayer.records import Record
 
 BACK_OFF, ALLOW = 2.0, 1.25
 """Quickly back, slowly on: an error in accuracy costs more than one in speed."""
+MOST_BACK_OFF = 16.0
+"""Each complaint after another without calm between them doubles the factor, up to this: a ratio may be wrong by thousands."""
 CALM = 5
 """Observations without complaint before more is allowed."""
+MOST_PATIENCE = 16 * CALM
+"""Each time that less turns out to have been too little it takes twice as many, up to this."""
 SMOOTH = 0.3
 MAX_PRICE = 0.01
 """Part of the time that comparing with exact gradients over all workers may take."""
@@ -77,46 +81,64 @@ class Guard:
         if not 0 < self.limits.lowest <= ratio <= self.limits.highest <= 1:
             raise ValueError(f"ratio {ratio:g}: allowed is {self.limits.lowest:g} to {self.limits.highest:g}, within 0 to 1")
         self.ratio = self.floor = ratio
-        self._calm = 0
-        self._residual, self._drained_from = math.nan, 0.0
+        self._calm = self._complaints = 0
+        self._patience, self._lowered = CALM, False
+        self._residual, self._drained_from, self._draining = math.nan, 0.0, False
 
-    def observe(self, fidelity: Fidelity, loss: Slope, needed: float) -> Decision:
+    def observe(self, fidelity: Fidelity, loss: Slope | Rise, needed: float) -> Decision:
         """`needed`: the ratio at which the links keep up. `fidelity` is the worst of the sampled buckets."""
-        if math.isfinite(fidelity.residual_ratio):
-            # It swings by two or three times from step to step; the bound is on its mean.
-            old = fidelity.residual_ratio if math.isnan(self._residual) else self._residual
-            self._residual = old + SMOOTH * (fidelity.residual_ratio - old)
-        complaint = self._complaint(fidelity, loss)
+        complaint = self.complaint(fidelity, loss)
         if complaint:
             self._calm = 0
             # From what holds, not from an old floor below it: the floor has to have an effect now.
-            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * BACK_OFF)
+            factor = min(MOST_BACK_OFF, BACK_OFF * 2.0**self._complaints)
+            self._complaints += 1
+            if self._lowered:
+                self._patience, self._lowered = min(2 * self._patience, MOST_PATIENCE), False
+            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * factor)
         elif not self._drained_from:
+            self._complaints = 0
             self._calm += 1
-            if self._calm >= CALM and self.floor > self.limits.lowest:
-                self._calm = 0
+            if self._calm >= self._patience and self.floor > self.limits.lowest:
+                self._calm, self._lowered = 0, True
                 self.floor = max(self.limits.lowest, self.floor / ALLOW)
-        target = min(self.limits.highest, max(self.floor, needed))
+        target = min(self.limits.highest, max(self.floor, needed, self.ratio if self._draining else 0.0))
         # Small moves are not worth an announcement, unless accuracy asks.
         if target == self.ratio or (not complaint and abs(math.log(target / self.ratio)) < math.log(ALLOW) * 0.99):
             return Decision(self.ratio, complaint or "within the budget and the bandwidth", False)
         before, self.ratio = self.ratio, target
         return Decision(target, complaint or self._moved(before, needed), True)
 
-    def _complaint(self, seen: Fidelity, loss: Slope) -> str:
+    def follow(self, ratio: float) -> None:
+        """Somebody else has changed it."""
+        self.ratio = min(self.limits.highest, max(self.limits.lowest, ratio))
+
+    def settle(self) -> None:
+        """The change has been made. What waits under the new plan tells of it alone."""
+        self._residual = math.nan
+
+    def complaint(self, seen: Fidelity, loss: Slope | Rise) -> str:
+        """What is wrong, or nothing. Changes no ratio: for a plan that is only to be watched."""
+        if math.isfinite(seen.residual_ratio):
+            # It swings by two or three times from step to step; the bound is on its mean.
+            old = seen.residual_ratio if math.isnan(self._residual) else self._residual
+            self._residual = old + SMOOTH * (seen.residual_ratio - old)
         least = self.limits.least_cosine
         if not all(map(math.isfinite, seen)):
             return "a comparison with the exact gradient was not finite"
+        owing = self._residual > self.limits.most_residual
+        said = ""
         if seen.cosine < least:
-            return f"cosine {seen.cosine:.2f} of sent and exact gradient is below {least:.2f}"
-        if seen.norm_ratio > 1.0 / least:
-            return f"what is sent has {seen.norm_ratio:.1f} times the gradient's norm"
-        if self._residual <= self.limits.most_residual:
-            self._drained_from = 0.0
-        elif seen.residual_ratio > 0.9 * self._drained_from:
-            # Otherwise it drains since the last complaint, which takes its time.
-            self._drained_from = seen.residual_ratio
-            return f"the residual has grown to {self._residual:.1f} gradients, above {self.limits.most_residual:.3g}"
+            said = f"cosine {seen.cosine:.2f} of sent and exact gradient is below {least:.2f}"
+        elif seen.norm_ratio > 1.0 / least:
+            said = f"what is sent has {seen.norm_ratio:.1f} times the gradient's norm"
+        elif owing:
+            said = f"the residual has grown to {self._residual:.1f} gradients, above {self.limits.most_residual:.3g}"
+        # A large residual drains after a change, and what is sent is what was owed: that takes its time.
+        self._draining = owing and seen.residual_ratio <= 0.9 * self._drained_from
+        self._drained_from = seen.residual_ratio if owing else 0.0
+        if said and not self._draining:
+            return said
         if loss.risen(self.limits.budget):
             return f"the loss has risen by {loss.rise:.1%}, above the budget of {self.limits.budget:.1%}"
         return ""
@@ -127,6 +149,18 @@ class Guard:
         if needed > self.floor:
             return f"the links carry no more than a ratio of {needed:.3g}"
         return f"accuracy has borne {before:.3g} without complaint"
+
+
+class Rise(NamedTuple):
+    """What a loss has done, as numbers that ranks can tell each other."""
+
+    rise: float
+    """Relative to the lowest; 0 where too little is known."""
+    noise: float
+    """How far the rise may be off."""
+
+    def risen(self, budget: float) -> bool:
+        return self.rise > budget + self.noise
 
 
 class Slope:
@@ -156,8 +190,12 @@ class Slope:
 
     def risen(self, budget: float) -> bool:
         """By more than the budget, and more than the mean wobbles of itself."""
-        noise = 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9)
-        return self._n >= 1 / self._slow and self.rise > budget + noise
+        return self.seen().risen(budget)
+
+    def seen(self) -> Rise:
+        if self._n < 1 / self._slow:
+            return Rise(0.0, 0.0)
+        return Rise(self.rise, 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9))
 
 
 class Bandwidth:
@@ -191,6 +229,18 @@ class Bandwidth:
         if self.nbytes_per_s == 0.0 or numel == 0:
             return 1.0
         return min(1.0, self.nbytes_per_s * max(0.0, available_s) / (nbytes_per_entry * numel))
+
+
+def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: float, part: float = MAX_PRICE) -> int:
+    """Steps until another comparison, too, keeps all of them within that part of the time since the start.
+
+    >>> steps_until_paid(spent_s=0.05, cost_s=0.05, elapsed_s=1.0, step_s=0.2), steps_until_paid(0.0, 0.05, 10.0, 0.2)
+    (45, 1)
+    """
+    if min(spent_s, cost_s, elapsed_s) < 0 or step_s <= 0:
+        raise ValueError(f"spent {spent_s:g} s, comparing takes {cost_s:g} s, {elapsed_s:g} s have passed, a step takes "
+                         f"{step_s:g} s: allowed are 0 or more, and more than 0")
+    return max(1, math.ceil(((spent_s + cost_s) / part - elapsed_s) / step_s - 1e-9))
 
 
 def comparisons_every(compare_s: float, step_s: float, part: float = MAX_PRICE) -> int:

@@ -68,8 +68,20 @@ def write(path: Path, model: LossModel) -> None:
 
 
 def read(path: Path) -> LossModel:
-    """What `write` wrote."""
-    return decode(path.read_bytes(), LossModel, str(path))
+    """What `write` wrote. A ValueError in one line for what no tuner would have."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"loss model {path}: {error.strerror}; `commlayer tune` writes one") from None
+    model = decode(data, LossModel, f"loss model {path}")
+    if not model.points:
+        raise ValueError(f"loss model {path}: has no points; `commlayer tune` measures some")
+    for point in model.points:
+        if not 0 < point.ratio <= 1:
+            raise ValueError(f"loss model {path}: ratio of {point.codec} is {point.ratio:g}, allowed: above 0, up to 1")
+        if not math.isfinite(point.penalty):
+            raise ValueError(f"loss model {path}: penalty of {point.codec} is {point.penalty}, allowed: a finite number")
+    return model
 
 
 def merged(models: Sequence[LossModel]) -> LossModel:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import structs
 
 if TYPE_CHECKING:
     from commlayer.records import Job, Plan, Record
@@ -15,6 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from ta
 PLAN = Path("plan.json")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Loss = Annotated[str, typer.Option(help="What `commlayer tune` measured: --max-loss 0.005 is half a per cent.", metavar="FILE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its inputs beside it.", metavar="FILE")]
 
 
@@ -29,6 +31,7 @@ def make(
     batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
     max_loss: Annotated[float, typer.Option(help="Budget of loss in quality, from 0 (none) to 1.")] = 1.0,
+    loss: Loss = "",
     max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most.")] = 1,
     staleness: Annotated[bool, typer.Option("--staleness", help="Late results may be used a step later.")] = False,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
@@ -38,19 +41,20 @@ def make(
     """Find the plan with the shortest step, and say why each bucket goes as it goes."""
     from commlayer import planfile, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.model import Inputs, Policy
+    from commlayer.planner.model import Policy
     from commlayer.planner.select import plan
     from commlayer.planner.simulate import simulate
 
     job = planfiles.job_named(model, batch)
     machines = planfiles.cluster_named(cluster, nodes)
-    costs = planfiles.profile_named(profile)
-    policy = Policy(codecs=planfiles.codecs_named(codec or [], costs), max_loss=max_loss,
-                    devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps, staleness=staleness)
+    measured = planfiles.profile_named(profile)
+    asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=max_loss,
+                   devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps, staleness=staleness)
+    inputs = planfile.Inputs(job, machines, measured, asked, planfiles.loss_named(loss))
+    costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)
     if out is not None:
         planfiles.write(out, records.encode(made).decode() + "\n")
-        inputs = Inputs(job, machines, costs, policy)
         planfiles.write(planfile.sidecar(out), records.encode(inputs).decode() + "\n")
     if json:
         _print_json(made)
@@ -77,7 +81,7 @@ def explain(
 
     made, inputs = planfile.plan_in(plan), planfile.inputs_of(plan)
     _refuse(made, inputs.job)
-    told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, inputs.profile, inputs.policy)
+    told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     if json:
         _print_json(told)
     else:
@@ -115,6 +119,7 @@ def whatif(
     bandwidth: Annotated[str, typer.Option(help='Every link at these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
     nodes: Annotated[str, typer.Option(help='So many nodes like the last: "2,4,8".', metavar="COUNTS")] = "",
     gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
+    loss: Loss = "",
     plot: Annotated[Path | None, typer.Option(help="Draw the curve there, too.", metavar="PNG")] = None,
     json: Json = False,
 ) -> None:
@@ -131,9 +136,12 @@ def whatif(
 
         check_plot(plot)
     inputs = planfile.inputs_of(plan)
+    if loss:
+        inputs = structs.replace(inputs, loss=planfiles.loss_named(loss))
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
+    others = tuple(structs.replace(inputs.cluster.nodes[0], device=name) for name in _listed(gpu))
     curve = what_if(
-        inputs.job, inputs.cluster, inputs.profile, inputs.policy, add_nodes=grown,
+        inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
         bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(nodes)],
         gpus=_listed(gpu),
     )
@@ -162,7 +170,7 @@ def lint(
     made = planfile.plan_in(plan)
     inputs = planfile.inputs_of(plan) if planfile.sidecar(plan).is_file() else None
     of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
-    problems = linted(made, of, inputs.cluster if inputs else None, inputs.profile if inputs else None, _codec_problem)
+    problems = linted(made, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
     if json:
         import json as library
 

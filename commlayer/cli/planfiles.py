@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from commlayer import records
+from commlayer.balance import tuner_loss
+from commlayer.balance.tuner_loss import LossModel
 from commlayer.planfile import text_of
 from commlayer.planner import jobs
 from commlayer.planner.model import Cluster, Profile
@@ -48,6 +50,10 @@ def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
     from commlayer.compressors import parse  # loads torch, which planning by tables does not need
 
     return tuple(str(parse(text)) for text in texts)
+
+
+def loss_named(file: str) -> LossModel | None:
+    return tuner_loss.read(Path(file)) if file else None
 
 
 def write(path: Path, text: str) -> None:

@@ -16,6 +16,8 @@ class Counters:
     decode_s: float = 0.0
     exposed_s: float = 0.0
     """Time that the training thread waited for communication after backward was over."""
+    guard_s: float = 0.0
+    """Time that it spent on comparing with exact gradients."""
 
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)

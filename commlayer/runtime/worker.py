@@ -269,7 +269,11 @@ class Worker:
 
     def gather(self, flow: Flow) -> None:
         """Gradients to x."""
-        flow.gather(self.weight / self._scale_of(flow), self.weight)
+        flow.gather(self.factor(flow), self.weight)
+
+    def factor(self, flow: Flow) -> float:
+        """From a gradient to what is coded of it."""
+        return self.weight / self._scale_of(flow)
 
     def finished(self, flow: Flow) -> None:
         """Its sum is in x."""

@@ -1,0 +1,70 @@
+"""The plan that a job was asked to run: a Plan, a file and what lies beside it, one codec, or the default. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from commlayer import budget, planfile, planner
+from commlayer.balance import tuner_loss
+from commlayer.compressors import parse, wrap
+from commlayer.config import Config
+from commlayer.planner.model import Basis
+from commlayer.records import Job, Plan
+
+DEFAULT_CODEC, DEFAULT_RATIO = "topk(ratio={ratio}, values='int8')", 0.01
+"""What "auto" runs between nodes until a planner chooses."""
+
+Tell = Callable[[str], None]
+
+
+def settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Plan:
+    """A plan for so many ranks."""
+    if isinstance(plan, Plan):
+        return plan
+    nodes = world // per_node
+    if isinstance(plan, str | Path) and str(plan) != "auto":
+        path = Path(plan)
+        if not path.is_file():
+            raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
+        return planfile.plan_in(path)
+    if plan == "auto":
+        # One machine needs no server and gains nothing from compression.
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", _first_codec(config))
+    else:
+        codec = str(plan)
+        path_name = "service"
+    servers = nodes if config.servers == "each" else 1
+    return planner.default_plan(
+        job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+    )
+
+
+def basis(plan: Any, tell: Tell) -> Basis | None:
+    """What the plan was made from. Training does without."""
+    try:
+        return planfile.basis_of(plan)
+    except ValueError as error:
+        tell(f"nothing is predicted: {error}")
+        return None
+
+
+def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
+    """Its servers where it has them, as far as they can be started there."""
+    homes = planfile.homes_of(plan, made_from, nodes)
+    if len(homes) != len(plan.hosts):
+        tell(f"servers are not on nodes {', '.join(map(str, plan.hosts))}, where the plan has them: no rank trains there; "
+             "start them there by `commlayer serve`, and set join")
+    return plan if homes == plan.hosts else structs.replace(plan, hosts=homes)
+
+
+def _first_codec(config: Config) -> str:
+    """What "auto" begins with. A loss model is read on rank 0 alone."""
+    if not config.loss:
+        return DEFAULT_CODEC.replace("{ratio}", f"{DEFAULT_RATIO:g}")
+    model = tuner_loss.read(Path(config.loss))
+    return budget.first_codec(model, config.max_loss or budget.BUDGET, DEFAULT_CODEC, DEFAULT_RATIO)

@@ -1,0 +1,59 @@
+"""A plan far too lossy, and the guard that makes it finer. What docs/tuning.md measures.
+
+torchrun --nproc-per-node 2 examples/guarded.py --codec "topk(ratio=0.001)" --guard act --max-loss 0.05
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import nn
+
+import commlayer
+
+CLASSES, INPUTS, LAST = 10, 256, 20
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    ask.add_argument("--codec", default="topk(ratio=0.001)", help='or "auto"')
+    ask.add_argument("--guard", default="act", choices=("auto", "act", "warn", "off"))
+    ask.add_argument("--max-loss", type=float, default=0.05)
+    ask.add_argument("--steps", type=int, default=1000)
+    ask.add_argument("--width", type=int, default=512)
+    asked = ask.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(INPUTS, asked.width), nn.ReLU(), nn.Linear(asked.width, asked.width), nn.ReLU(),
+                          nn.Linear(asked.width, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plan = "auto" if asked.codec == "auto" else commlayer.compressors.parse(asked.codec)
+    # A node per rank, or there would be no network to compress for.
+    config = {"guard": asked.guard, "max_loss": asked.max_loss, "ranks_per_node": 1}
+    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    truth = torch.randn(INPUTS, CLASSES, generator=torch.Generator().manual_seed(1))
+    samples = torch.Generator().manual_seed(2 + rank)
+    losses = []
+    begin = time.perf_counter()
+    for _ in range(asked.steps):
+        x = torch.randn(128, INPUTS, generator=samples)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), (x @ truth).argmax(1))
+        loss.backward()
+        session.report(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    seconds = time.perf_counter() - begin
+    if rank == 0:
+        print("\n".join(session.decisions()))
+        last = losses[-LAST:]
+        print(f"loss {sum(last) / len(last):.4f}, {1e3 * seconds / asked.steps:.1f} ms a step, the guard took "
+              f"{session.stats().get('guard_s', 0.0) / seconds:.2%} of the time")
+    session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""The guard in a running job: what is too lossy is made finer on all ranks at one step, what is exact is left alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attach_kit import Run, Setting, coordinators, mlp, play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool_kit import pool
+from torch import nn
+
+from commlayer import bounds, guarding
+from commlayer.balance import tuner_loss
+from commlayer.balance.guard import steps_until_paid
+from commlayer.balance.tuner_loss import LossModel, LossPoint
+from commlayer.compressors import parse
+from commlayer.connect import Connection
+from commlayer.guarding import Change, Guarding, Outcome
+from commlayer.planner import default_plan
+from commlayer.planner.model import Policy
+from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.planner.written import cluster_from_line
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
+from commlayer.runtime import lifting
+from commlayer.runtime.fidelity import measure
+from commlayer.runtime.measure import job_of
+from commlayer.runtime.suited import unsuited
+
+WORLD, SERVERS = 2, 2
+LATEST = 260
+"""Steps until a codec that loses nearly everything has become fine enough."""
+
+
+def guard(run: Run) -> Guarding | None:
+    driver = run.sessions[0]._driver
+    made: Guarding | None = getattr(driver, "_guard", None) or getattr(getattr(driver, "_state", None), "_guard", None)
+    return made
+
+
+def train(run: Run, steps: int) -> dict[str, Any]:
+    """Looks as often as it may, whatever that costs: time decides nothing here."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    wrapped = run.wrap(model)
+    session = run.sessions[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plans = []
+    for step in range(steps):
+        made = torch.Generator().manual_seed(2 * step + run.rank)
+        x = torch.randn(6, 12, generator=made)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(wrapped(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1))
+        loss.backward()
+        session.report(loss)
+        optimizer.step()
+        plans.append(max(b.codec for b in session.plan.buckets) if session.plan else "")
+    found = guard(run)
+    return {"plans": plans, "said": session.decisions(), "history": found.history if found else [],
+            "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "stats": session.stats()}
+
+
+def ran(steps: int, codec: str, how: str = "module", **fields: Any) -> list[dict[str, Any]]:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting(how, (made[0].address,), codec, servers=SERVERS, fields=tuple(fields.items()))
+        return list(pool(WORLD).call(play, WORLD, train, setting, steps))
+
+
+@pytest.mark.parametrize(("how", "codec"), [
+    ("module", "topk(ratio=0.0001)"), ("ddp", "topk(ratio=0.0001)"), ("module", "terngrad()"),
+])
+def test_a_codec_that_loses_too_much_is_made_finer_at_one_step(how: str, codec: str) -> None:
+    results = ran(LATEST, codec, how, guard="act", max_loss=0.005)
+    assert results[0]["plans"] == results[1]["plans"], "both ranks at the same step"
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+    changes = [c for c in results[0]["history"] if isinstance(c, Change)]
+    assert changes[0].seen.cosine < 0.8
+    assert all(c.after > c.before for c in changes[:2])
+    assert "finer from here on" in results[0]["said"][0]
+    outcomes = [o for o in results[0]["history"] if isinstance(o, Outcome)]
+    assert outcomes[0].change is changes[0]
+    assert outcomes[-1].seen.cosine >= 0.8, "what it was changed to is good enough"
+    assert results[0]["stats"]["guard_s"] > 0
+
+
+@pytest.mark.parametrize(("codec", "fields"), [
+    ("identity()", {"guard": "act", "max_loss": 0.005}), ("fp16()", {"guard": "act", "max_loss": 0.005}),
+    ("topk(ratio=0.0001)", {}), ("topk(ratio=0.0001)", {"guard": "off", "max_loss": 0.005}),
+])
+def test_what_is_exact_or_not_guarded_is_left_alone(codec: str, fields: dict[str, Any]) -> None:
+    results = ran(40, codec, **fields)
+    assert len(set(results[0]["plans"])) == 1
+    assert results[0]["said"] == []
+    compared = codec == "fp16()"
+    assert (results[0]["stats"]["guard_s"] > 0) == compared
+
+
+def test_a_plan_that_was_asked_for_stays_and_the_user_hears_why() -> None:
+    results = ran(40, "topk(ratio=0.0001)", max_loss=0.005)
+    assert len(set(results[0]["plans"])) == 1
+    assert any("the plan stays as it was asked for" in line for line in results[0]["said"])
+    assert len(results[0]["said"]) <= 3, "each complaint once"
+
+
+def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        fields = (("guard", "act"), ("max_loss", 0.05))
+        setting = Setting("module", (made[0].address,), "int8(block=32)", servers=SERVERS, fields=fields)
+        results = pool(WORLD).call(play, WORLD, with_losses, setting)
+    assert results[0] == results[1]
+    said, codecs = results[0]
+    assert "the loss has risen by" in said[0]
+    assert set(codecs) <= {"fp16()", "identity()"}
+
+
+def with_losses(run: Run) -> Any:
+    """What was said, and the codecs at the end, when one rank reports a loss that doubles."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    run.wrap(model)
+    session = run.sessions[0]
+    for step in range(130):
+        model.zero_grad()
+        nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
+        session.report(1.0 + (run.rank == 1 and step > 80))
+    return session.decisions(), [b.codec for b in session.plan.buckets]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-4, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30))
+def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: list[tuple[float, float]]) -> None:
+    spent_s = elapsed_s = 0.0
+    expected_s, step_s = prices[0]
+    for cost_s, _ in prices:
+        steps = steps_until_paid(spent_s, expected_s, elapsed_s, step_s)
+        elapsed_s += steps * step_s
+        assert spent_s + expected_s <= 0.01 * elapsed_s * (1 + 1e-6)
+        spent_s += cost_s
+        expected_s = cost_s
+
+
+def look_closely(run: Run, codec: str) -> dict[str, Any]:
+    """Every comparison of a few steps, beside what it should have seen, computed from the gradients themselves."""
+    from commlayer.runtime import comparing
+
+    guarding.PRICE = 1e9
+    model = mlp()
+    wrapped = run.wrap(model)
+    session = run.sessions[0]
+    session.weight(1.0 + run.rank)
+    seen: list[dict[str, Any]] = []
+    real, locally = comparing.everywhere, comparing.here
+    payloads: list[tuple[Any, Any]] = []
+
+    def decoded(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
+        found = locally(worker, of, mine, groups, deadline_s)
+        if run.setting is not None and run.setting.ranks_per_node == 1:
+            flow = of.flow
+            payloads.append((found.fidelity(), measure(flow.codec, mine, flow.state["_sent"], flow.state)))
+        return found
+
+    def watched(of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
+        own = mine.clone()
+        found = real(of, mine, groups, deadline_s)
+        seen.append({"slices": of.flow.bucket.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
+                     "back": of.flow.x[of.start : of.stop].clone(), "dots": found})
+        return found
+
+    comparing.everywhere, comparing.here = watched, decoded
+    try:
+        grads = []
+        for step in range(3 * guarding.SETTLE):
+            made = torch.Generator().manual_seed(10 * step + run.rank)
+            x = torch.randn(6, 12, generator=made)
+            alone = mlp()
+            alone.load_state_dict(model.state_dict())
+            nn.functional.mse_loss(alone(x), x[:, :3]).backward()
+            grads.append([p.grad.detach().view(-1) * (1.0 + run.rank) for p in alone.parameters() if p.grad is not None])
+            model.zero_grad()
+            nn.functional.mse_loss(wrapped(x), x[:, :3]).backward()
+    finally:
+        comparing.everywhere, comparing.here = real, locally
+    steps = [s for s in range(len(grads)) if s >= guarding.SETTLE and (s - guarding.SETTLE) % guarding.SETTLE == 0]
+    return {"seen": seen, "grads": [grads[s] for s in steps], "payloads": payloads}
+
+
+@pytest.mark.parametrize(("codec", "ranks_per_node"), [("topk(ratio=0.1)", 1), ("int8(block=32)", 1), ("topk(ratio=0.1)", 2)])
+def test_all_ranks_compare_with_the_exact_sum(codec: str, ranks_per_node: int) -> None:
+    with coordinators(1, WORLD, 1) as made:
+        setting = Setting("module", (made[0].address,), codec, ranks_per_node=ranks_per_node, fields=(("guard", "warn"),))
+        results = pool(WORLD).call(play, WORLD, look_closely, setting, codec)
+    assert len(results[0]["seen"]) == len(results[0]["grads"]) == 2
+    for number in range(2):
+        mine, theirs = (r["seen"][number] for r in results)
+        expected = []
+        for rank in range(WORLD):
+            whole = torch.cat([results[rank]["grads"][number][s.tensor][s.start : s.stop] for s in mine["slices"]])
+            piece = whole[mine["start"] : mine["stop"]]
+            assert torch.allclose(results[rank]["seen"][number]["own"], piece, rtol=1e-5, atol=1e-7)
+            expected.append(piece)
+        total = expected[0] + expected[1]
+        assert torch.allclose(mine["exact"], total, rtol=1e-5, atol=1e-7), "the exact mean, but for the sum of weights"
+        assert mine["dots"].fidelity().cosine == pytest.approx(float(nn.functional.cosine_similarity(total, mine["back"], 0)),
+                                                               rel=1e-4)
+        assert mine["dots"] == theirs["dots"]
+    for from_residuals, from_payload in results[0]["payloads"]:
+        assert from_residuals == pytest.approx(from_payload, rel=1e-4, abs=1e-4), "what left, told by what stayed"
+    assert bool(results[0]["payloads"]) == (ranks_per_node == 1)
+
+
+def test_under_auto_it_acts_until_somebody_asks_for_a_plan() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto", fields=(("max_loss", 0.005),))
+        results = pool(WORLD).call(play, WORLD, left_to_it_then_asked_for, setting)
+    for before, after, acted, floor in results:
+        assert min(before) > 0.01, "no bucket stays at the codec that a job begins with"
+        assert acted == [True, False]
+        assert max(after) == 0.001
+        assert floor > 0.01, "the planner hears of it"
+    assert results[0] == results[1]
+
+
+def left_to_it_then_asked_for(run: Run) -> Any:
+    """Levels of the plan's buckets after some steps under "auto", then under a plan that is handed in."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    run.wrap(model)
+    session, found = run.sessions[0], guard(run)
+    assert found is not None
+
+    def levels() -> list[float]:
+        assert session.plan is not None
+        return [lifting.level(parse(b.codec)) for b in session.plan.buckets]
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
+
+    steps(60)
+    before, acted = levels(), [found.acts]
+    asked = default_plan(job_of(model), codec="topk(ratio=0.001)", path="service", servers=SERVERS, ranks_per_node=1,
+                         fuse_nbytes=2048, cut_nbytes=4096)
+    session.switch(asked)
+    steps(20)
+    return before, levels(), [*acted, found.acts], session.connection.floor
+
+
+# ---- plans made finer
+
+
+JOB = Job((TensorInfo("w", (300, 40)), TensorInfo("b", (40,))))
+
+
+def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
+    return Bucket(0, (Slice(0, 0, 12000),), path, codec, **fields)
+
+
+@pytest.mark.parametrize(("before", "floor", "codec"), [
+    (bucket("topk(ratio=0.01)"), 0.02, "topk(ratio=0.02, values='int8', exact=False)"),
+    (bucket("topk(ratio=0.01)"), 0.01, "topk(ratio=0.01)"),
+    (bucket("topk(ratio=0.01)"), 0.0262144, "topk(ratio=0.0262, values='int8', exact=False)"),
+    (bucket("topk(ratio=0.1)"), 0.4, "fp16()"),
+    (bucket("error_feedback(topk(ratio=0.01))"), 0.3, "error_feedback(topk(ratio=0.3, values='int8', exact=False))"),
+    (bucket("onebit()"), 0.06, "int8()"), (bucket("int8()"), 0.2, "int8()"), (bucket("int8()"), 0.5, "fp16()"),
+    (bucket("fp16()"), 1.0, "identity()"), (bucket("powersgd(rank=1)", shape=(300, 40)), 0.5, "fp16()"),
+    (bucket("chain(topk(ratio=0.01, values='fp32'), int4())"), 0.02, "chain(topk(ratio=0.02, values='fp32'), int4())"),
+    (bucket("shared_int()", "encode@cpu all.allreduce decode@cpu"), 0.5, "identity()"),
+    (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
+])
+def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
+    made = lifting.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    assert parse(made.buckets[0].codec) == parse(codec)
+    assert not unsuited(made, 2, 1)
+    assert lifting.lift(made, floor, nodes=2) == made
+    assert lifting.lowest(made) >= min(floor, 1.0) * lifting.EQUAL
+
+
+def test_both_ways_and_all_nodes_are_made_finer() -> None:
+    uneven = bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)"))
+    made = lifting.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
+    assert [lifting.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
+    coarse_down = lifting.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
+    assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
+    dense = bucket("identity()", "allreduce")
+    assert lifting.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
+    assert not lifting.lossy(dense)
+
+
+# ---- what the planner of a running job hears
+
+
+def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
+    connection = Connection()
+    cluster = cluster_from_line("2xrtx3060@100/20Mb")
+    assert bounds.codecs(connection) == list(DEFAULT_CODECS)
+    profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
+    assert bounds.bounded(connection, profile, policy) == (profile, policy)
+    connection.floor = 0.04
+    assert bounds.codecs(connection) == ["identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
+    assert set(bounds.bounded(connection, profile, policy)[1].codecs) == {"identity()", "fp16()", "int8()", "topk(ratio=0.1)"}
+    tuner_loss.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
+    connection.loss, connection.max_loss = str(tmp_path / "loss.json"), 0.025
+    measured, bound = bounds.bounded(connection, profile, policy)
+    assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
+    assert {c.loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
