@@ -60,17 +60,28 @@ def better(a: Found, b: Found) -> bool:
     return (a.loss, a.burden, a.choice) < (b.loss, b.burden, b.choice)
 
 
-def search(space: Space, starts: Sequence[Sequence[int]] = (), *, width: int = 3, thorough: bool = True) -> Found:
+def search(
+    space: Space, starts: Sequence[Sequence[int]] = (), *, states: Sequence[Found] = (), width: int = 3, thorough: bool = True,
+) -> Found:
     """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
 
-    `thorough` tries all choices where they are few, and pairs of changes where those are few.
+    `states` are starts with their prices. `thorough` tries all choices where they are few, and pairs of changes where those
+    are few.
     """
-    return _Search(space, thorough).run(starts, width)
+    return _Search(space, thorough).run(list(states) or priced(space, starts), width)
 
 
-def best_start(space: Space, starts: Sequence[Sequence[int]]) -> Found:
-    """The best of those within the budget, and of the one that loses least."""
-    return _Search(space, False).first(starts, 1)[0]
+def priced(space: Space, starts: Sequence[Sequence[int]]) -> list[Found]:
+    """Those within the budget, without repetitions, and the one that loses least."""
+    return _Search(space, False).priced(starts)
+
+
+def best(states: Sequence[Found]) -> Found:
+    return min(states, key=_order)
+
+
+def _order(found: Found) -> tuple[object, ...]:
+    return found.step_s, found.loss, found.burden, found.choice
 
 
 class _Search:
@@ -80,15 +91,13 @@ class _Search:
         self.every = range(len(self.counts))
         self.within = space.max_loss * (1 + EQUAL) + 1e-12
 
-    def run(self, starts: Sequence[Sequence[int]], width: int) -> Found:
-        if not self.allowed(self.least()):
-            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
+    def run(self, starts: Sequence[Found], width: int) -> Found:
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
             found = self.price(self.least())
             for choice in product(*map(range, self.counts)):
                 found = self.keep(found, choice)
             return found
-        states = self.beam(self.first(starts, width), width)
+        states = self.beam(self.best(starts, width), width)
         found = states[0]
         for state in states if len(self.counts) <= FEW else states[:1]:
             improved = self.improve(state)
@@ -120,16 +129,18 @@ class _Search:
         """Of each bucket the option that loses least."""
         return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
 
-    def first(self, starts: Sequence[Sequence[int]], width: int) -> list[Found]:
+    def priced(self, starts: Sequence[Sequence[int]]) -> list[Found]:
+        least = self.least()
+        if not self.allowed(least):
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
         if not starts:
             starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
-        distinct = dict.fromkeys([self.least(), *map(tuple, starts)])
-        return self.best([self.price(choice) for choice in distinct if self.allowed(choice)], width)
+        distinct = dict.fromkeys([least, *map(tuple, starts)])
+        return [self.price(choice) for choice in distinct if self.allowed(choice)]
 
-    def best(self, states: list[Found], width: int) -> list[Found]:
-        states = sorted(states, key=lambda s: (s.step_s, s.loss, s.burden, s.choice))
+    def best(self, states: Sequence[Found], width: int) -> list[Found]:
         kept: list[Found] = []
-        for state in states:
+        for state in sorted(states, key=_order):
             if len(kept) < width and all(state.choice != other.choice for other in kept):
                 kept.append(state)
         return kept

@@ -9,6 +9,7 @@ from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.layout import Layout
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.reasons import explained
 from commlayer.planner.search import Found
@@ -28,18 +29,19 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = Inputs(job, timing, cluster, profile, policy)
-    tried = [Entry(inputs, ways, limits) for ways in _ways(inputs) for limits in fuse.limits(job)]
+    layouts = [Layout(job, timing, limits) for limits in fuse.limits(job)]
+    tried = [Entry(inputs, ways, layout) for ways in _ways(inputs) for layout in layouts]
     finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
-    densest = min(tried, key=lambda entry: entry.dense().step_s)
+    densest = min(tried, key=lambda entry: entry.dense.step_s)
     choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
     entry, found = _best(choices)
-    if _exact_s(densest, densest.dense()) < _exact_s(entry, found) * (1 + PAYS):
-        entry, found = densest, densest.dense()
+    if densest.exact_s(densest.dense) < entry.exact_s(found) * (1 + PAYS):
+        entry, found = densest, densest.dense
     local_steps = 2
     while local_steps <= policy.max_local_steps:
-        rarer = Entry(inputs, entry.ways, entry.limits, local_steps)
+        rarer = Entry(inputs, entry.ways, entry.layout, local_steps)
         rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
-        if _exact_s(rarer, sparser) > _exact_s(entry, found) * (1 - WORTH):
+        if rarer.exact_s(sparser) > entry.exact_s(found) * (1 - WORTH):
             break
         entry, found, local_steps = rarer, sparser, 2 * local_steps
     entry.found = found
@@ -50,14 +52,8 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
 
 
 def _best(choices: list[tuple[Entry, Found]]) -> tuple[Entry, Found]:
-    """By the exact simulation of what would be written: the search knows buckets that are spread over all servers."""
-    return min(choices, key=lambda pair: _exact_s(*pair))
-
-
-def _exact_s(entry: Entry, found: Found) -> float:
-    entry.found = found
-    job, _, cluster, profile, policy = entry.inputs
-    return exact_s(entry.emit(), job, cluster, profile, policy)
+    """By the exact simulation of what would be written."""
+    return min(choices, key=lambda pair: pair[0].exact_s(pair[1]))
 
 
 def _ways(inputs: Inputs) -> list[Ways]:
