@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from commlayer.planner.layout import Kind, Layout
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.problem import Load, Problem, Way, flatten
 from commlayer.planner.schedule import schedule
-from commlayer.planner.search import Found, Space, best, priced, search
+from commlayer.planner.search import WORTH, Found, Space, best, priced, search
 from commlayer.planner.simulate import pace, tail, urgent
 from commlayer.planner.ways import DENSE, Option, Ways, free
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
@@ -26,6 +26,9 @@ CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
 SLACK = 1e-3
 """A plan may be so much slower (as a fraction) than the best one found if it loses or codes less."""
+
+REFINED, WIDENED = 3, 24
+"""Rounds of refining, and buckets in each."""
 
 
 class Inputs(NamedTuple):
@@ -52,14 +55,16 @@ class Part(NamedTuple):
 class Entry:
     """`useful[b]` are the options, by their numbers in `ways`, that bucket b's choice counts through."""
 
-    def __init__(self, inputs: Inputs, ways: Ways, layout: Layout, local_steps: int = 1) -> None:
+    def __init__(
+        self, inputs: Inputs, ways: Ways, layout: Layout, local_steps: int = 1, useful: list[list[int]] | None = None,
+    ) -> None:
         self.inputs, self.ways, self.layout, self.local_steps = inputs, ways, layout, local_steps
         self.options, self.hosts = ways.options, ways.prices.hosts
         ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
         self.per_node = ranks.pop() if len(ranks) == 1 else 1
         self.found: Found
         """The choice that emit() writes down."""
-        self.useful = self._useful(ways)
+        self.useful = self._useful(ways) if useful is None else useful
         self.space = self._space(ways, self.useful)
         self._exact_s: dict[tuple[int, ...], float] = {}
 
@@ -75,13 +80,35 @@ class Entry:
 
     @cached_property
     def searched(self) -> Found:
-        return search(self.space, states=self.uniform)
+        return search(self.space._replace(least_s=self._least_s()), states=self.uniform)
 
     @cached_property
     def dense(self) -> Found:
         """The best that codes nothing and takes one option for every bucket."""
-        plain = [start for start, option in zip(self._starts(self.useful), self.options, strict=True) if option.codec == DENSE]
-        return best(priced(self.space, plain))
+        return best([found for found in self.uniform if not self.uses(found, lambda o: o.codec != DENSE)] or self.uniform[:1])
+
+    def uses(self, found: Found, such: Callable[[Option], bool]) -> bool:
+        """Whether a bucket's option is such a one."""
+        return any(such(self.options[mine[place]]) for mine, place in zip(self.useful, found.choice, strict=True))
+
+    def refined(self, found: Found) -> tuple[Entry, Found]:
+        """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
+        entry = self
+        for _ in range(REFINED):
+            if found.step_s * (1 - WORTH) <= entry._least_s():
+                break
+            held = [b for b in entry.space.critical(found.choice) if not self.layout.kinds[b][0]]
+            useful = list(entry.useful)
+            for b in sorted(held, key=lambda b: (-self.layout.sizes[b], b))[:WIDENED]:
+                octave = self.layout.kinds[b][1]
+                useful[b] = sorted({*useful[b], *self.ways.unbeaten(1 << (octave - 1), 1 << octave)})
+            wider = Entry(self.inputs, self.ways, self.layout, self.local_steps, useful)
+            choice = [new.index(old[place]) for new, old, place in zip(useful, entry.useful, found.choice, strict=True)]
+            other = search(wider.space._replace(least_s=wider._least_s()), [choice], width=1)
+            if other.step_s > found.step_s * (1 - WORTH):
+                break
+            entry, found = wider, other
+        return entry, found
 
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
@@ -100,10 +127,10 @@ class Entry:
         return self._exact_s[found.choice]
 
     def _as_written_s(self, found: Found) -> float:
-        parts = self.parts(found)
         placed = self.ways.placed
-        if not any(self.options[part.option].served for part in parts) or (placed is self.ways and self.per_node == 1):
+        if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return found.step_s
+        parts = self.parts(found)
         made = [
             [placed.template(part.option, part.server, part.owner).way(sum(s.numel for s in part.slices))] for part in parts
         ]
@@ -152,6 +179,13 @@ class Entry:
             of[kind] = sorted({*dense, *found})
         return [of[kind] for kind in self.layout.kinds]
 
+    def _classes(self, useful: list[list[int]]) -> list[Sequence[int]]:
+        """Buckets of one kind with the same options, the largest first."""
+        members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+        for b, (kind, mine) in enumerate(zip(self.layout.kinds, useful, strict=True)):
+            members.setdefault((kind, tuple(mine)), []).append(b)
+        return [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
+
     def _starts(self, useful: list[list[int]]) -> list[list[int]]:
         places = [{option: place for place, option in enumerate(mine)} for mine in useful]
         return [[of.get(option, 0) for of in places] for option in range(len(self.options))]
@@ -170,7 +204,19 @@ class Entry:
             _, starts, ends = made_schedule.trace(list(choice))
             return critical(problem, choice, starts, ends)
 
-        return Space(made_schedule, loss, burden, held_up, self.layout.classes, self.inputs.policy.max_loss, SLACK)
+        return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK)
+
+    def _least_s(self) -> float:
+        """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
+        job, timing = self.inputs.job, self.inputs.timing
+        nodes = self.ways.prices.groups
+        paces = pace(job, timing, self.layout.groups, nodes, self.local_steps)
+        ends = [max(each.work_s for each in paces)]
+        for options, buckets in _alike(self.useful):
+            numels = np.array([float(self.layout.sizes[b]) for b in buckets])
+            alone = np.min([self.ways.template(option).alone_s(numels) for option in options], axis=0)
+            ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
+        return max(ends) + tail(timing, nodes, self.local_steps)
 
     def _problem(
         self, ways: Ways, made: Sequence[Sequence[Way]], groups: Sequence[tuple[Slice, ...]], urgencies: Sequence[float],
@@ -184,13 +230,18 @@ class Entry:
 
 def _made(ways: Ways, useful: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Way]]:
     """By bucket, then by option; those of buckets with the same options are worked out together."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for b, mine in enumerate(useful):
-        alike.setdefault(tuple(mine), []).append(b)
     made: list[list[Way]] = [[] for _ in useful]
-    for options, buckets in alike.items():
+    for options, buckets in _alike(useful):
         numels = np.array([float(sizes[b]) for b in buckets])
         columns = [ways.template(option).ways(numels) for option in options]
         for b, each in zip(buckets, zip(*columns, strict=True), strict=True):
             made[b] = list(each)
     return made
+
+
+def _alike(useful: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Buckets by their options."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for b, mine in enumerate(useful):
+        alike.setdefault(tuple(mine), []).append(b)
+    return list(alike.items())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from commlayer.planner import fuse
 from commlayer.planner.simulate import urgent
 from commlayer.records import Job, Timing
@@ -22,11 +20,3 @@ class Layout:
         self.kinds: list[Kind] = [
             (fuse.is_buffer(job, group), size.bit_length()) for group, size in zip(self.groups, self.sizes, strict=True)
         ]
-
-    @property
-    def classes(self) -> list[Sequence[int]]:
-        """Buckets of one kind, the largest first."""
-        members: dict[Kind, list[int]] = {}
-        for b, kind in enumerate(self.kinds):
-            members.setdefault(kind, []).append(b)
-        return [members[kind] for kind in sorted(members, key=lambda kind: -kind[1])]

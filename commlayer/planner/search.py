@@ -43,6 +43,8 @@ class Space(NamedTuple):
     max_loss: float = math.inf
     slack: float = 0.0
     """Fraction of the step that is given up where something can do without coding or loss for it."""
+    least_s: float = 0.0
+    """No choice's step is shorter, as far as is known."""
 
 
 class Found(NamedTuple):
@@ -170,14 +172,15 @@ class _Search:
         """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
         worth = WORTH if len(self.counts) > FEW else EQUAL
         moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
-        while True:
+        improving = True
+        while improving and found.step_s * (1 - worth) > self.space.least_s:
+            improving = False
             for move in moves:
                 improved = move(found)
                 if improved.step_s < found.step_s * (1 - worth):
-                    found = improved
+                    found, improving = improved, True
                     break
-            else:
-                return self.relax(found)
+        return self.relax(found)
 
     def singles(self, found: Found) -> Found:
         critical = self.space.critical(found.choice)

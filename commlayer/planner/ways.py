@@ -88,6 +88,7 @@ class Ways:
         self.options = tuple(options)
         self._made: dict[tuple[int, int, int], Template] = {}
         self._useful: dict[tuple[int, int], list[int]] = {}
+        self._unbeaten: dict[tuple[int, int], list[int]] = {}
         self._at_edges: dict[int, list[list[float]]] = {}
         of = {bare(option): codec_loss(prices.profile, option) for o in options for option in (o.codec, o.down, *o.by_node)}
         self.losses = [_loss(option, of) for option in self.options]
@@ -125,6 +126,28 @@ class Ways:
                 if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
                     kept[option] = prices[option]
         found = self._useful[least, most] = sorted(kept)
+        return found
+
+    def unbeaten(self, least: int, most: int) -> list[int]:
+        """All options for such sizes of which no other loses as little, holds no lane longer and is done as soon alone."""
+        if (least, most) in self._unbeaten:
+            return self._unbeaten[least, most]
+        sizes = np.array([float(least), float(most)])
+        busy = [self.template(option).busy_s(sizes) for option in range(len(self.options))]
+        lanes = sorted({lane for each in busy for lane in each})
+        column = {lane: 2 * i for i, lane in enumerate(lanes)}
+        weights = np.zeros((len(busy), 2 * len(lanes) + 3))
+        for option, (row, each) in enumerate(zip(weights, busy, strict=True)):
+            for lane, seconds in each.items():
+                row[column[lane] : column[lane] + 2] = seconds
+            row[-3:-1] = self.template(option).alone_s(sizes)
+            row[-1] = self.losses[option]
+        kept: list[int] = []
+        # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
+        for option in np.argsort(weights.sum(axis=1), kind="stable").tolist():
+            if not (weights[kept] <= weights[option]).all(axis=1).any():
+                kept.append(option)
+        found = self._unbeaten[least, most] = sorted(kept)
         return found
 
     def _respects(self, option: int, numel: int) -> list[float]:
