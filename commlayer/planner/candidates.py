@@ -42,7 +42,8 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
             continue
         paths = grammar.options(cluster, devices=policy.devices, max_encodes=policy.max_encodes, sums=summing, kinds=kinds,
                                 dense=False)
-        kept = dict.fromkeys(path for judge in (fitting[0], fitting[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
+        judges = dict.fromkeys((fitting[0], fitting[-1]))
+        kept = dict.fromkeys(path for judge in judges for path in unbeaten(prices, paths, judge, *SIZES))
         made += [Option(_name(path, cluster), name) for path in kept for name in fitting]
         if not summing:
             served = [path for path in kept if grammar.served(path)]

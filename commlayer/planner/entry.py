@@ -104,7 +104,7 @@ class Entry:
                 useful[b] = sorted({*useful[b], *self.ways.unbeaten(1 << (octave - 1), 1 << octave)})
             wider = Entry(self.inputs, self.ways, self.layout, self.local_steps, useful)
             choice = [new.index(old[place]) for new, old, place in zip(useful, entry.useful, found.choice, strict=True)]
-            other = search(wider.space._replace(least_s=wider._least_s()), [choice], width=1)
+            other = search(wider.space._replace(least_s=wider._least_s()), [choice], width=1, thorough=False)
             if other.step_s > found.step_s * (1 - WORTH):
                 break
             entry, found = wider, other

@@ -18,8 +18,8 @@ EXHAUSTIVE = 2000
 """So many choices or fewer are all tried."""
 PAIRS = 12000
 """Two buckets are changed at once where that gives no more trials than this."""
-FEW = 12
-"""Of so many buckets or fewer, all states of the beam are improved to the last bit; of more, the best one."""
+FEW, FEWEST = 12, 6
+"""With so many buckets or fewer, the search goes on to the last bit; and from all states of the beam, else from the best."""
 WORTH = 1e-3
 """With many buckets, the search goes on as long as a round of changes shortens the step by this fraction."""
 TAKERS, GIVERS, GIVEN = 4, 12, 6
@@ -101,7 +101,7 @@ class _Search:
             return found
         states = self.beam(self.best(starts, width), width)
         found = states[0]
-        for state in states if len(self.counts) <= FEW else states[:1]:
+        for state in states if len(self.counts) <= FEWEST else states[:1]:
             improved = self.improve(state)
             found = improved if better(improved, found) else found
         return found

@@ -24,8 +24,10 @@ PAYS = 0.02
 WORTH = 0.02
 """Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
 
-NEAR = 0.05
+NEAR = 0.01
 """What is written is no more than this fraction faster than what was searched, where buckets are spread over all servers."""
+ALIKE = 0.15
+"""Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
 EVEN = 0.1
 """Links that differ by no more than this fraction are equal, where it is asked who should host."""
 
@@ -72,8 +74,8 @@ def _about_s(entry: Entry, found: Found) -> float:
 
 
 def _tried(inputs: Inputs) -> list[Entry]:
-    """For each set of hosts all limits."""
-    layouts = [Layout(inputs.job, inputs.timing, limits) for limits in fuse.limits(inputs.job)]
+    """All limits with all hosts; with one host, where all have equal links, those that were best."""
+    layouts = _layouts(inputs)
     tried: list[Entry] = []
     for hosts in host_sets(inputs.cluster):
         if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
@@ -82,7 +84,19 @@ def _tried(inputs: Inputs) -> list[Entry]:
         prices = Prices(inputs.cluster, inputs.profile, hosts, spread=len(hosts) > 1)
         ways = Ways(prices, options(prices, inputs.policy))
         tried += [Entry(inputs, ways, layout) for layout in layouts]
+        if _even(inputs.cluster):
+            layouts = [entry.layout for entry in _finalists(tried)]
     return tried
+
+
+def _layouts(inputs: Inputs) -> list[Layout]:
+    """Of those with nearly as many buckets the first."""
+    made: list[Layout] = []
+    for limits in fuse.limits(inputs.job):
+        layout = Layout(inputs.job, inputs.timing, limits)
+        if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
+            made.append(layout)
+    return made
 
 
 def _finalists(tried: list[Entry]) -> list[Entry]:
@@ -91,10 +105,14 @@ def _finalists(tried: list[Entry]) -> list[Entry]:
 
 def _one_may_do(cluster: Cluster, finalists: list[Entry]) -> bool:
     """Whether a server on one node could be better than on all: where its link stands out, or servers are worth it anyway."""
-    rates = [_bps(node) for node in cluster.nodes if node.server]
-    return max(rates) > min(rates) * (1 + EVEN) or any(
+    return not _even(cluster) or any(
         entry.uses(found, lambda option: option.served) for entry in finalists for found in (entry.quick, entry.searched)
     )
+
+
+def _even(cluster: Cluster) -> bool:
+    rates = [_bps(node) for node in cluster.nodes if node.server]
+    return not rates or max(rates) <= min(rates) * (1 + EVEN)
 
 
 def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:
