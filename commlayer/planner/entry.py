@@ -80,7 +80,7 @@ class Entry:
 
     @cached_property
     def searched(self) -> Found:
-        return search(self.space._replace(least_s=self._least_s()), states=self.uniform)
+        return search(self.space._replace(least_s=self.least_s), states=self.uniform)
 
     @cached_property
     def dense(self) -> Found:
@@ -95,7 +95,7 @@ class Entry:
         """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
         entry = self
         for _ in range(REFINED):
-            if found.step_s * (1 - WORTH) <= entry._least_s():
+            if found.step_s * (1 - WORTH) <= entry.least_s:
                 break
             held = [b for b in entry.space.critical(found.choice) if not self.layout.kinds[b][0]]
             useful = list(entry.useful)
@@ -104,7 +104,7 @@ class Entry:
                 useful[b] = sorted({*useful[b], *self.ways.unbeaten(1 << (octave - 1), 1 << octave)})
             wider = Entry(self.inputs, self.ways, self.layout, self.local_steps, useful)
             choice = [new.index(old[place]) for new, old, place in zip(useful, entry.useful, found.choice, strict=True)]
-            other = search(wider.space._replace(least_s=wider._least_s()), [choice], width=1, thorough=False)
+            other = search(wider.space._replace(least_s=wider.least_s), [choice], width=1, thorough=False)
             if other.step_s > found.step_s * (1 - WORTH):
                 break
             entry, found = wider, other
@@ -206,7 +206,8 @@ class Entry:
 
         return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK)
 
-    def _least_s(self) -> float:
+    @cached_property
+    def least_s(self) -> float:
         """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
         job, timing = self.inputs.job, self.inputs.timing
         nodes = self.ways.prices.groups
