@@ -26,7 +26,7 @@ WORTH = 0.02
 
 NEAR = 0.01
 """What is written is no more than this fraction faster than what was searched, where buckets are spread over all servers."""
-ALIKE = 0.15
+ALIKE = 0.1
 """Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
 EVEN = 0.1
 """Links that differ by no more than this fraction are equal, where it is asked who should host."""
