@@ -125,7 +125,7 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
     from commlayer import planfile
-    from commlayer.cli import plantables
+    from commlayer.cli import planfiles, plantables
     from commlayer.planner.whatif import what_if
     from commlayer.planner.written import nodes_of, rate_of
 

@@ -59,6 +59,8 @@ class Prices:
         self._costs = {(c.codec, c.device): c for c in profile.codecs}
         self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]
         self._walked: dict[object, tuple[_Flat, ...]] = {}
+        self._steps: dict[object, tuple[Step, ...]] = {}
+        self._widest = max(group.node.ranks for group in self.groups)
 
     def tasks(
         self, path: Path | str, numel: int, codec: str, *, server: int = 0, owner: int = 0, down: str = "",
@@ -82,14 +84,18 @@ class Prices:
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> tuple[Step, ...]:
         """The same as lines over elements."""
-        return tuple(self.walk(path, codec, server, owner, down, by_node).steps)
+        ops = parse(path, self._widest) if isinstance(path, str) else path
+        key = (ops, codec, server, owner, down, by_node)
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = tuple(self.walk(ops, codec, server, owner, down, by_node).steps)
+        return steps
 
     def walk(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> Walk:
         """How the steps come about."""
-        widest = max(group.node.ranks for group in self.groups)
-        ops = parse(path, widest) if isinstance(path, str) else path
+        ops = parse(path, self._widest) if isinstance(path, str) else path
         served = any(op.name == "push" for op in ops)
         devices = sorted({op.where for op in ops if op.name in CODING})
         codecs = self._codecs(codec, by_node)

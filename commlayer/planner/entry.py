@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from commlayer.planner import fuse
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
 from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
+from commlayer.planner.layout import Kind, Layout
 from commlayer.planner.model import Cluster, Policy, Profile
-from commlayer.planner.problem import Load, flatten
+from commlayer.planner.problem import Load, Problem, Way, flatten
 from commlayer.planner.schedule import schedule
-from commlayer.planner.search import Found, Space, best_start, search
+from commlayer.planner.search import WORTH, Found, Space, best, priced, search
 from commlayer.planner.simulate import pace, tail, urgent
 from commlayer.planner.ways import DENSE, Option, Ways, free
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
@@ -23,6 +26,9 @@ CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
 SLACK = 1e-3
 """A plan may be so much slower (as a fraction) than the best one found if it loses or codes less."""
+
+REFINED, WIDENED = 3, 24
+"""Rounds of refining, and buckets in each."""
 
 
 class Inputs(NamedTuple):
@@ -35,32 +41,74 @@ class Inputs(NamedTuple):
     policy: Policy
 
 
+class Part(NamedTuple):
+    """A bucket of the plan to be."""
+
+    origin: int
+    """The bucket that was searched, of which this is all or a part."""
+    slices: tuple[Slice, ...]
+    option: int
+    server: int
+    owner: int
+
+
 class Entry:
     """`useful[b]` are the options, by their numbers in `ways`, that bucket b's choice counts through."""
 
-    def __init__(self, inputs: Inputs, ways: Ways, limits: fuse.Limits, local_steps: int = 1) -> None:
-        self.inputs, self.ways, self.limits, self.local_steps = inputs, ways, limits, local_steps
+    def __init__(
+        self, inputs: Inputs, ways: Ways, layout: Layout, local_steps: int = 1, useful: list[list[int]] | None = None,
+    ) -> None:
+        self.inputs, self.ways, self.layout, self.local_steps = inputs, ways, layout, local_steps
         self.options, self.hosts = ways.options, ways.prices.hosts
-        self.groups = fuse.groups(inputs.job, limits)
-        self.sizes = [sum(s.numel for s in group) for group in self.groups]
+        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
+        self.per_node = ranks.pop() if len(ranks) == 1 else 1
         self.found: Found
         """The choice that emit() writes down."""
-        self.useful = self._useful(self.ways)
-        self.space = self._space(self.ways, self.useful)
+        self.useful = self._useful(ways) if useful is None else useful
+        self.space = self._space(ways, self.useful)
+        self._exact_s: dict[tuple[int, ...], float] = {}
+
+    @cached_property
+    def uniform(self) -> list[Found]:
+        """Those that take one option for every bucket to which it is open, and the one that loses least."""
+        return priced(self.space, self._starts(self.useful))
 
     @cached_property
     def quick(self) -> Found:
-        """The best that takes one option for every bucket to which it is open."""
-        return best_start(self.space, self._starts(self.useful))
+        """The best of them."""
+        return best(self.uniform)
 
     @cached_property
     def searched(self) -> Found:
-        return search(self.space, self._starts(self.useful))
+        return search(self.space._replace(least_s=self.least_s), states=self.uniform)
 
+    @cached_property
     def dense(self) -> Found:
         """The best that codes nothing and takes one option for every bucket."""
-        plain = [start for start, option in zip(self._starts(self.useful), self.options, strict=True) if option.codec == DENSE]
-        return best_start(self.space, plain)
+        return best([found for found in self.uniform if not self.uses(found, lambda o: o.codec != DENSE)] or self.uniform[:1])
+
+    def uses(self, found: Found, such: Callable[[Option], bool]) -> bool:
+        """Whether a bucket's option is such a one."""
+        return any(such(self.options[mine[place]]) for mine, place in zip(self.useful, found.choice, strict=True))
+
+    def refined(self, found: Found) -> tuple[Entry, Found]:
+        """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
+        entry = self
+        for _ in range(REFINED):
+            if found.step_s * (1 - WORTH) <= entry.least_s:
+                break
+            held = [b for b in entry.space.critical(found.choice) if not self.layout.kinds[b][0]]
+            useful = list(entry.useful)
+            for b in sorted(held, key=lambda b: (-self.layout.sizes[b], b))[:WIDENED]:
+                octave = self.layout.kinds[b][1]
+                useful[b] = sorted({*useful[b], *self.ways.unbeaten(1 << (octave - 1), 1 << octave)})
+            wider = Entry(self.inputs, self.ways, self.layout, self.local_steps, useful)
+            choice = [new.index(old[place]) for new, old, place in zip(useful, entry.useful, found.choice, strict=True)]
+            other = search(wider.space._replace(least_s=wider.least_s), [choice], width=1, thorough=False)
+            if other.step_s > found.step_s * (1 - WORTH):
+                break
+            entry, found = wider, other
+        return entry, found
 
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
@@ -72,77 +120,129 @@ class Entry:
         useful = self._useful(ways)
         return search(self._space(ways, useful), self._starts(useful), width=1).step_s
 
+    def exact_s(self, found: Found) -> float:
+        """Seconds of one step of what emit() would write; the search knows buckets that are spread over all servers."""
+        if found.choice not in self._exact_s:
+            self._exact_s[found.choice] = self._as_written_s(found) / self.local_steps
+        return self._exact_s[found.choice]
+
+    def _as_written_s(self, found: Found) -> float:
+        placed = self.ways.placed
+        if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
+            return found.step_s
+        parts = self.parts(found)
+        made = [
+            [placed.template(part.option, part.server, part.owner).way(sum(s.numel for s in part.slices))] for part in parts
+        ]
+        urgencies = [urgent(self.inputs.timing, part.slices) for part in parts]
+        problem = self._problem(placed, made, [part.slices for part in parts], urgencies)
+        return schedule(problem).run([0] * len(parts))
+
     def emit(self) -> Plan:
-        """The plan of the choice; buckets of servers go where least has gone so far, and so do they among a node's ranks."""
-        job, cluster = self.inputs.job, self.inputs.cluster
-        parts = [part for b in range(len(self.groups)) for part in self._parts(b)]
-        chosen = [self.chosen(b) for b, _ in parts]
-        served = [i for i, option in enumerate(chosen) if option.served]
-        ranks = {node.ranks for node in cluster.nodes if node.ranks}
-        per_node = ranks.pop() if len(ranks) == 1 else 1
-        weights = [sum(s.numel for s in parts[i][1]) for i in served]
-        server = dict(zip(served, spread(weights, max(1, len(self.hosts))), strict=True))
-        owner = dict(zip(served, spread(weights, per_node), strict=True))
-        buckets = tuple(
-            Bucket(i, slices, option.path, option.codec, server.get(i, 0), owner.get(i, 0), shape_of(job, slices),
-                   option.down, option.by_node)
-            for i, ((_, slices), option) in enumerate(zip(parts, chosen, strict=True))
-        )
-        return Plan(job.digest(), buckets, len(self.hosts) if served else 0, per_node, self.local_steps,
+        """The plan of the choice."""
+        job, parts = self.inputs.job, self.parts(self.found)
+        buckets = []
+        for i, part in enumerate(parts):
+            option = self.options[part.option]
+            buckets.append(Bucket(i, part.slices, option.path, option.codec, part.server, part.owner,
+                                  shape_of(job, part.slices), option.down, option.by_node))
+        served = any(self.options[part.option].served for part in parts)
+        return Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
 
-    @property
-    def origins(self) -> list[int]:
-        """Of each bucket that emit() makes, the one that was searched."""
-        return [b for b in range(len(self.groups)) for _ in self._parts(b)]
+    def parts(self, found: Found) -> list[Part]:
+        """Buckets of servers go where least has gone so far, and so do they among a node's ranks.
 
-    def _parts(self, b: int) -> list[tuple[int, tuple[Slice, ...]]]:
-        """What was priced as spread over all servers is cut into as many parts, so that each has its own."""
-        group, option = self.groups[b], self.chosen(b)
-        parts = min(len(self.hosts), self.sizes[b] * ELEMENT_NBYTES // SPREAD_NBYTES) if option.served else 1
-        if parts < 2:
-            return [(b, group)]
-        edges = [self.sizes[b] * i // parts for i in range(parts + 1)]
-        return [(b, fuse.between(group, start, stop)) for start, stop in pairwise(edges)]
+        What was priced as spread over all servers is cut into as many parts, so that each has its own.
+        """
+        made = []
+        for b, (group, size) in enumerate(zip(self.layout.groups, self.layout.sizes, strict=True)):
+            option = self.useful[b][found.choice[b]]
+            parts = min(len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES) if self.options[option].served else 1
+            edges = [size * i // parts for i in range(parts + 1)] if parts > 1 else []
+            cut = [fuse.between(group, start, stop) for start, stop in pairwise(edges)] or [group]
+            made += [Part(b, slices, option, 0, 0) for slices in cut]
+        served = [i for i, part in enumerate(made) if self.options[part.option].served]
+        weights = [sum(s.numel for s in made[i].slices) for i in served]
+        servers, owners = spread(weights, max(1, len(self.hosts))), spread(weights, self.per_node)
+        for i, server, owner in zip(served, servers, owners, strict=True):
+            made[i] = made[i]._replace(server=server, owner=owner)
+        return made
 
     def _useful(self, ways: Ways) -> list[list[int]]:
-        """By octaves of size, so that all buckets of one octave have the same options. Dense ones always stay."""
+        """By kinds of buckets. Dense ones always stay."""
         dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
-        of: dict[tuple[bool, int], list[int]] = {}
-        for kind in {self._kind(b) for b in range(len(self.groups))}:
+        of: dict[Kind, list[int]] = {}
+        for kind in set(self.layout.kinds):
             buffer, octave = kind
             found = [] if buffer else ways.useful(1 << (octave - 1), 1 << octave)
             of[kind] = sorted({*dense, *found})
-        return [of[self._kind(b)] for b in range(len(self.groups))]
+        return [of[kind] for kind in self.layout.kinds]
 
-    def _kind(self, b: int) -> tuple[bool, int]:
-        return fuse.is_buffer(self.inputs.job, self.groups[b]), self.sizes[b].bit_length()
+    def _classes(self, useful: list[list[int]]) -> list[Sequence[int]]:
+        """Buckets of one kind with the same options, the largest first."""
+        members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+        for b, (kind, mine) in enumerate(zip(self.layout.kinds, useful, strict=True)):
+            members.setdefault((kind, tuple(mine)), []).append(b)
+        return [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
 
     def _starts(self, useful: list[list[int]]) -> list[list[int]]:
-        return [
-            [mine.index(option) if option in mine else 0 for mine in useful] for option in range(len(self.options))
-        ]
+        places = [{option: place for place, option in enumerate(mine)} for mine in useful]
+        return [[of.get(option, 0) for of in places] for option in range(len(self.options))]
 
     def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
-        job, timing, _, _, policy = self.inputs
-        total = sum(self.sizes)
-        made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
-        loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, self.sizes, strict=True)]
-        codes = [option.codec != DENSE for option in self.options]
-        burden = [[sum(way.seconds) + CODES * codes[o] for o, way in zip(mine, each, strict=True)]
+        sizes, total = self.layout.sizes, sum(self.layout.sizes)
+        made = _made(ways, useful, sizes)
+        loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+        codes = [CODES * (option.codec != DENSE) for option in self.options]
+        burden = [[sum(way.seconds) + codes[o] for o, way in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, made, strict=True)]
-        loads = [Load(each, urgent(timing, group)) for each, group in zip(made, self.groups, strict=True)]
-        classes: dict[tuple[bool, int], list[int]] = {}
-        for b in range(len(self.groups)):
-            classes.setdefault(self._kind(b), []).append(b)
-        nodes = ways.prices.groups
-        problem = flatten(loads, pace(job, timing, self.groups, nodes, self.local_steps),
-                          tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
-        by_size = [classes[kind] for kind in sorted(classes, key=lambda kind: -kind[1])]
+        problem = self._problem(ways, made, self.layout.groups, self.layout.urgencies)
         made_schedule = schedule(problem)
 
         def held_up(choice: Sequence[int]) -> set[int]:
             _, starts, ends = made_schedule.trace(list(choice))
             return critical(problem, choice, starts, ends)
 
-        return Space(made_schedule, loss, burden, held_up, by_size, policy.max_loss, SLACK)
+        return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK)
+
+    @cached_property
+    def least_s(self) -> float:
+        """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
+        job, timing = self.inputs.job, self.inputs.timing
+        nodes = self.ways.prices.groups
+        paces = pace(job, timing, self.layout.groups, nodes, self.local_steps)
+        ends = [max(each.work_s for each in paces)]
+        for options, buckets in _alike(self.useful):
+            numels = np.array([float(self.layout.sizes[b]) for b in buckets])
+            alone = np.min([self.ways.template(option).alone_s(numels) for option in options], axis=0)
+            ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
+        return max(ends) + tail(timing, nodes, self.local_steps)
+
+    def _problem(
+        self, ways: Ways, made: Sequence[Sequence[Way]], groups: Sequence[tuple[Slice, ...]], urgencies: Sequence[float],
+    ) -> Problem:
+        job, timing, _, _, policy = self.inputs
+        nodes = ways.prices.groups
+        loads = [Load(each, urgency) for each, urgency in zip(made, urgencies, strict=True)]
+        return flatten(loads, pace(job, timing, groups, nodes, self.local_steps),
+                       tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
+
+
+def _made(ways: Ways, useful: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Way]]:
+    """By bucket, then by option; those of buckets with the same options are worked out together."""
+    made: list[list[Way]] = [[] for _ in useful]
+    for options, buckets in _alike(useful):
+        numels = np.array([float(sizes[b]) for b in buckets])
+        columns = [ways.template(option).ways(numels) for option in options]
+        for b, each in zip(buckets, zip(*columns, strict=True), strict=True):
+            made[b] = list(each)
+    return made
+
+
+def _alike(useful: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Buckets by their options."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for b, mine in enumerate(useful):
+        alike.setdefault(tuple(mine), []).append(b)
+    return list(alike.items())

@@ -25,11 +25,12 @@ def explained(plan: Plan, entry: Entry) -> Plan:
     step_s = per_step(timeline, plan.local_steps)
     bound_s = min(step_s, entry.bound_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
-    for b in entry.origins:
+    origins = [part.origin for part in entry.parts(entry.found)]
+    for b in origins:
         told.setdefault(b, _verdict(b, entry))
     buckets = tuple(
         structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
-        for bucket, b in zip(plan.buckets, entry.origins, strict=True)
+        for bucket, b in zip(plan.buckets, origins, strict=True)
     )
     return structs.replace(plan, buckets=buckets, step_s=step_s, bound_s=bound_s)
 

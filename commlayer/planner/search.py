@@ -18,8 +18,8 @@ EXHAUSTIVE = 2000
 """So many choices or fewer are all tried."""
 PAIRS = 12000
 """Two buckets are changed at once where that gives no more trials than this."""
-FEW = 12
-"""Of so many buckets or fewer, all states of the beam are improved to the last bit; of more, the best one."""
+FEW, FEWEST = 12, 6
+"""With so many buckets or fewer, the search goes on to the last bit; and from all states of the beam, else from the best."""
 WORTH = 1e-3
 """With many buckets, the search goes on as long as a round of changes shortens the step by this fraction."""
 TAKERS, GIVERS, GIVEN = 4, 12, 6
@@ -43,6 +43,8 @@ class Space(NamedTuple):
     max_loss: float = math.inf
     slack: float = 0.0
     """Fraction of the step that is given up where something can do without coding or loss for it."""
+    least_s: float = 0.0
+    """No choice's step is shorter, as far as is known."""
 
 
 class Found(NamedTuple):
@@ -60,17 +62,28 @@ def better(a: Found, b: Found) -> bool:
     return (a.loss, a.burden, a.choice) < (b.loss, b.burden, b.choice)
 
 
-def search(space: Space, starts: Sequence[Sequence[int]] = (), *, width: int = 3, thorough: bool = True) -> Found:
+def search(
+    space: Space, starts: Sequence[Sequence[int]] = (), *, states: Sequence[Found] = (), width: int = 3, thorough: bool = True,
+) -> Found:
     """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
 
-    `thorough` tries all choices where they are few, and pairs of changes where those are few.
+    `states` are starts with their prices. `thorough` tries all choices where they are few, and pairs of changes where those
+    are few.
     """
-    return _Search(space, thorough).run(starts, width)
+    return _Search(space, thorough).run(list(states) or priced(space, starts), width)
 
 
-def best_start(space: Space, starts: Sequence[Sequence[int]]) -> Found:
-    """The best of those within the budget, and of the one that loses least."""
-    return _Search(space, False).first(starts, 1)[0]
+def priced(space: Space, starts: Sequence[Sequence[int]]) -> list[Found]:
+    """Those within the budget, without repetitions, and the one that loses least."""
+    return _Search(space, False).priced(starts)
+
+
+def best(states: Sequence[Found]) -> Found:
+    return min(states, key=_order)
+
+
+def _order(found: Found) -> tuple[object, ...]:
+    return found.step_s, found.loss, found.burden, found.choice
 
 
 class _Search:
@@ -80,17 +93,15 @@ class _Search:
         self.every = range(len(self.counts))
         self.within = space.max_loss * (1 + EQUAL) + 1e-12
 
-    def run(self, starts: Sequence[Sequence[int]], width: int) -> Found:
-        if not self.allowed(self.least()):
-            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
+    def run(self, starts: Sequence[Found], width: int) -> Found:
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
             found = self.price(self.least())
             for choice in product(*map(range, self.counts)):
                 found = self.keep(found, choice)
             return found
-        states = self.beam(self.first(starts, width), width)
+        states = self.beam(self.best(starts, width), width)
         found = states[0]
-        for state in states if len(self.counts) <= FEW else states[:1]:
+        for state in states if len(self.counts) <= FEWEST else states[:1]:
             improved = self.improve(state)
             found = improved if better(improved, found) else found
         return found
@@ -120,16 +131,18 @@ class _Search:
         """Of each bucket the option that loses least."""
         return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
 
-    def first(self, starts: Sequence[Sequence[int]], width: int) -> list[Found]:
+    def priced(self, starts: Sequence[Sequence[int]]) -> list[Found]:
+        least = self.least()
+        if not self.allowed(least):
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
         if not starts:
             starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
-        distinct = dict.fromkeys([self.least(), *map(tuple, starts)])
-        return self.best([self.price(choice) for choice in distinct if self.allowed(choice)], width)
+        distinct = dict.fromkeys([least, *map(tuple, starts)])
+        return [self.price(choice) for choice in distinct if self.allowed(choice)]
 
-    def best(self, states: list[Found], width: int) -> list[Found]:
-        states = sorted(states, key=lambda s: (s.step_s, s.loss, s.burden, s.choice))
+    def best(self, states: Sequence[Found], width: int) -> list[Found]:
         kept: list[Found] = []
-        for state in states:
+        for state in sorted(states, key=_order):
             if len(kept) < width and all(state.choice != other.choice for other in kept):
                 kept.append(state)
         return kept
@@ -159,14 +172,15 @@ class _Search:
         """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
         worth = WORTH if len(self.counts) > FEW else EQUAL
         moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
-        while True:
+        improving = True
+        while improving and found.step_s * (1 - worth) > self.space.least_s:
+            improving = False
             for move in moves:
                 improved = move(found)
                 if improved.step_s < found.step_s * (1 - worth):
-                    found = improved
+                    found, improving = improved, True
                     break
-            else:
-                return self.relax(found)
+        return self.relax(found)
 
     def singles(self, found: Found) -> Found:
         critical = self.space.critical(found.choice)

@@ -9,7 +9,8 @@ from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.layout import Layout
+from commlayer.planner.model import Cluster, Node, Policy, Profile
 from commlayer.planner.paths import parse
 from commlayer.planner.reasons import explained
 from commlayer.planner.search import Found
@@ -24,23 +25,32 @@ PAYS = 0.02
 WORTH = 0.02
 """Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
 
+NEAR = 0.01
+"""What is written is no more than this fraction faster than what was searched, where buckets are spread over all servers."""
+ALIKE = 0.1
+"""Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
+EVEN = 0.1
+"""Links that differ by no more than this fraction are equal, where it is asked who should host."""
+
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
     """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = Inputs(job, timing, cluster, profile, policy)
-    tried = [Entry(inputs, ways, limits) for ways in _ways(inputs) for limits in fuse.limits(job)]
-    finalists = sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
-    densest = min(tried, key=lambda entry: entry.dense().step_s)
+    tried = _tried(inputs)
+    finalists = _finalists(tried)
+    densest = min(tried, key=lambda entry: entry.dense.step_s)
     choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
     entry, found = _best(choices)
-    if _exact_s(densest, densest.dense()) < _exact_s(entry, found) * (1 + PAYS):
-        entry, found = densest, densest.dense()
+    entry, found = _best([(entry, found), entry.refined(found)])
+    pays_s = entry.exact_s(found) * (1 + PAYS)
+    if _about_s(densest, densest.dense) < pays_s and densest.exact_s(densest.dense) < pays_s:
+        entry, found = densest, densest.dense
     local_steps = 2
     while local_steps <= policy.max_local_steps:
-        rarer = Entry(inputs, entry.ways, entry.limits, local_steps)
+        rarer = Entry(inputs, entry.ways, entry.layout, local_steps)
         rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
-        if _exact_s(rarer, sparser) > _exact_s(entry, found) * (1 - WORTH):
+        if rarer.exact_s(sparser) > entry.exact_s(found) * (1 - WORTH):
             break
         entry, found, local_steps = rarer, sparser, 2 * local_steps
     entry.found = found
@@ -51,24 +61,59 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
 
 
 def _best(choices: list[tuple[Entry, Found]]) -> tuple[Entry, Found]:
-    """By the exact simulation of what would be written: the search knows buckets that are spread over all servers."""
-    return min(choices, key=lambda pair: _exact_s(*pair))
+    """By the exact simulation of what would be written, of those that may be the best."""
+    (entry, found), *others = sorted(choices, key=lambda pair: _about_s(*pair))
+    for other in others:
+        if _about_s(*other) < entry.exact_s(found) and other[0].exact_s(other[1]) < entry.exact_s(found):
+            entry, found = other
+    return entry, found
 
 
-def _exact_s(entry: Entry, found: Found) -> float:
-    entry.found = found
-    job, _, cluster, profile, policy = entry.inputs
-    return exact_s(entry.emit(), job, cluster, profile, policy)
+def _about_s(entry: Entry, found: Found) -> float:
+    """What a step that was searched is surely not below."""
+    return found.step_s / entry.local_steps * (1 - NEAR)
 
 
-def _ways(inputs: Inputs) -> list[Ways]:
-    """For each set of hosts its options; where no server is worth it, one set is enough."""
-    made = []
+def _tried(inputs: Inputs) -> list[Entry]:
+    """All limits with all hosts; with one host, where all have equal links, those that were best."""
+    layouts = _layouts(inputs)
+    tried: list[Entry] = []
     for hosts in host_sets(inputs.cluster):
+        if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
+            break
         # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
         prices = Prices(inputs.cluster, inputs.profile, hosts, spread=len(hosts) > 1)
-        made.append(Ways(prices, options(prices, inputs.policy)))
+        ways = Ways(prices, options(prices, inputs.policy))
+        tried += [Entry(inputs, ways, layout) for layout in layouts]
+        if _even(inputs.cluster):
+            layouts = [entry.layout for entry in _finalists(tried)]
+    return tried
+
+
+def _layouts(inputs: Inputs) -> list[Layout]:
+    """Of those with nearly as many buckets the first."""
+    made: list[Layout] = []
+    for limits in fuse.limits(inputs.job):
+        layout = Layout(inputs.job, inputs.timing, limits)
+        if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
+            made.append(layout)
     return made
+
+
+def _finalists(tried: list[Entry]) -> list[Entry]:
+    return sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
+
+
+def _one_may_do(cluster: Cluster, finalists: list[Entry]) -> bool:
+    """Whether a server on one node could be better than on all: where its link stands out, or servers are worth it anyway."""
+    return not _even(cluster) or any(
+        entry.uses(found, lambda option: option.served) for entry in finalists for found in (entry.quick, entry.searched)
+    )
+
+
+def _even(cluster: Cluster) -> bool:
+    rates = [_bps(node) for node in cluster.nodes if node.server]
+    return not rates or max(rates) <= min(rates) * (1 + EVEN)
 
 
 def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -76,8 +121,12 @@ def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     able = [i for i, node in enumerate(cluster.nodes) if node.server]
     if not able:
         return [()]
-    fastest = max(able, key=lambda i: (min(cluster.nodes[i].link.up_bps, cluster.nodes[i].link.down_bps), -i))
+    fastest = max(able, key=lambda i: (_bps(cluster.nodes[i]), -i))
     return list(dict.fromkeys([tuple(able), (fastest,)]))
+
+
+def _bps(node: Node) -> float:
+    return min(node.link.up_bps, node.link.down_bps)
 
 
 def _stale(plan: Plan, inputs: Inputs) -> Plan:

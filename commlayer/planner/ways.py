@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
 from commlayer.planner.costs import Prices, bare
@@ -14,6 +17,10 @@ from commlayer.planner.problem import COMPUTE, Shape, Way, shape_of
 from commlayer.planner.walk import Step
 
 DENSE = "identity()"
+EDGES = np.exp2(np.arange(32))
+"""Elements at the ends of octaves of size."""
+
+Reals = npt.NDArray[np.float64]
 
 
 class Option(NamedTuple):
@@ -47,6 +54,31 @@ class Template(NamedTuple):
     def way(self, numel: int) -> Way:
         return Way(self.shape, [a + b * numel for a, b in self.seconds], [a + b * numel for a, b in self.latency])
 
+    def ways(self, sizes: Reals) -> list[Way]:
+        """The same for many sizes at once."""
+        seconds, latency = _over(self.seconds, sizes).T.tolist(), _over(self.latency, sizes).T.tolist()
+        return [Way(self.shape, s, t) for s, t in zip(seconds, latency, strict=True)]
+
+    def alone_s(self, sizes: Reals) -> Reals:
+        """Seconds on idle lanes, where no task waits for another's lane."""
+        seconds, latency = _over(self.seconds, sizes), _over(self.latency, sizes)
+        zero = np.zeros(len(sizes))
+        ends: list[Reals] = []
+        at = 0
+        for lanes, after, late in zip(self.shape.lanes, self.shape.after, latency, strict=True):
+            begin = _longest([ends[i] for i in after], zero)
+            ends.append(begin + _longest(list(seconds[at : at + len(lanes)]), zero) + late)
+            at += len(lanes)
+        return _longest(ends, zero)
+
+    def busy_s(self, sizes: Reals) -> dict[str, Reals]:
+        """Seconds of each lane."""
+        busy: dict[str, Reals] = {}
+        lanes = (lane for lanes in self.shape.lanes for lane in lanes)
+        for lane, seconds in zip(lanes, _over(self.seconds, sizes), strict=True):
+            busy[lane] = busy[lane] + seconds if lane in busy else seconds
+        return busy
+
 
 class Ways:
     """Options by number, in one cluster with one set of servers."""
@@ -56,9 +88,17 @@ class Ways:
         self.options = tuple(options)
         self._made: dict[tuple[int, int, int], Template] = {}
         self._useful: dict[tuple[int, int], list[int]] = {}
+        self._unbeaten: dict[tuple[int, int], list[int]] = {}
+        self._at_edges: dict[int, list[list[float]]] = {}
         of = {bare(option): codec_loss(prices.profile, option) for o in options for option in (o.codec, o.down, *o.by_node)}
         self.losses = [_loss(option, of) for option in self.options]
         """In final quality, if the whole model were sent so; by option."""
+
+    @cached_property
+    def placed(self) -> Ways:
+        """The same options with each bucket on one server, where here each is spread over all of them."""
+        prices = self.prices
+        return Ways(Prices(prices.cluster, prices.profile, prices.hosts), self.options) if prices.spread else self
 
     def template(self, option: int, server: int = 0, owner: int = 0) -> Template:
         key = (option, server, owner)
@@ -88,28 +128,65 @@ class Ways:
         found = self._useful[least, most] = sorted(kept)
         return found
 
+    def unbeaten(self, least: int, most: int) -> list[int]:
+        """All options for such sizes of which no other loses as little, holds no lane longer and is done as soon alone."""
+        if (least, most) in self._unbeaten:
+            return self._unbeaten[least, most]
+        sizes = np.array([float(least), float(most)])
+        busy = [self.template(option).busy_s(sizes) for option in range(len(self.options))]
+        lanes = sorted({lane for each in busy for lane in each})
+        column = {lane: 2 * i for i, lane in enumerate(lanes)}
+        weights = np.zeros((len(busy), 2 * len(lanes) + 3))
+        for option, (row, each) in enumerate(zip(weights, busy, strict=True)):
+            for lane, seconds in each.items():
+                row[column[lane] : column[lane] + 2] = seconds
+            row[-3:-1] = self.template(option).alone_s(sizes)
+            row[-1] = self.losses[option]
+        kept: list[int] = []
+        # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
+        for option in np.argsort(weights.sum(axis=1), kind="stable").tolist():
+            if not (weights[kept] <= weights[option]).all(axis=1).any():
+                kept.append(option)
+        found = self._unbeaten[least, most] = sorted(kept)
+        return found
+
     def _respects(self, option: int, numel: int) -> list[float]:
-        """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone."""
-        way = self.template(option).way(numel)
-        busy: dict[str, float] = {}
-        ends: list[float] = []
-        at = 0
-        for lanes, after, latency in zip(way.shape.lanes, way.shape.after, way.latency, strict=True):
-            longest = 0.0
-            for lane in lanes:
-                busy[lane] = busy.get(lane, 0.0) + way.seconds[at]
-                longest = max(longest, way.seconds[at])
-                at += 1
-            ends.append(max((ends[i] for i in after), default=0.0) + longest + latency)
-        alone, busiest = max(ends, default=0.0), max(busy.values(), default=0.0)
-        of: dict[str, float] = {}
-        for lane, seconds in busy.items():
-            kind = lane.partition(":")[0]
-            of[kind] = max(of.get(kind, 0.0), seconds)
-        links = max(of.get("up", 0.0), of.get("down", 0.0), of.get("intra", 0.0))
-        coding = max(of.get("cpu", 0.0), of.get("server", 0.0))
-        gpu = of.get(COMPUTE, 0.0)
-        return [alone, busiest, alone + busiest, links, coding, gpu + alone, gpu + links]
+        if numel & (numel - 1):
+            return _respects(self.template(option), np.array([float(numel)]))[0]
+        if option not in self._at_edges:
+            self._at_edges[option] = _respects(self.template(option), EDGES)
+        return self._at_edges[option][numel.bit_length() - 1]
+
+
+def _respects(template: Template, sizes: Reals) -> list[list[float]]:
+    """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone. By size."""
+    busy = template.busy_s(sizes)
+    zero = np.zeros(len(sizes))
+    of: dict[str, list[Reals]] = {}
+    for lane, seconds in busy.items():
+        of.setdefault(lane.partition(":")[0], []).append(seconds)
+
+    def most(*kinds: str) -> Reals:
+        return _longest([seconds for kind in kinds for seconds in of.get(kind, ())], zero)
+
+    alone, busiest = template.alone_s(sizes), _longest(list(busy.values()), zero)
+    links, gpu = most("up", "down", "intra"), most(COMPUTE)
+    respects = [alone, busiest, alone + busiest, links, most("cpu", "server"), gpu + alone, gpu + links]
+    found: list[list[float]] = np.stack(respects, axis=1).tolist()
+    return found
+
+
+def _over(lines: tuple[tuple[float, float], ...], sizes: Reals) -> Reals:
+    """A row for each line, a column for each size."""
+    values = np.array(lines).reshape(-1, 2)
+    return values[:, :1] + values[:, 1:] * sizes
+
+
+def _longest(each: Sequence[Reals], zero: Reals) -> Reals:
+    found = zero
+    for seconds in each:
+        found = np.maximum(found, seconds)
+    return found
 
 
 def template(steps: Sequence[Step]) -> Template:
