@@ -1,15 +1,17 @@
 """The plan that nobody asked for: measures the first steps, plans on rank 0, goes over to it, and again when it is stale.
 
 All ranks count steps alike, so what they do together (probes, the exchange of what they measured, the word whether there is a
-plan) happens at steps that each knows by itself. Planning runs on a thread of rank 0 beside the training.
+plan) happens at steps that each knows by itself. Planning runs on a thread of rank 0 beside the training; where a step has
+become so slow that planning takes less, all wait for it. A change of the links needs no new measuring: the costs known before
+are planned with again, at the rates that transfers were seen to go at.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -18,14 +20,17 @@ from msgspec import structs
 
 from commlayer import planner
 from commlayer.compressors import parse
+from commlayer.config import host_port
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
-from commlayer.observe import Drift
+from commlayer.looks import Looks, Row
+from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
+from commlayer.probing import Measured, gathered, homes_of, links_of, probed
 from commlayer.records import Job, Plan, digest
-from commlayer.runtime import calibrate, probe
+from commlayer.runtime import calibrate
 from commlayer.runtime.timing import timing_of
 from commlayer.runtime.worker import Worker
 
@@ -38,22 +43,14 @@ PROBE_S = 2.0
 """Of all probes together."""
 WORTH = 0.05
 """A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
-FIRST_ASK, LAST_ASK = 2, 64
-"""Steps between two askings whether there is a plan: twice as many each time."""
+PROBE_AGAIN_S = 1.0
+"""Of all probes of a link that may have become faster."""
+TRIED = 3
+"""Steps under a new plan that tell what came of it, after one that warms up."""
 INTRA_BPS, INTRA_ALPHA_S = 4e10, 2e-5
 """Between ranks of one node, through its memory: nobody has measured it."""
 
-NOTHING, SWITCH, MEASURE = 0, 1, 2
-
-
-class Row(NamedTuple):
-    """What one rank measured."""
-
-    compute_s: float
-    step_s: float
-    up_bps: float
-    down_bps: float
-    alpha_s: float
+NOTHING, SWITCH, MEASURE, PROBE = 0, 1, 2, 3
 
 
 def auto_of(connection: Connection) -> Auto | None:
@@ -82,7 +79,7 @@ class Auto:
     def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
         """`keep`: looks for plans and changes none."""
         self._connection, self._job, self._probe_s, self._keep = connection, job, probe_s, keep
-        self._steps, self._next, self._gap = 0, 0, FIRST_ASK
+        self._steps = 0
         self._measure_from = WARM_STEPS
         self._answer: Plan | None = None
         self._thread: threading.Thread | None = None
@@ -90,6 +87,20 @@ class Auto:
         self._stale = False
         self._ended = 0.0
         self._recent: list[float] = []
+        self._looks: Looks | None = None
+        self._timed = job
+        """With what the first steps measured."""
+        self._measured: list[Measured] = []
+        self._nodes: list[Link] = []
+        """The links that the plan in force is for, the same on all ranks."""
+        self._links: Links | None = None
+        self._best: list[Rates] = []
+        """That were ever known."""
+        self._profile: Profile | None = None
+        self._plan_s = 0.0
+        self._again = Again()
+        self._trial: list[float] | None = None
+        self._before_s = 0.0
         self.verdicts: list[Verdict] = []
         """On rank 0. See `settle`."""
 
@@ -112,9 +123,9 @@ class Auto:
             worker.recorder.switch(on=True)
         elif self._steps == self._measure_from + MEASURED_STEPS + 1:
             self._begin_planning(worker)
-            self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
-        elif self._steps == self._next:
-            self._ask()
+        elif self._looks is not None and not self._measuring:
+            self._look(worker)
+        self._ended = time.perf_counter()
 
     def settle(self, deadline_s: float) -> list[Verdict]:
         """What planning has found, when it is over or that time is."""
@@ -125,15 +136,28 @@ class Auto:
     # ---- measuring
 
     def _watch(self) -> None:
-        """How long steps take now, against what was predicted; on rank 0 alone."""
-        now = time.perf_counter()
-        if self._ended:
-            self._recent = [*self._recent[-2:], now - self._ended]
-            if self._drift is not None and self._drift.observe(median(self._recent)):
-                self._stale = True
-                self._say(f"the plan is stale: steps take {1e3 * median(self._recent):.1f} ms, "
-                          f"{1e3 * self._drift.predicted_s:.1f} ms were predicted")
-        self._ended = now
+        """How long steps take now, against what was predicted."""
+        if not self._ended:
+            return
+        step_s = time.perf_counter() - self._ended
+        if self._looks is not None:
+            self._looks.step(step_s)
+        self._recent = [*self._recent[-2:], step_s]
+        if self._trial is not None:
+            self._trial.append(step_s)
+            if len(self._trial) > TRIED:
+                self._came_of_it(median(self._trial[1:]))
+        if self._drift is not None and self._drift.observe(median(self._recent)):
+            self._stale = True
+            self._say(f"the plan is stale: steps take {1e3 * median(self._recent):.1f} ms, "
+                      f"{1e3 * self._drift.predicted_s:.1f} ms were predicted")
+
+    def _came_of_it(self, step_s: float) -> None:
+        self._trial = None
+        plan = self._connection.plan
+        assert plan is not None
+        self._say(f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
+                  f"{1e3 * self._before_s:.1f} ms were taken before")
 
     def _begin_planning(self, worker: Worker) -> None:
         """All ranks: probe links one after the other, tell each other; rank 0 goes on alone."""
@@ -142,39 +166,144 @@ class Auto:
         steps = worker.recorder.steps
         worker.recorder.switch(on=False)
         timing = timing_of(steps, len(self._job.tensors), worker.places)
-        row = Row(timing.forward_s + timing.backward_s, median(s.marks["end"] for s in steps), *self._probe())
-        rows = [Row(*r) for r in groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()]
+        self._timed = Job(self._job.tensors, self._job.batch, timing, self._job.name)
+        step_s = median(s.marks["end"] for s in steps)
+        row = Measured(timing.forward_s + timing.backward_s, step_s, *probed(made, self._probe_s))
+        self._measured = gathered(made, row)
+        self._profile = None
+        self._plan_for(links_of(made, self._measured))
         if made.rank == 0:
-            job = Job(self._job.tensors, self._job.batch, timing, self._job.name)
-            plan = worker.plan
-            self._thread = threading.Thread(target=self._plan, args=(job, plan, rows), name="commlayer-planner", daemon=True)
-            self._thread.start()
+            self._start_planning(worker.plan)
+        if self._looks is None:
+            self._begin_looks()
 
-    def _probe(self) -> tuple[float, float, float]:
-        """(up, down, latency) of this node's link: the nodes' first ranks measure in turn, so none measures another's."""
+    def _begin_looks(self) -> None:
         made, groups = self._connection, self._connection.groups
         assert groups is not None
         assert made.uplink is not None
-        found = (0.0, 0.0, 0.0)
-        nodes = groups.world // groups.ranks_per_node
-        for node in range(nodes):
-            if (groups.node, groups.local) == (node, 0) and made.uplink.view.servers:
-                link = probe.link(functools.partial(made.uplink.probe, 0), self._probe_s / nodes)
-                found = link.up_bps, link.down_bps, link.alpha_s
-            groups.barrier()
-        return found
+        counters = counters_towards([host_port(s.address) for s in made.uplink.view.servers]) if groups.local == 0 else None
+        self._looks = Looks(groups.timeout_s, Meter(counters) if counters is not None else None)
+        made.beside.append(self._looks.close)
+
+    # ---- links that change
+
+    def _look(self, worker: Worker) -> None:
+        """All ranks: hear what all have seen, act upon it alike, and tell."""
+        assert self._looks is not None
+        if heard := self._looks.heard():
+            self._act(worker, heard)
+        assert self._links is not None
+        if self._looks.due and not self._measuring:
+            heard = self._looks.tell(self._word(), self._plan_s, self._links.slow)
+            if heard:
+                self._act(worker, heard)
+
+    @property
+    def _measuring(self) -> bool:
+        return self._steps <= self._measure_from + MEASURED_STEPS
+
+    def _word(self) -> int:
+        """What rank 0 wants of all."""
+        if self._connection.rank != 0 or (self._thread is not None and self._thread.is_alive()):
+            return NOTHING
+        if self._answer is not None:
+            return SWITCH
+        if self._stale:
+            self._stale, self._drift = False, None
+            return MEASURE
+        if self._links is not None and self._again.due(
+            time.monotonic(), hinted=self._links.faster, lost=differ(self._best, self._links.planned)
+        ):
+            return PROBE
+        return NOTHING
+
+    def _act(self, worker: Worker, rows: list[Row]) -> None:
+        groups = self._connection.groups
+        assert groups is not None
+        assert self._links is not None
+        step_s = median(row.step_s for row in rows)
+        if rows[0].word == SWITCH:
+            self._switch()
+        elif rows[0].word == MEASURE:
+            self._measure_from = self._steps + 1
+        elif rows[0].word == PROBE:
+            self._probe_again(worker, rows[0].plan_s, step_s)
+        elif found := self._links.observe(step_s, [row.carried for row in rows[:: groups.ranks_per_node]]):
+            self._say(f"links have changed from {_said(self._links.planned)} to {_said(found)}, as seen in steps of "
+                      f"{1e3 * step_s:.1f} ms that took {1e3 * self._links.usual_s:.1f} ms before")
+            self._plan_anew(worker, found, rows[0].plan_s, step_s)
+
+    def _probe_again(self, worker: Worker, plan_s: float, step_s: float) -> None:
+        """A link carries little under a plan for a slow one, so nothing else tells that it is faster by now."""
+        assert self._links is not None
+        begin = time.monotonic()
+        made = self._connection
+        found = probed(made, PROBE_AGAIN_S)
+        mine = self._measured[made.rank]
+        self._measured = gathered(made, mine._replace(up_bps=found[0], down_bps=found[1]))
+        cost_s = time.monotonic() - begin
+        planned = self._links.planned
+        rates = tuple(  # whether a link is slower is told by steps: a short probe may be
+            Rates(max(link.up_bps, old.up_bps), max(link.down_bps, old.down_bps))
+            for link, old in zip(links_of(made, self._measured), planned, strict=True)
+        )
+        faster = differ(rates, planned)
+        self._again.probed(time.monotonic(), cost_s, found=faster)
+        self._say(f"probed the links in {1e3 * cost_s:.0f} ms: " + (
+            f"{_said(rates)} instead of {_said(planned)}" if faster else f"no faster than {_said(planned)}"))
+        if faster:
+            self._plan_anew(worker, rates, plan_s, step_s)
+
+    def _plan_anew(self, worker: Worker, rates: Sequence[Rates], plan_s: float, step_s: float) -> None:
+        """All ranks: with what is known, for other rates. They wait for it where that takes less than a step."""
+        groups = self._connection.groups
+        assert groups is not None
+        nodes = [Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, self._nodes, strict=True)]
+        self._plan_for(nodes)
+        wait = 0.0 < plan_s < step_s
+        if self._connection.rank == 0:
+            self._start_planning(worker.plan, step_s)
+            if wait and self._thread is not None:
+                self._thread.join()
+        if wait:
+            found = torch.tensor([self._answer is not None], dtype=torch.int64, device=groups.device)
+            groups.broadcast_all(found).wait(time.monotonic() + groups.timeout_s)
+            if found:
+                self._switch()
+
+    def _plan_for(self, nodes: list[Link]) -> None:
+        """From now on these links are what is planned for."""
+        self._nodes = nodes
+        rates = [Rates(link.up_bps, link.down_bps) for link in nodes]
+        self._links = Links(rates)
+        self._best = [Rates(*map(max, zip(*both, strict=True))) for both in zip(self._best or rates, rates, strict=True)]
+        self._again.changed(time.monotonic())
+        if self._looks is not None:
+            self._looks.afresh()
 
     # ---- planning, on rank 0
 
-    def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
+    def _start_planning(self, current: Plan, step_s: float = 0.0) -> None:
+        """`step_s`: what a step takes now, if it is not what was measured first."""
+        if self._thread is not None:
+            self._thread.join()
+        self._answer, self._drift = None, None
+        measured_s = step_s or median(row.step_s for row in self._measured)
+        self._thread = threading.Thread(
+            target=self._plan, args=(current, self._cluster(), measured_s), name="commlayer-planner", daemon=True
+        )
+        self._thread.start()
+
+    def _plan(self, current: Plan, cluster: Cluster, measured_s: float) -> None:
+        job = self._timed
         try:
-            cluster = self._cluster(rows)
-            profile = _profile(cluster, current)
+            profile = self._profile = self._profile or _profile(cluster, current)
+            begin = time.perf_counter()
             policy = Policy(devices=("cpu",))
             made = planner.plan(job, cluster, profile, policy)
             now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
-            measured_s = median(row.step_s for row in rows)
             answer = self._on_servers(made)
+            self._plan_s = time.perf_counter() - begin
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
             return
@@ -187,16 +316,12 @@ class Auto:
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
+        self._before_s = measured_s
         self._answer = answer
-
-    def _homes(self) -> list[int]:
-        """The node of each server."""
-        assert self._connection.uplink is not None
-        return [s.node for s in self._connection.uplink.view.servers]
 
     def _at_home(self, plan: Plan) -> Plan:
         """Its servers as the planner counts them: one for each node that has any."""
-        homes = self._homes()
+        homes = homes_of(self._connection)
         hosts = sorted(set(homes[: plan.servers]))
         buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
         return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
@@ -205,26 +330,22 @@ class Auto:
         """The reverse: the planner's hosts as the numbers of servers that run."""
         if not plan.servers:
             return plan
-        homes = self._homes()
+        homes = homes_of(self._connection)
         able = sorted(set(homes))
         hosts = plan.hosts or tuple(able[: plan.servers])
         number = [homes.index(host) for host in hosts]
         buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
         return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
-    def _cluster(self, rows: list[Row]) -> Cluster:
-        """Nodes as measured. That of the server which all have probed saw no network: it gets the best of the others'."""
+    def _cluster(self) -> Cluster:
+        """Nodes as measured."""
         groups = self._connection.groups
         assert groups is not None
-        firsts = rows[:: groups.ranks_per_node]
-        homes = self._homes()
-        seen = [r for number, r in enumerate(firsts) if number != homes[0]]
-        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
-        fastest_s = min(r.compute_s for r in rows)
+        homes = homes_of(self._connection)
+        fastest_s = min(r.compute_s for r in self._measured)
         nodes = []
-        for number, row in enumerate(firsts):
-            link = best if number == homes[0] else Link(row.up_bps, row.down_bps, row.alpha_s)
-            mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
+        for number, link in enumerate(self._nodes):
+            mine = self._measured[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
             nodes.append(Node(
                 f"node{number}", groups.ranks_per_node, "cpu", link, INTRA_BPS, INTRA_ALPHA_S,
                 speed=fastest_s / max(r.compute_s for r in mine), server=number in homes,
@@ -233,37 +354,22 @@ class Auto:
 
     # ---- changing over
 
-    def _ask(self) -> None:
-        """All ranks: has rank 0 a plan, or does it want everything measured again?"""
-        groups = self._connection.groups
-        assert groups is not None
-        word = torch.tensor([self._word()], dtype=torch.int64, device=groups.device)
-        groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
-        self._gap = min(2 * self._gap, LAST_ASK)
-        self._next = self._steps + self._gap
-        if int(word) == SWITCH:
-            plan, self._answer = self._answer, None
-            try:
-                switch(self._connection, plan)
-            except ValueError as error:  # on all ranks, and nothing has changed
-                self._say(f"kept the plan in force: {error}")
-                return
-            assert self._connection.plan is not None
-            self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
-            self._recent.clear()
-            self._say(f"went over to plan {digest(self._connection.plan)}")
-        elif int(word) == MEASURE:
-            self._measure_from = self._steps + 1
-
-    def _word(self) -> int:
-        if self._connection.rank != 0:
-            return NOTHING
-        if self._answer is not None:
-            return SWITCH
-        if self._stale and not (self._thread is not None and self._thread.is_alive()):
-            self._stale, self._drift = False, None
-            return MEASURE
-        return NOTHING
+    def _switch(self) -> None:
+        """All ranks, to what rank 0 has found."""
+        plan, self._answer = self._answer, None
+        try:
+            switch(self._connection, plan)
+        except ValueError as error:  # on all ranks, and nothing has changed
+            self._say(f"kept the plan in force: {error}")
+            return
+        assert self._connection.plan is not None
+        self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
+        self._recent.clear()
+        assert self._looks is not None
+        self._looks.afresh()
+        self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
+        self._trial = [] if self._connection.rank == 0 else None
+        self._say(f"went over to plan {digest(self._connection.plan)}")
 
     def _say(self, what: str) -> None:
         self._connection.decisions.append(f"step {self._steps}: {what}")
@@ -283,3 +389,9 @@ def _profile(cluster: Cluster, current: Plan) -> Profile:
         for cost in tables.codecs
     )
     return structs.replace(tables, codecs=costs, source="measured")
+
+
+def _said(rates: Sequence[Rates]) -> str:
+    """In Mb/s, one for all nodes where they are alike."""
+    each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
+    return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "commlayer"
 BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
-SURFACE = {"auto", "balancing", "connect", "checkpoint", "session", "ddp"}
+SURFACE = {"auto", "balancing", "connect", "checkpoint", "looks", "probing", "session", "ddp"}
 TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 

@@ -10,19 +10,23 @@ from commlayer.planner.model import Link
 FIRST_NBYTES = 16 << 10
 LAST_NBYTES = 16 << 20
 PINGS = 4
-ENOUGH = 6.0
+ENOUGH = 10.0
 """A transfer that takes so many round trips tells the rate: what came before it opened the connection's window."""
 
 Ask = Callable[[int, int, float], float]
 """(bytes up, bytes down, deadline in seconds) -> seconds."""
 
 
-def link(ask: Ask, budget_s: float) -> Link:
-    """Both rates and the latency to the core of the network, in about that time; a transfer may take some times as long."""
+def link(ask: Ask, budget_s: float, between: Callable[[], object] = lambda: None) -> Link:
+    """Both rates and the latency to the core of the network, in about that time; a transfer may take some times as long.
+
+    `between` the two ways: where many probe at the same time, one's answers must not go beside another's questions.
+    """
     begin = time.perf_counter()
     patience_s = 10.0 * budget_s + 10.0
     round_trip_s = min(ask(1, 1, patience_s) for _ in range(PINGS))
     up_bps = _rate(lambda n: ask(n, 1, patience_s), round_trip_s, begin + budget_s / 2)
+    between()
     down_bps = _rate(lambda n: ask(1, n, patience_s), round_trip_s, begin + budget_s)
     # To the server and back, and from each machine to the network between them: four ways of about equal length.
     return Link(up_bps, down_bps, round_trip_s / 4)
@@ -36,6 +40,6 @@ def _rate(transfer: Callable[[int], float], round_trip_s: float, deadline: float
         moved_s = max(seconds - round_trip_s, 1e-6)
         left_s = deadline - time.perf_counter()
         grown = min(4 * nbytes, LAST_NBYTES)
-        if seconds > ENOUGH * round_trip_s + 0.01 or grown == nbytes or grown / nbytes * seconds > left_s:
+        if seconds > ENOUGH * round_trip_s + 0.01 or grown == nbytes or round_trip_s + grown / nbytes * moved_s > left_s:
             return 8 * nbytes / moved_s
         nbytes = grown
