@@ -100,6 +100,8 @@ class Auto:
         self._plan_s = 0.0
         self._again = Again()
         self._trial: list[float] | None = None
+        """Seconds of the first steps since planning was over; what they say of it follows."""
+        self._kept = False
         self._before_s = 0.0
         self.verdicts: list[Verdict] = []
         """On rank 0. See `settle`."""
@@ -156,6 +158,9 @@ class Auto:
         self._trial = None
         plan = self._connection.plan
         assert plan is not None
+        if self._kept:
+            self._drift = Drift(step_s)
+            return
         self._say(f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
                   f"{1e3 * self._before_s:.1f} ms were taken before")
 
@@ -287,7 +292,7 @@ class Auto:
         """`step_s`: what a step takes now, if it is not what was measured first."""
         if self._thread is not None:
             self._thread.join()
-        self._answer, self._drift = None, None
+        self._answer = self._drift = self._trial = None
         measured_s = step_s or median(row.step_s for row in self._measured)
         self._thread = threading.Thread(
             target=self._plan, args=(current, self._cluster(), measured_s), name="commlayer-planner", daemon=True
@@ -312,7 +317,7 @@ class Auto:
         said = (f"a plan of {len(made.buckets)} buckets for {1e3 * made.step_s:.1f} ms a step; the one in force takes "
                 f"{1e3 * measured_s:.1f} ms, {1e3 * now_s:.1f} ms by the same prices")
         if gain < WORTH or self._keep:
-            self._drift = Drift(measured_s)
+            self._kept, self._trial = True, []
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
@@ -368,7 +373,7 @@ class Auto:
         assert self._looks is not None
         self._looks.afresh()
         self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
-        self._trial = [] if self._connection.rank == 0 else None
+        self._kept, self._trial = False, [] if self._connection.rank == 0 else None
         self._say(f"went over to plan {digest(self._connection.plan)}")
 
     def _say(self, what: str) -> None:

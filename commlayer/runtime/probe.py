@@ -12,6 +12,8 @@ LAST_NBYTES = 16 << 20
 PINGS = 4
 ENOUGH = 10.0
 """A transfer that takes so many round trips tells the rate: what came before it opened the connection's window."""
+TELLING = 0.5
+"""Round trips, besides the one it waits for anyway, from which a transfer tells a rate at all."""
 
 Ask = Callable[[int, int, float], float]
 """(bytes up, bytes down, deadline in seconds) -> seconds."""
@@ -33,13 +35,19 @@ def link(ask: Ask, budget_s: float, between: Callable[[], object] = lambda: None
 
 
 def _rate(transfer: Callable[[int], float], round_trip_s: float, deadline: float) -> float:
-    """bits per second of the largest transfer that fits the time: sizes grow by what the last one lets expect."""
-    nbytes = FIRST_NBYTES
+    """bits per second, the best of transfers that grow as far as the time goes, by what the last one lets expect.
+
+    A large one may have overrun a queue on the way and waited for what was dropped; a small one may be over before it can be
+    told from the way there and back.
+    """
+    nbytes, best_bps = FIRST_NBYTES, 0.0
     while True:
         seconds = transfer(nbytes)
         moved_s = max(seconds - round_trip_s, 1e-6)
         left_s = deadline - time.perf_counter()
         grown = min(4 * nbytes, LAST_NBYTES)
+        if moved_s >= TELLING * round_trip_s:
+            best_bps = max(best_bps, 8 * nbytes / moved_s)
         if seconds > ENOUGH * round_trip_s + 0.01 or grown == nbytes or round_trip_s + grown / nbytes * moved_s > left_s:
-            return 8 * nbytes / moved_s
+            return best_bps or 8 * nbytes / moved_s
         nbytes = grown
