@@ -165,7 +165,7 @@ class Auto:
                   f"{1e3 * self._before_s:.1f} ms were taken before")
 
     def _begin_planning(self, worker: Worker) -> None:
-        """All ranks: probe links one after the other, tell each other; rank 0 goes on alone."""
+        """All ranks: probe links, tell each other; rank 0 goes on alone."""
         made, groups = self._connection, self._connection.groups
         assert groups is not None
         steps = worker.recorder.steps
@@ -293,6 +293,7 @@ class Auto:
         if self._thread is not None:
             self._thread.join()
         self._answer = self._drift = self._trial = None
+        self._stale = False
         measured_s = step_s or median(row.step_s for row in self._measured)
         self._thread = threading.Thread(
             target=self._plan, args=(current, self._cluster(), measured_s), name="commlayer-planner", daemon=True

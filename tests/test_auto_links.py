@@ -77,17 +77,19 @@ def changed(decisions: list[str]) -> bool:
 
 
 def test_all_ranks_plan_again_when_links_become_slow_and_when_they_recover() -> None:
-    slow_from, again = 20, 40
+    slow_from, again = 18, 32
     with coordinators(1, WORLD, SERVERS) as made:
         setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
-        results = pool(WORLD).call(play, WORLD, train, setting, 110, slow_from, again)
+        results = pool(WORLD).call(play, WORLD, train, setting, 75, slow_from, again)
     assert all(torch.equal(r["weights"], results[0]["weights"]) for r in results)
     lines = [[one for one in r["decisions"] if "links have changed" in one] for r in results]
     assert lines[0] == lines[1], "all ranks come to it by themselves, in one step, for one reason"
     assert len(lines[0]) == 1
     number = int(lines[0][0].split()[1].rstrip(":"))
     assert slow_from < number < again, lines[0]
-    assert f"to {PAYLOAD * LOW_BPS / 1e6:.3g}/{PAYLOAD * LOW_BPS / 1e6:.3g} Mb/s up/down" in lines[0][0]
+    said = lines[0][0].split(" to ")[1].split(" Mb/s")[0]
+    found = [float(rate) for node in said.split(", ") for rate in node.split("/")]
+    assert found == pytest.approx([PAYLOAD * LOW_BPS / 1e6] * len(found), rel=0.25), "what was read as the line changed counts, too"
     answers = [one for one in results[0]["decisions"] if "found a plan" in one]
     assert len(answers) >= 3, "one plan at first, one for slow links, one for links that were found to be quick again"
     assert any("probed the links" in one and "instead of" in one for one in results[0]["decisions"])

@@ -1,8 +1,8 @@
 """Whether links are still what a plan was made for: judged from steps and what they carried. Knows numbers of nodes only.
 
-A link that is slower than it was shows in both: steps take longer than they used to, and while they do it carries less than it
-used to, without a pause. Either alone is something else: a slow machine leaves its link idle, and a link that carries little
-under a plan that sends little may be as fast as ever.
+A link that is slower than it was shows in both: steps take longer than they used to, and their bytes as much longer on the
+link. Either alone is something else: a slow machine leaves its link idle, and a link that carries little under a plan that sends
+little may be as fast as ever.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from commlayer.observe.carried import Carried, Way
 
 FACTOR = 1.5
 """By which a rate, and a step, must differ to count."""
-BUSY = 0.25
-"""Share of a step that a link must have been at it to be what held it up; the rest is computing."""
+EXPLAINED = 0.5
+"""Part of what a step took longer that must be what its bytes took longer on the link: where machines are short of processors,
+transfers get slower, too."""
 PAYLOAD = 0.95
 """Part of an interface's bytes that is not headers."""
 CONFIRMED_S = 1.0
@@ -71,7 +72,7 @@ class Links:
             return None
         self._long = long
         found = tuple(
-            Rates(_lower(node.up, planned.up_bps, up), _lower(node.down, planned.down_bps, down))
+            Rates(self._lower(step_s, node.up, planned.up_bps, up), self._lower(step_s, node.down, planned.down_bps, down))
             for node, planned, (up, down) in zip(nodes, self.planned, self._usual, strict=True)
         )
         if found == self.planned:
@@ -79,6 +80,14 @@ class Links:
             return None
         self._slow += 1
         return found if self._slow > 1 or step_s >= CONFIRMED_S else None
+
+    def _lower(self, step_s: float, way: Way, planned_bps: float, usual: Sequence[float]) -> float:
+        """`planned_bps`, or the rate that the way has fallen to."""
+        bps, usual_bps = PAYLOAD * way.bps, median(usual)
+        if not (0 < FACTOR * bps < planned_bps and FACTOR * way.bps < usual_bps):
+            return planned_bps
+        longer_s = way.share * step_s * (1 - way.bps / usual_bps)
+        return bps if longer_s >= EXPLAINED * (step_s - self.usual_s) else planned_bps
 
     def _keep(self, step_s: float, nodes: Sequence[Carried]) -> None:
         self._steps.append(step_s)
@@ -90,10 +99,3 @@ class Links:
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
     """Whether some rate differs enough to plan anew."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
-
-
-def _lower(way: Way, planned_bps: float, usual: Sequence[float]) -> float:
-    """`planned_bps`, or the rate that the way has fallen to."""
-    bps = PAYLOAD * way.bps
-    fell = 0 < bps * FACTOR < planned_bps and way.bps * FACTOR < median(usual)
-    return bps if fell and way.share >= BUSY else planned_bps
