@@ -89,7 +89,7 @@ def test_all_ranks_plan_again_when_links_become_slow_and_when_they_recover() -> 
     assert slow_from < number < again, lines[0]
     said = lines[0][0].split(" to ")[1].split(" Mb/s")[0]
     found = [float(rate) for node in said.split(", ") for rate in node.split("/")]
-    assert found == pytest.approx([PAYLOAD * LOW_BPS / 1e6] * len(found), rel=0.25), "what was read as the line changed counts, too"
+    assert found == pytest.approx([PAYLOAD * LOW_BPS / 1e6] * len(found), rel=0.25), "part was read as it changed"
     answers = [one for one in results[0]["decisions"] if "found a plan" in one]
     assert len(answers) >= 3, "one plan at first, one for slow links, one for links that were found to be quick again"
     assert any("probed the links" in one and "instead of" in one for one in results[0]["decisions"])

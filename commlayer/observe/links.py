@@ -1,8 +1,8 @@
 """Whether links are still what a plan was made for: judged from steps and what they carried. Knows numbers of nodes only.
 
 A link that is slower than it was shows in both: steps take longer than they used to, and their bytes as much longer on the
-link. Either alone is something else: a slow machine leaves its link idle, and a link that carries little under a plan that sends
-little may be as fast as ever.
+link. Either alone is something else: a slow machine leaves its link idle, and a link that carries little under a plan that
+sends little may be as fast as ever.
 """
 
 from __future__ import annotations
