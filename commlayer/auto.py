@@ -43,7 +43,7 @@ PROBE_S = 2.0
 """Of all probes together."""
 WORTH = 0.05
 """A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
-PROBE_AGAIN_S = 1.0
+PROBE_AGAIN_S = 1.2
 """Of all probes of a link that may have become faster."""
 TRIED = 3
 """Steps under a new plan that tell what came of it, after one that warms up."""
@@ -110,7 +110,7 @@ class Auto:
         """CommError, latched in the worker, if another rank is gone."""
         worker = self._connection.worker
         assert worker is not None
-        if not self._connection.auto:
+        if not (self._connection.auto or self._keep):
             return  # somebody has asked for a plan since
         try:
             self._after_step(worker)
@@ -179,7 +179,7 @@ class Auto:
         self._plan_for(links_of(made, self._measured))
         if made.rank == 0:
             self._start_planning(worker.plan)
-        if self._looks is None:
+        if self._looks is None and not self._keep:
             self._begin_looks()
 
     def _begin_looks(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,32 +34,22 @@ Ways = tuple[float, float, float]
 
 
 def probed(made: Connection, budget_s: float) -> Ways:
-    """Of this node's link; all ranks call it together.
+    """Of this node's link; all ranks call it together: the nodes' first ranks measure in turn, so none measures another's.
 
-    With a server on every node, each asks the next one's: all at once, and nobody measures another's transfers. Else the nodes'
-    first ranks ask the first server in turn.
+    A node asks the servers of the others; zeros, where there are none.
     """
-    groups, homes = _groups(made), homes_of(made)
-    nodes = groups.world // groups.ranks_per_node
+    groups = _groups(made)
+    assert made.uplink is not None
     found: Ways = (0.0, 0.0, 0.0)
-    if set(homes) == set(range(nodes)):
-        if groups.local == 0:
-            found = _ask(made, homes.index((groups.node + 1) % nodes), budget_s, groups.barrier)
-        else:
-            groups.barrier()
-        groups.barrier()
-        return found
+    nodes = groups.world // groups.ranks_per_node
+    away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
     for node in range(nodes):
-        if (groups.node, groups.local) == (node, 0) and homes:
-            found = _ask(made, 0, budget_s / nodes)
+        if (groups.node, groups.local) == (node, 0) and away:
+            mine_s = budget_s / nodes
+            link = probe.link(probe.Asking(made.uplink.probe), away, mine_s, min(10 * mine_s + 10, groups.timeout_s))
+            found = link.up_bps, link.down_bps, link.alpha_s
         groups.barrier()
     return found
-
-
-def _ask(made: Connection, server: int, budget_s: float, between: Callable[[], None] = lambda: None) -> Ways:
-    assert made.uplink is not None
-    link = probe.link(functools.partial(made.uplink.probe, server), budget_s, between)
-    return link.up_bps, link.down_bps, link.alpha_s
 
 
 def gathered(made: Connection, row: Measured) -> list[Measured]:
@@ -71,14 +60,11 @@ def gathered(made: Connection, row: Measured) -> list[Measured]:
 
 
 def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
-    """By node. Where all have probed one server, that one's node saw no network: it gets the best of the others'."""
-    homes = homes_of(made)
-    found = [Link(r.up_bps, r.down_bps, r.alpha_s) for r in rows[:: _groups(made).ranks_per_node]]
-    if set(homes) == set(range(len(found))):
-        return found
-    others = [link for number, link in enumerate(found) if number != homes[0]]
-    best = Link(max(o.up_bps for o in others), max(o.down_bps for o in others), min(o.alpha_s for o in others))
-    return [best if number == homes[0] else link for number, link in enumerate(found)]
+    """By node. One that hosts the only server saw no network: it gets the best of the others'."""
+    firsts = rows[:: _groups(made).ranks_per_node]
+    seen = [row for row in firsts if row.up_bps]
+    best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
+    return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 
 def _groups(made: Connection) -> Groups:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_kit import Rig
 
+from commlayer.errors import DeadlineExceeded
 from commlayer.observe import Step
 from commlayer.runtime import calibrate, probe
 from commlayer.runtime.timing import timing_of
@@ -60,21 +63,64 @@ def test_codecs_are_measured_as_a_plan_runs_them() -> None:
     assert min(dense.encode(1000), dense.decode(1000), sparse.encode(1000), sparse.decode(1000)) > 0
 
 
-@pytest.mark.parametrize(("up_bps", "down_bps", "alpha_s"), [(1e6, 2e7, 0.03), (1e9, 1e9, 1e-4), (2e7, 1e8, 0.1)])
-def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
+class Wires:
+    """A network in virtual time: my link and the servers', each way; chunks of one connection go one after the other, and a
+    connection has no more under way than a window which doubles each round trip."""
 
-    def ask(up: int, down: int, _deadline_s: float) -> float:
-        seconds = 2 * alpha_s + 8 * up / up_bps + 8 * down / down_bps
-        now[0] += seconds
-        asked.append(up + down)
-        return seconds
+    def __init__(self, up_bps: float, down_bps: float, alpha_s: float, servers: dict[int, float]) -> None:
+        self.rates, self.alpha_s, self.servers = (up_bps, down_bps), alpha_s, servers
+        self.clock = 0.0
+        self.mine = [0.0, 0.0]
+        self.theirs = {(server, way): 0.0 for server in servers for way in (0, 1)}
+        self.opened = {(server, way): (0.0, 0.0) for server in servers for way in (0, 1)}
+        self.arrivals: list[tuple[float, int, int, int]] = []
+        self.nbytes = 0
 
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
-    found = probe.link(ask, 1.0)
-    assert (found.up_bps, found.down_bps) == pytest.approx((up_bps, down_bps), rel=0.02)
+    def ask(self, server: int, way: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        sent_nbytes, free = self.opened[server, way]
+        # Before n bytes have been sent, log2(n / 14 kB) round trips have passed.
+        opened = max(0.0, math.log2(max(sent_nbytes, 1) / 14e3)) * 2 * self.alpha_s
+        begin = max(self.clock, opened, free)
+        self.opened[server, way] = (sent_nbytes + nbytes, begin)
+        mine = max(begin, self.mine[way]) + 8 * nbytes / self.rates[way]
+        self.mine[way] = mine
+        theirs = max(mine, self.theirs[server, way] + 8 * nbytes / self.servers[server])
+        self.theirs[server, way] = theirs
+        heapq.heappush(self.arrivals, (theirs + 2 * self.alpha_s, server, way, nbytes))
+
+    def next(self, patience_s: float) -> probe.Arrival:
+        self.clock, *what = heapq.heappop(self.arrivals)
+        return probe.Arrival(*what, self.clock)
+
+    def now(self) -> float:
+        return self.clock
+
+
+@pytest.mark.parametrize(
+    ("up_bps", "down_bps", "alpha_s", "servers"),
+    [(1e6, 2e7, 0.03, (1e9,)), (1e8, 1e8, 0.03, (1e8, 1e8, 1e8)), (1e9, 1e9, 1e-3, (1e9, 1e9)), (2e7, 1e8, 0.02, (2e7,) * 6),
+     (5e8, 5e8, 0.005, (2e9,))],
+)
+def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float, servers: tuple[float, ...]) -> None:
+    wires = Wires(up_bps, down_bps, alpha_s, dict(enumerate(servers)))
+    budget_s = max(0.5, 32 * alpha_s)
+    found = probe.link(wires, list(wires.servers), budget_s, 10.0)
+    assert (found.up_bps, found.down_bps) == pytest.approx((up_bps, down_bps), rel=0.05)
     assert found.alpha_s == pytest.approx(alpha_s / 2, rel=0.05)
-    assert now[0] < 1.0 + 8 * probe.FIRST_NBYTES / up_bps + 12 * alpha_s
+    assert wires.clock < budget_s + 24 * alpha_s + 16 * probe.FIRST_NBYTES / up_bps, "and what was under way then"
+    assert not wires.arrivals
+
+
+def test_a_probe_without_an_answer_names_the_server() -> None:
+    with pytest.raises(DeadlineExceeded, match="no answer for 0 s") as error:
+        probe.link(probe.Asking(lambda *_: None), [3], 0.1, 0.01)
+    assert error.value.peer == "server 3"
+
+
+def test_a_probe_that_fails_says_why() -> None:
+    with pytest.raises(DeadlineExceeded, match="gone"):
+        probe.link(probe.Asking(lambda _s, _u, _d, done: done(DeadlineExceeded("gone"))), [3], 0.1, 1.0)
 
 
 def test_a_server_answers_probes_of_any_allowed_size() -> None:
@@ -95,7 +141,7 @@ def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: boo
         monkeypatch.setattr(here, "send", lambda peer, header, body=b"": sending(peer, header))  # it never leaves
     server = SumServer(Summation(0, 1, {}, {}), here, [0], stall_s=60.0)
     try:
-        for number in range(summing.MAX_PROBES + 1):
+        for number in range(3):
             header = Header(Kind.PROBE, 1, step=number, used=summing.MAX_PROBE_NBYTES)
             answer = member.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
             member.send(SERVER_BASE, header)
@@ -104,7 +150,8 @@ def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: boo
         deadline = time.monotonic() + 20.0
         while not read and not server._dropped and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert server._dropped == ({} if read else {0: "asks for a probe with 2 under way, allowed 2"})
+        asked = f"asks for probes of {2 * summing.MAX_PROBE_NBYTES} bytes with 1 under way, allowed {summing.MAX_PROBE_NBYTES}"
+        assert [why[: len(asked)] for why in server._dropped.values()] == ([] if read else [asked])
     finally:
         server.close()
         member.close()

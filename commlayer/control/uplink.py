@@ -108,17 +108,14 @@ class Uplink:
         """Restores it; `step` comes next. See Summation.restore."""
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
-    def probe(self, server: int, up_nbytes: int, down_nbytes: int, deadline_s: float) -> float:
-        """Seconds to send that many bytes to a server and have that many back.
-
-        Others wait for this rank meanwhile, so its patience ends with the deadline of a step.
-        """
-        deadline_s = min(deadline_s, self._config.deadline_s)
+    def probe(self, server: int, up_nbytes: int, down_nbytes: int, done: Callable[[Exception | None], None]) -> None:
+        """Sends that many bytes to a server, which sends that many back. `done` is called when they are here, on any thread."""
         self._probes += 1
         header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
-        begin = time.perf_counter()
-        self._ask(server, header, bytes(up_nbytes), Kind.PROBE_OK, deadline_s)
-        return time.perf_counter() - begin
+        peer = SERVER_BASE + server
+        handle = self.transport.recv(peer, key(header._replace(kind=Kind.PROBE_OK)))
+        handle.on_done(lambda answer: done(answer.error()))
+        self.transport.send(peer, header, bytes(up_nbytes))
 
     def send_plan(self, server: int, plan: bytes, generation: int, *, undo: bool) -> None:
         """The server goes over to that plan, between steps. ValueError with its reason if it cannot."""
@@ -130,10 +127,10 @@ class Uplink:
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
 
-    def _ask(self, server: int, header: Header, body: bytes, answer: Kind, deadline_s: float = 0.0) -> Message:
+    def _ask(self, server: int, header: Header, body: bytes, answer: Kind) -> Message:
         peer = SERVER_BASE + server
         handle = self.transport.recv(peer, key(header._replace(kind=answer)))
-        deadline = time.monotonic() + (deadline_s or self._config.deadline_s)
+        deadline = time.monotonic() + self._config.deadline_s
         self.transport.wait(self.transport.send(peer, header, body), deadline)
         return self.transport.wait(handle, deadline)
 

@@ -21,7 +21,8 @@ def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], e
         return everything
     kinds, buckets = laid_out(problem, choice)
     lines = [problem.task_line[k] for k in kinds]
-    stopping = [(i, node) for i, line in enumerate(lines) for lane in _lanes(problem, line) if (node := problem.lane_node[lane]) >= 0]
+    over = ((i, problem.lane_node[lane]) for i, line in enumerate(lines) for lane in _lanes(problem, line))
+    stopping = [(i, node) for i, node in over if node >= 0]
     slack = CLOSE * max(ends, default=0.0)
     free = [end - problem.latency[kind] for end, kind in zip(ends, kinds, strict=True)]
     traffic = _Traffic(problem, lines, starts, free)

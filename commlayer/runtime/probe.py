@@ -1,53 +1,142 @@
-"""How fast this machine's link is, each way: a few timed transfers to a server. Knows a way to ask for them; no sockets."""
+"""How fast this machine's link is, each way: chunks to several servers, then from them. Knows no sockets and no plan.
+
+What tells a rate is how fast chunks come in once connections have opened their windows, so only the last part of the time
+counts. Several servers at once, because one's own link may be slower than the one that is asked about.
+"""
 
 from __future__ import annotations
 
+import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
+from commlayer.errors import DeadlineExceeded
 from commlayer.planner.model import Link
+from commlayer.transport.protocol import SERVER_BASE, peer_name
 
-FIRST_NBYTES = 16 << 10
-LAST_NBYTES = 16 << 20
 PINGS = 4
-ENOUGH = 10.0
-"""A transfer that takes so many round trips tells the rate: what came before it opened the connection's window."""
-TELLING = 0.5
-"""Round trips, besides the one it waits for anyway, from which a transfer tells a rate at all."""
+FIRST_NBYTES = 32 << 10
+"""Under way at first, each way; of a link of 1 Mb/s a quarter of a second."""
+CHUNKS = 16
+"""Of what may be under way: the resolution."""
+LEAST_NBYTES, MOST_NBYTES = 2 << 10, 256 << 10
+"""Of a chunk."""
+COUNTED = 0.4
+"""The last part of the time; before it windows open."""
+FEWEST = 6
+"""Arrivals in it that tell a rate; with fewer all count."""
 
-Ask = Callable[[int, int, float], float]
-"""(bytes up, bytes down, deadline in seconds) -> seconds."""
+
+class Arrival(NamedTuple):
+    """A chunk went through."""
+
+    server: int
+    way: int
+    """0: up; 1: down."""
+    nbytes: int
+    at_s: float
 
 
-def link(ask: Ask, budget_s: float, between: Callable[[], object] = lambda: None) -> Link:
-    """Both rates and the latency to the core of the network, in about that time; a transfer may take some times as long.
+class Network(Protocol):
+    """Where chunks go."""
 
-    `between` the two ways: where many probe at the same time, one's answers must not go beside another's questions.
-    """
-    begin = time.perf_counter()
-    patience_s = 10.0 * budget_s + 10.0
-    round_trip_s = min(ask(1, 1, patience_s) for _ in range(PINGS))
-    up_bps = _rate(lambda n: ask(n, 1, patience_s), round_trip_s, begin + budget_s / 2)
-    between()
-    down_bps = _rate(lambda n: ask(1, n, patience_s), round_trip_s, begin + budget_s)
+    def ask(self, server: int, way: int, nbytes: int) -> None:
+        """Sends so many bytes to the server, or has them sent from there."""
+
+    def next(self, patience_s: float) -> Arrival:
+        """The next that has gone through, or the error of the one that cannot."""
+
+    def now(self) -> float: ...
+
+
+def link(network: Network, servers: Sequence[int], budget_s: float, patience_s: float) -> Link:
+    """Both rates and the latency to the core of the network, in about that time and what is still under way then."""
+    round_trip_s = min(_ping(network, servers[0], patience_s) for _ in range(PINGS))
+    # One after the other: what asks for a chunk from there would stand in line behind the chunks that go there.
+    up_bps, down_bps = (_Way(way, servers, round_trip_s).run(network, budget_s / 2, patience_s) for way in (0, 1))
     # To the server and back, and from each machine to the network between them: four ways of about equal length.
     return Link(up_bps, down_bps, round_trip_s / 4)
 
 
-def _rate(transfer: Callable[[int], float], round_trip_s: float, deadline: float) -> float:
-    """bits per second, the best of transfers that grow as far as the time goes, by what the last one lets expect.
+def _ping(network: Network, server: int, patience_s: float) -> float:
+    begin = network.now()
+    network.ask(server, 0, 1)
+    network.next(patience_s)
+    return network.now() - begin
 
-    A large one may have overrun a queue on the way and waited for what was dropped; a small one may be over before it can be
-    told from the way there and back.
-    """
-    nbytes, best_bps = FIRST_NBYTES, 0.0
-    while True:
-        seconds = transfer(nbytes)
-        moved_s = max(seconds - round_trip_s, 1e-6)
-        left_s = deadline - time.perf_counter()
-        grown = min(4 * nbytes, LAST_NBYTES)
-        if moved_s >= TELLING * round_trip_s:
-            best_bps = max(best_bps, 8 * nbytes / moved_s)
-        if seconds > ENOUGH * round_trip_s + 0.01 or grown == nbytes or round_trip_s + grown / nbytes * moved_s > left_s:
-            return best_bps or 8 * nbytes / moved_s
-        nbytes = grown
+
+class _Way:
+    """One direction: how much is under way to whom, and what has gone through when."""
+
+    def __init__(self, way: int, servers: Sequence[int], round_trip_s: float) -> None:
+        self._way, self._round_trip_s = way, round_trip_s
+        self._to = dict.fromkeys(servers, 0)
+        self._seen: list[Arrival] = []
+        self._recent = 0
+        """The first arrival of the last round trip."""
+        self._recent_nbytes = 0
+
+    def run(self, network: Network, budget_s: float, patience_s: float) -> float:
+        """The rate."""
+        until = network.now() + budget_s
+        while True:
+            now = network.now()
+            if now < until:
+                self._fill(network, now)
+            if not any(self._to.values()):
+                return self._rate_bps(until - COUNTED * budget_s, until)
+            self._arrived(network.next(patience_s))
+
+    def _fill(self, network: Network, now: float) -> None:
+        """Twice what went through in the last round trip: windows open as fast as the connections' own."""
+        while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._round_trip_s:
+            self._recent_nbytes -= self._seen[self._recent].nbytes
+            self._recent += 1
+        room = (FIRST_NBYTES + 2 * self._recent_nbytes) // len(self._to)
+        nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
+        for server in self._to:
+            while self._to[server] + nbytes <= room:
+                self._to[server] += nbytes
+                network.ask(server, self._way, nbytes)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        self._to[arrival.server] -= arrival.nbytes
+        self._seen.append(arrival)
+        self._recent_nbytes += arrival.nbytes
+
+    def _rate_bps(self, begin: float, end: float) -> float:
+        counted = [a for a in self._seen if begin <= a.at_s <= end]
+        if len(counted) < FEWEST:
+            counted = self._seen
+        return 8 * sum(a.nbytes for a in counted[1:]) / max(counted[-1].at_s - counted[0].at_s, 1e-9)
+
+
+class Asking:
+    """A Network over real servers. `ask(server, up bytes, down bytes, done)` calls done(error or None) from any thread."""
+
+    def __init__(self, ask: Callable[[int, int, int, Callable[[Exception | None], None]], None]) -> None:
+        self._ask = ask
+        self._waiting: list[int] = []
+        self._arrived: queue.SimpleQueue[tuple[Arrival, Exception | None]] = queue.SimpleQueue()
+
+    def ask(self, server: int, way: int, nbytes: int) -> None:
+        def done(error: Exception | None) -> None:
+            self._arrived.put((Arrival(server, way, nbytes, time.perf_counter()), error))
+
+        self._waiting.append(server)
+        self._ask(server, 1 if way else nbytes, nbytes if way else 1, done)
+
+    def next(self, patience_s: float) -> Arrival:
+        try:
+            arrival, error = self._arrived.get(timeout=patience_s)
+        except queue.Empty:
+            raise DeadlineExceeded(f"a probe of the link has had no answer for {patience_s:.0f} s",
+                                   peer=peer_name(SERVER_BASE + self._waiting[0])) from None
+        self._waiting.remove(arrival.server)
+        if error is not None:
+            raise error
+        return arrival
+
+    def now(self) -> float:
+        return time.perf_counter()

@@ -24,7 +24,8 @@ TICK_S = 0.25
 REPEAT_S = 2.0
 """Whom a sum waits for is said again this often: who is missing may have left since."""
 MAX_PROBE_NBYTES = 16 << 20
-MAX_PROBES = 2
+"""Of probes that a member has under way, together."""
+MAX_PROBES = 1024
 """Answers under way to one member: it asks again when it has one, which may be before this end knows."""
 FAREWELL_S = 2.0
 """After a failure of the server: how long its reason may take to the members before their connections end."""
@@ -78,7 +79,8 @@ class SumServer:
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
         self._told: dict[int, tuple[Stall, float]] = {}
-        self._probes: dict[int, list[Handle]] = {}
+        self._probes: dict[int, list[tuple[Handle, int]]] = {}
+        """By member: its probes under way, and how many bytes they have asked for."""
         self._failing = threading.Lock()
         self._replan, self._switching = replan, threading.Lock()
         self._failed: CommError | None = None
@@ -112,7 +114,7 @@ class SumServer:
             for reply in self._answers(message):
                 sent = self._transport.send(reply.peer, reply.header, reply.body)
                 if reply.header.kind == Kind.PROBE_OK:
-                    self._probes.setdefault(reply.peer, []).append(sent)
+                    self._probes.setdefault(reply.peer, []).append((sent, len(reply.body)))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -134,12 +136,11 @@ class SumServer:
 
     def _echo(self, message: Message) -> Reply:
         h = message.header
-        if h.used > MAX_PROBE_NBYTES:
-            raise CorruptFrame(f"asks for a probe of {h.used} bytes, allowed {MAX_PROBE_NBYTES}", peer=peer_name(message.peer))
-        under_way = [handle for handle in self._probes.get(message.peer, []) if not handle.done()]
-        if len(under_way) >= MAX_PROBES:
-            raise CorruptFrame(f"asks for a probe with {len(under_way)} under way, allowed {MAX_PROBES}",
-                               peer=peer_name(message.peer))
+        under_way = [(handle, nbytes) for handle, nbytes in self._probes.get(message.peer, []) if not handle.done()]
+        asked = h.used + sum(nbytes for _, nbytes in under_way)
+        if asked > MAX_PROBE_NBYTES or len(under_way) >= MAX_PROBES:
+            raise CorruptFrame(f"asks for probes of {asked} bytes with {len(under_way)} under way, allowed {MAX_PROBE_NBYTES} "
+                               f"bytes and {MAX_PROBES}", peer=peer_name(message.peer))
         self._probes[message.peer] = under_way
         return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))
 
