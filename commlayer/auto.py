@@ -179,7 +179,7 @@ class Auto:
         self._plan_for(links_of(made, self._measured))
         if made.rank == 0:
             self._start_planning(worker.plan)
-        if self._looks is None:
+        if self._looks is None and not self._keep:
             self._begin_looks()
 
     def _begin_looks(self) -> None:
