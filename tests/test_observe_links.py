@@ -12,7 +12,7 @@ from commlayer.observe import Again, Carried, Links, Rates, Way, differ
 from commlayer.observe import again as again_module
 from commlayer.observe import meter as meter_module
 from commlayer.observe.carried import Reading, carried
-from commlayer.observe.links import PAYLOAD, USUAL
+from commlayer.observe.links import PAYLOAD, SETTLED, USUAL
 from commlayer.observe.meter import Meter, counters_towards
 
 BIN_S = 0.05
@@ -135,7 +135,9 @@ def test_what_stays_slow_becomes_usual() -> None:
 ])
 def test_hints_of_a_faster_link(step_s: float, seen: Carried, faster: bool) -> None:
     links = Links([NARROW] * 3)
-    links.observe(0.4, [FULL] * 3)
+    for _ in range(SETTLED):
+        links.observe(0.4, [FULL] * 3)
+        assert not links.faster
     links.observe(step_s, [seen] * 3)
     assert links.faster is faster
 

@@ -25,6 +25,8 @@ CONFIRMED_S = 1.0
 """A step that long has twenty readings of a slow link in it; shorter ones must come twice."""
 USUAL = 9
 """Looks that tell what is usual."""
+SETTLED = 4
+"""Fewer may be the first ones under a plan, which warm up."""
 
 
 class Rates(NamedTuple):
@@ -62,7 +64,8 @@ class Links:
         """The rates to plan for, once links have become slower; None while there is no reason."""
         if not self.slow(step_s):
             self._slow = self._long = 0
-            self.faster = FACTOR * step_s < self.usual_s or any(
+            quick = len(self._steps) >= SETTLED and FACTOR * step_s < self.usual_s
+            self.faster = quick or any(
                 PAYLOAD * node.down.bps > FACTOR * rates.down_bps for node, rates in zip(nodes, self.planned, strict=True))
             self._keep(step_s, nodes)
             return None
