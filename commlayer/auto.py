@@ -82,6 +82,10 @@ class Auto:
         self._steps = 0
         self._measure_from = WARM_STEPS
         self._answer: Plan | None = None
+        self._found: Plan | None = None
+        """The same as the planner has it: workers know some of its paths by other names, which have no price."""
+        self._priced: Plan | None = None
+        """The plan in force as the planner has it; None where it is not the planner's."""
         self._thread: threading.Thread | None = None
         self._drift: Drift | None = None
         self._stale = False
@@ -280,7 +284,9 @@ class Auto:
         """From now on these links are what is planned for."""
         self._nodes = nodes
         rates = [Rates(link.up_bps, link.down_bps) for link in nodes]
-        self._links = Links(rates)
+        if self._links is None:
+            self._links = Links(rates)
+        self._links.planned = tuple(rates)
         self._best = [Rates(*map(max, zip(*both, strict=True))) for both in zip(self._best or rates, rates, strict=True)]
         self._again.changed(time.monotonic())
         if self._looks is not None:
@@ -307,7 +313,7 @@ class Auto:
             begin = time.perf_counter()
             policy = Policy(devices=("cpu",))
             made = planner.plan(job, cluster, profile, policy)
-            now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
+            now_s = planner.simulate(self._priced or self._at_home(current), job, cluster, profile, policy).step_s
             answer = self._on_servers(made)
             self._plan_s = time.perf_counter() - begin
         except Exception as error:
@@ -322,7 +328,7 @@ class Auto:
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._before_s = measured_s
+        self._before_s, self._found = measured_s, made
         self._answer = answer
 
     def _at_home(self, plan: Plan) -> Plan:
@@ -374,6 +380,7 @@ class Auto:
         assert self._looks is not None
         self._looks.afresh()
         self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
+        self._priced, self._found = self._found, None
         self._kept, self._trial = False, [] if self._connection.rank == 0 else None
         self._say(f"went over to plan {digest(self._connection.plan)}")
 

@@ -130,6 +130,14 @@ def test_what_stays_slow_becomes_usual() -> None:
     assert not links.slow(2.0)
 
 
+def test_what_was_usual_counts_on_where_other_rates_are_planned_for() -> None:
+    links = settled()
+    links.planned = (Rates(3e7, 3e7),) * 3
+    assert links.observe(2.0, [FULL] * 3) == (NARROW,) * 3
+    links.planned = (NARROW,) * 3
+    assert links.observe(2.0, [FULL] * 3) is None, "that is known"
+
+
 @pytest.mark.parametrize(("step_s", "seen", "faster"), [
     (0.4, FULL, False), (0.2, FULL, True), (0.4, Carried(Way(6e6, 0.5), Way(9e6, 0.2)), True),
 ])

@@ -37,10 +37,11 @@ class Rates(NamedTuple):
 
 
 class Links:
-    """For one plan. `observe` at every look; the same input gives the same answer, so all ranks may ask for themselves."""
+    """Under one plan. `observe` at every look; the same input gives the same answer, so all ranks may ask for themselves."""
 
     def __init__(self, planned: Sequence[Rates]) -> None:
         self.planned = tuple(planned)
+        """May be changed; what is usual stays what it is as long as the plan does."""
         self._forget()
         self.faster = False
         """Steps went faster than usual, or more came in than was planned for: it may be worth a probe."""
