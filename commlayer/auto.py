@@ -262,6 +262,8 @@ class Auto:
             f"{_said(rates)} instead of {_said(planned)}" if faster else f"no faster than {_said(planned)}"))
         if faster:
             self._plan_anew(worker, rates, plan_s, step_s)
+        elif self._looks is not None:
+            self._looks.afresh()  # a probe's bytes are no step's
 
     def _plan_anew(self, worker: Worker, rates: Sequence[Rates], plan_s: float, step_s: float) -> None:
         """All ranks: with what is known, for other rates. They wait for it where that takes less than a step."""
