@@ -24,7 +24,7 @@ from commlayer.config import host_port
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.looks import Looks, Row
-from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ
+from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ, spelled
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
@@ -170,8 +170,7 @@ class Auto:
 
     def _begin_planning(self, worker: Worker) -> None:
         """All ranks: probe links, tell each other; rank 0 goes on alone."""
-        made, groups = self._connection, self._connection.groups
-        assert groups is not None
+        made = self._connection
         steps = worker.recorder.steps
         worker.recorder.switch(on=False)
         timing = timing_of(steps, len(self._job.tensors), worker.places)
@@ -199,13 +198,10 @@ class Auto:
     def _look(self, worker: Worker) -> None:
         """All ranks: hear what all have seen, act upon it alike, and tell."""
         assert self._looks is not None
-        if heard := self._looks.heard():
-            self._act(worker, heard)
+        self._act(worker, self._looks.heard())
         assert self._links is not None
         if self._looks.due and not self._measuring:
-            heard = self._looks.tell(self._word(), self._plan_s, self._links.slow)
-            if heard:
-                self._act(worker, heard)
+            self._act(worker, self._looks.tell(self._word(), self._plan_s, self._links.slow))
 
     @property
     def _measuring(self) -> bool:
@@ -220,16 +216,16 @@ class Auto:
         if self._stale:
             self._stale, self._drift = False, None
             return MEASURE
-        if self._links is not None and self._again.due(
-            time.monotonic(), hinted=self._links.faster, lost=differ(self._best, self._links.planned)
-        ):
-            return PROBE
-        return NOTHING
+        assert self._links is not None
+        lost = differ(self._best, self._links.planned)
+        return PROBE if self._again.due(time.monotonic(), hinted=self._links.faster, lost=lost) else NOTHING
 
     def _act(self, worker: Worker, rows: list[Row]) -> None:
-        groups = self._connection.groups
+        if not rows:
+            return
+        groups, links = self._connection.groups, self._links
         assert groups is not None
-        assert self._links is not None
+        assert links is not None
         step_s = median(row.step_s for row in rows)
         if rows[0].word == SWITCH:
             self._switch()
@@ -237,19 +233,17 @@ class Auto:
             self._measure_from = self._steps + 1
         elif rows[0].word == PROBE:
             self._probe_again(worker, rows[0].plan_s, step_s)
-        elif found := self._links.observe(step_s, [row.carried for row in rows[:: groups.ranks_per_node]]):
-            self._say(f"links have changed from {_said(self._links.planned)} to {_said(found)}, as seen in steps of "
-                      f"{1e3 * step_s:.1f} ms that took {1e3 * self._links.usual_s:.1f} ms before")
+        elif found := links.observe(step_s, [row.carried for row in rows[:: groups.ranks_per_node]]):
+            self._say(f"links have changed from {spelled(links.planned)} to {spelled(found)}, as seen in steps of "
+                      f"{1e3 * step_s:.1f} ms that took {1e3 * links.usual_s:.1f} ms before")
             self._plan_anew(worker, found, rows[0].plan_s, step_s)
 
     def _probe_again(self, worker: Worker, plan_s: float, step_s: float) -> None:
         """A link carries little under a plan for a slow one, so nothing else tells that it is faster by now."""
         assert self._links is not None
-        begin = time.monotonic()
-        made = self._connection
-        found = probed(made, PROBE_AGAIN_S)
-        mine = self._measured[made.rank]
-        self._measured = gathered(made, mine._replace(up_bps=found[0], down_bps=found[1]))
+        begin, made = time.monotonic(), self._connection
+        up_bps, down_bps, _ = probed(made, PROBE_AGAIN_S)
+        self._measured = gathered(made, self._measured[made.rank]._replace(up_bps=up_bps, down_bps=down_bps))
         cost_s = time.monotonic() - begin
         planned = self._links.planned
         rates = tuple(  # whether a link is slower is told by steps: a short probe may be
@@ -259,7 +253,7 @@ class Auto:
         faster = differ(rates, planned)
         self._again.probed(time.monotonic(), cost_s, found=faster)
         self._say(f"probed the links in {1e3 * cost_s:.0f} ms: " + (
-            f"{_said(rates)} instead of {_said(planned)}" if faster else f"no faster than {_said(planned)}"))
+            f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
         if faster:
             self._plan_anew(worker, rates, plan_s, step_s)
         elif self._looks is not None:
@@ -269,8 +263,7 @@ class Auto:
         """All ranks: with what is known, for other rates. They wait for it where that takes less than a step."""
         groups = self._connection.groups
         assert groups is not None
-        nodes = [Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, self._nodes, strict=True)]
-        self._plan_for(nodes)
+        self._plan_for([Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, self._nodes, strict=True)])
         wait = 0.0 < plan_s < step_s
         if self._connection.rank == 0:
             self._start_planning(worker.plan, step_s)
@@ -404,9 +397,3 @@ def _profile(cluster: Cluster, current: Plan) -> Profile:
         for cost in tables.codecs
     )
     return structs.replace(tables, codecs=costs, source="measured")
-
-
-def _said(rates: Sequence[Rates]) -> str:
-    """In Mb/s, one for all nodes where they are alike."""
-    each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
-    return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"

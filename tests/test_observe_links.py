@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.observe import Again, Carried, Links, Rates, Way, differ
@@ -52,6 +52,7 @@ def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, f
     assert carried(readings(*pieces)).up.bps == pytest.approx(bps, rel=0.01)
 
 
+@settings(deadline=None)
 @given(
     rate=st.floats(2e6, 1e10), bursts=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.0, 3.0)), min_size=1, max_size=6),
     period_s=st.floats(0.01, 0.05),
@@ -64,6 +65,7 @@ def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, fl
     assert 0.0 < found.down.share <= 1.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1.0, 1e3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=12))
 def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
     for way in carried([Reading(*row) for row in rows]):
@@ -150,6 +152,7 @@ def test_hints_of_a_faster_link(step_s: float, seen: Carried, faster: bool) -> N
     assert links.faster is faster
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-3, 10.0), st.floats(0, 1e9), st.floats(0, 1)), max_size=40))
 def test_never_to_a_faster_link_and_never_by_less_than_the_factor(looks: list[tuple[float, float, float]]) -> None:
     links = Links(PLANNED[:1])

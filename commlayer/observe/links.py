@@ -103,3 +103,9 @@ class Links:
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
     """Whether some rate differs enough to plan anew."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+
+
+def spelled(rates: Sequence[Rates]) -> str:
+    """In Mb/s, one for all nodes where they are alike."""
+    each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
+    return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
