@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import balance_live
+from bench import balance_live, relink
 from bench.balance_plot import Band, Course, write_png
 from bench.report import Result
 from commlayer.balance import Communication, Line, shares, solve
@@ -95,8 +95,9 @@ RELAXED: Mapping[str, Callable[[Cluster, int], Relaxed]] = {
 
 
 def run(quick: bool) -> Result:
-    virtual, live = emulated(quick), balance_live.run(quick, PAPER, BATCH, ADDED_S)
-    return {"rows": virtual["rows"] + live["rows"], "summary": virtual["summary"] | live["summary"]}
+    parts = emulated(quick), balance_live.run(quick, PAPER, BATCH, ADDED_S), relink.run()
+    rows = [row for part in parts for row in part["rows"]]
+    return {"rows": rows, "summary": {key: value for part in parts for key, value in part["summary"].items()}}
 
 
 def emulated(quick: bool) -> Result:

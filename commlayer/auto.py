@@ -1,7 +1,9 @@
 """The plan that nobody asked for: measures the first steps, plans on rank 0, goes over to it, and again when it is stale.
 
 All ranks count steps alike, so what they do together (probes, the exchange of what they measured, the word whether there is a
-plan) happens at steps that each knows by itself. Planning runs on a thread of rank 0 beside the training.
+plan) happens at steps that each knows by itself. Planning runs on a thread of rank 0 beside the training; where a step has
+become so slow that planning takes less, all wait for it. A change of the links needs no new measuring: the costs known before
+are planned with again, at the rates that transfers were seen to go at.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from msgspec import structs
 
 from commlayer import bounds, planner
 from commlayer.compressors import parse
+from commlayer.config import host_port
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
-from commlayer.observe import Drift
+from commlayer.looks import Looks, Row
+from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ, spelled
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
 from commlayer.planner.tables import codec_loss
 from commlayer.price import communication
+from commlayer.probing import Measured, gathered, homes_of, links_of, probed
 from commlayer.records import Job, Plan, digest
-from commlayer.runtime import calibrate, grouped, overheads, probe
+from commlayer.runtime import calibrate, grouped, overheads
 from commlayer.runtime.timing import timing_of
 from commlayer.runtime.worker import Worker
 
@@ -42,22 +47,14 @@ WORTH = 0.05
 """A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
 SHARES_WORTH = 0.1
 """The same for a change of shares: of the step's computing."""
-FIRST_ASK, LAST_ASK = 2, 64
-"""Steps between two askings whether there is a plan: twice as many each time."""
 GROUPS_SHARE = 0.2
 """Of the probes' time, for collectives."""
+PROBE_AGAIN_S = 1.2
+"""Of all probes of a link that may have become faster."""
+TRIED = 3
+"""Steps under a new plan that tell what came of it, after one that warms up."""
 
-NOTHING, SWITCH, MEASURE = 0, 1, 2
-
-
-class Row(NamedTuple):
-    """What one rank measured."""
-
-    compute_s: float
-    step_s: float
-    up_bps: float
-    down_bps: float
-    alpha_s: float
+NOTHING, SWITCH, MEASURE, PROBE = 0, 1, 2, 3
 
 
 def auto_of(connection: Connection) -> Auto | None:
@@ -86,17 +83,37 @@ class Auto:
     def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
         """`keep`: looks for plans and changes none."""
         self._connection, self._job, self._probe_s, self._keep = connection, job, probe_s, keep
-        self._steps, self._next, self._gap = 0, 0, FIRST_ASK
+        self._steps = 0
         self._measure_from = WARM_STEPS
         self._answer: Plan | None = None
         self._basis: Basis | None = None
         """Of the latest plan found."""
+        self._found: Plan | None = None
+        """The same as the planner has it: workers know some of its paths by other names, which have no price."""
+        self._priced: Plan | None = None
+        """The plan in force as the planner has it; None where it is not the planner's."""
         self._thread: threading.Thread | None = None
         self._grouped = grouped.Grouped(grouped.NONE, grouped.NONE)
         self._drift: Drift | None = None
         self._stale = False
         self._ended = 0.0
         self._recent: list[float] = []
+        self._looks: Looks | None = None
+        self._timed = job
+        """With what the first steps measured."""
+        self._measured: list[Measured] = []
+        self._nodes: list[Link] = []
+        """The links that the plan in force is for, the same on all ranks."""
+        self._links: Links | None = None
+        self._best: list[Rates] = []
+        """That were ever known."""
+        self._profile: Profile | None = None
+        self._plan_s = 0.0
+        self._again = Again()
+        self._trial: list[float] | None = None
+        """Seconds of the first steps since planning was over; what they say of it follows."""
+        self._kept = False
+        self._before_s = 0.0
         self.verdicts: list[Verdict] = []
         """On rank 0. See `settle`."""
         self._price: tuple[float, float] | None = None
@@ -121,17 +138,14 @@ class Auto:
             worker.recorder.switch(on=True)
         elif self._steps == self._measure_from + MEASURED_STEPS + 1:
             self._begin_planning(worker)
-            self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
-        elif self._steps == self._next:
-            self._ask()
+        elif self._looks is not None and not self._measuring:
+            self._look(worker)
+        self._ended = time.perf_counter()
 
     def shares_changed(self, part: float) -> None:
         """Work moves between the ranks with the next step, on all of them: where it matters, measures and plans anew."""
-        if part < SHARES_WORTH:
-            return
-        self._stale = self._connection.rank == 0
-        if self._steps < self._next:
-            self._next, self._gap = self._steps + FIRST_ASK, FIRST_ASK
+        if part >= SHARES_WORTH:
+            self._stale = self._connection.rank == 0
 
     def settle(self, deadline_s: float) -> list[Verdict]:
         """What planning has found, when it is over or that time is."""
@@ -142,65 +156,182 @@ class Auto:
     # ---- measuring
 
     def _watch(self) -> None:
-        """How long steps take now, against what was predicted; on rank 0 alone."""
-        now = time.perf_counter()
-        if self._ended:
-            self._recent = [*self._recent[-2:], now - self._ended]
-            if self._drift is not None and (stale := self._drift.observe(median(self._recent), self._steps)):
-                self._stale = True
-                self._connection.events.append(stale)
-                self._say(stale.reason)
-        self._ended = now
+        """How long steps take now, against what was predicted."""
+        if not self._ended:
+            return
+        step_s = time.perf_counter() - self._ended
+        if self._looks is not None:
+            self._looks.step(step_s)
+        self._recent = [*self._recent[-2:], step_s]
+        if self._trial is not None:
+            self._trial.append(step_s)
+            if len(self._trial) > TRIED:
+                self._came_of_it(median(self._trial[1:]))
+        if self._drift is not None and (stale := self._drift.observe(median(self._recent), self._steps)):
+            self._stale = True
+            self._connection.events.append(stale)
+            self._say(stale.reason)
+
+    def _came_of_it(self, step_s: float) -> None:
+        self._trial = None
+        plan = self._connection.plan
+        assert plan is not None
+        if self._kept:
+            self._drift = Drift(step_s)
+            return
+        self._say(f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
+                  f"{1e3 * self._before_s:.1f} ms were taken before")
 
     def _begin_planning(self, worker: Worker) -> None:
-        """All ranks: probe links one after the other, tell each other; rank 0 goes on alone."""
-        made, groups = self._connection, self._connection.groups
-        assert groups is not None
+        """All ranks: probe links, tell each other; rank 0 goes on alone."""
+        made = self._connection
         steps = worker.recorder.steps
         worker.recorder.switch(on=False)
         timing = timing_of(steps, len(self._job.tensors), worker.places)
-        self._grouped = grouped.measure(groups, GROUPS_SHARE * self._probe_s)
-        row = Row(timing.forward_s + timing.backward_s, median(s.marks["end"] for s in steps), *self._probe())
-        rows = [Row(*r) for r in groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()]
+        assert made.groups is not None
+        self._grouped = grouped.measure(made.groups, GROUPS_SHARE * self._probe_s)
+        self._timed = Job(self._job.tensors, self._job.batch, timing, self._job.name)
+        step_s = median(s.marks["end"] for s in steps)
+        row = Measured(timing.forward_s + timing.backward_s, step_s, *probed(made, (1 - GROUPS_SHARE) * self._probe_s))
+        self._measured = gathered(made, row)
+        self._profile = None
+        self._plan_for(links_of(made, self._measured))
         if made.rank == 0:
-            job = Job(self._job.tensors, self._job.batch, timing, self._job.name)
-            plan = worker.plan
-            self._thread = threading.Thread(target=self._plan, args=(job, plan, rows), name="commlayer-planner", daemon=True)
-            self._thread.start()
+            self._start_planning(worker.plan)
+        if self._looks is None and not self._keep:
+            self._begin_looks()
 
-    def _probe(self) -> tuple[float, float, float]:
-        """(up, down, latency) of this node's link: the nodes' first ranks measure in turn, so none measures another's.
-
-        A node asks the servers of the others; zeros, where there are none.
-        """
+    def _begin_looks(self) -> None:
         made, groups = self._connection, self._connection.groups
         assert groups is not None
         assert made.uplink is not None
-        found = (0.0, 0.0, 0.0)
-        nodes = groups.world // groups.ranks_per_node
-        away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
-        for node in range(nodes):
-            if (groups.node, groups.local) == (node, 0) and away:
-                budget_s = (1 - GROUPS_SHARE) * self._probe_s / nodes
-                link = probe.link(probe.Asking(made.uplink.probe), away, budget_s, min(10 * budget_s + 10, groups.timeout_s))
-                found = link.up_bps, link.down_bps, link.alpha_s
-            groups.barrier()
-        return found
+        counters = counters_towards([host_port(s.address) for s in made.uplink.view.servers]) if groups.local == 0 else None
+        self._looks = Looks(groups.timeout_s, Meter(counters) if counters is not None else None)
+        made.beside.append(self._looks.close)
+
+    # ---- links that change
+
+    def _look(self, worker: Worker) -> None:
+        """All ranks: hear what all have seen, act upon it alike, and tell."""
+        assert self._looks is not None
+        self._act(worker, self._looks.heard())
+        assert self._links is not None
+        if self._looks.due and not self._measuring:
+            self._act(worker, self._looks.tell(self._word(), self._plan_s, self._links.slow))
+
+    @property
+    def _measuring(self) -> bool:
+        return self._steps <= self._measure_from + MEASURED_STEPS
+
+    def _word(self) -> int:
+        """What rank 0 wants of all."""
+        if self._connection.rank != 0 or (self._thread is not None and self._thread.is_alive()):
+            return NOTHING
+        if self._answer is not None:
+            return SWITCH
+        if self._stale:
+            self._stale, self._drift = False, None
+            return MEASURE
+        assert self._links is not None
+        lost = differ(self._best, self._links.planned)
+        return PROBE if self._again.due(time.monotonic(), hinted=self._links.faster, lost=lost) else NOTHING
+
+    def _act(self, worker: Worker, rows: list[Row]) -> None:
+        if not rows:
+            return
+        groups, links = self._connection.groups, self._links
+        assert groups is not None
+        assert links is not None
+        step_s = median(row.step_s for row in rows)
+        if rows[0].word == SWITCH:
+            self._switch()
+        elif rows[0].word == MEASURE:
+            self._measure_from = self._steps + 1
+        elif rows[0].word == PROBE:
+            self._probe_again(worker, rows[0].plan_s, step_s)
+        elif found := links.observe(step_s, [row.carried for row in rows[:: groups.ranks_per_node]]):
+            self._say(f"links have changed from {spelled(links.planned)} to {spelled(found)}, as seen in steps of "
+                      f"{1e3 * step_s:.1f} ms that took {1e3 * links.usual_s:.1f} ms before")
+            self._plan_anew(worker, found, rows[0].plan_s, step_s)
+
+    def _probe_again(self, worker: Worker, plan_s: float, step_s: float) -> None:
+        """A link carries little under a plan for a slow one, so nothing else tells that it is faster by now."""
+        assert self._links is not None
+        begin, made = time.monotonic(), self._connection
+        up_bps, down_bps, _ = probed(made, PROBE_AGAIN_S)
+        self._measured = gathered(made, self._measured[made.rank]._replace(up_bps=up_bps, down_bps=down_bps))
+        cost_s = time.monotonic() - begin
+        planned = self._links.planned
+        rates = tuple(  # whether a link is slower is told by steps: a short probe may be
+            Rates(max(link.up_bps, old.up_bps), max(link.down_bps, old.down_bps))
+            for link, old in zip(links_of(made, self._measured), planned, strict=True)
+        )
+        faster = differ(rates, planned)
+        self._again.probed(time.monotonic(), cost_s, found=faster)
+        self._say(f"probed the links in {1e3 * cost_s:.0f} ms: " + (
+            f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
+        if faster:
+            self._plan_anew(worker, rates, plan_s, step_s)
+        elif self._looks is not None:
+            self._looks.afresh()  # a probe's bytes are no step's
+
+    def _plan_anew(self, worker: Worker, rates: Sequence[Rates], plan_s: float, step_s: float) -> None:
+        """All ranks: with what is known, for other rates. They wait for it where that takes less than a step."""
+        groups = self._connection.groups
+        assert groups is not None
+        self._plan_for([Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, self._nodes, strict=True)])
+        wait = 0.0 < plan_s < step_s
+        if self._connection.rank == 0:
+            self._start_planning(worker.plan, step_s)
+            if wait and self._thread is not None:
+                self._thread.join()
+        if wait:
+            found = torch.tensor([self._answer is not None], dtype=torch.int64, device=groups.device)
+            groups.broadcast_all(found).wait(time.monotonic() + groups.timeout_s)
+            if found:
+                self._switch()
+
+    def _plan_for(self, nodes: list[Link]) -> None:
+        """From now on these links are what is planned for."""
+        self._nodes = nodes
+        rates = [Rates(link.up_bps, link.down_bps) for link in nodes]
+        if self._links is None:
+            self._links = Links(rates)
+        self._links.planned = tuple(rates)
+        self._best = [Rates(*map(max, zip(*both, strict=True))) for both in zip(self._best or rates, rates, strict=True)]
+        self._again.changed(time.monotonic())
+        if self._looks is not None:
+            self._looks.afresh()
 
     # ---- planning, on rank 0
 
-    def _plan(self, job: Job, current: Plan, rows: list[Row]) -> None:
+    def _start_planning(self, current: Plan, step_s: float = 0.0) -> None:
+        """`step_s`: what a step takes now, if it is not what was measured first."""
+        if self._thread is not None:
+            self._thread.join()
+        self._answer = self._drift = self._trial = None
+        self._stale = False
+        measured_s = step_s or median(row.step_s for row in self._measured)
+        self._thread = threading.Thread(
+            target=self._plan, args=(current, self._cluster(), measured_s), name="commlayer-planner", daemon=True
+        )
+        self._thread.start()
+
+    def _plan(self, current: Plan, cluster: Cluster, measured_s: float) -> None:
+        job = self._timed
         try:
-            cluster = self._cluster(rows)
-            profile = _profile(current, self._grouped, bounds.codecs(self._connection))
-            profile, policy = bounds.bounded(self._connection, profile, Policy(devices=("cpu",)))
+            if self._profile is None:
+                self._profile = _profile(current, self._grouped, bounds.codecs(self._connection))
+            begin = time.perf_counter()
+            profile, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
             made = planner.plan(job, cluster, profile, policy)
-            now_s = planner.simulate(self._at_home(current), job, cluster, profile, policy).step_s
-            measured_s = median(row.step_s for row in rows)
-            self._connection.price = _price(self._at_home(current), job, cluster, profile, policy)
+            present = self._priced or self._at_home(current)
+            now_s = planner.simulate(present, job, cluster, profile, policy).step_s
+            self._connection.price = _price(present, job, cluster, profile, policy)
             self._price = _price(made, job, cluster, profile, policy)
             answer = self._on_servers(made)
             basis = Basis(made, Inputs(job, cluster, profile, policy))
+            self._plan_s = time.perf_counter() - begin
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
             return
@@ -209,21 +340,17 @@ class Auto:
         said = (f"a plan of {len(made.buckets)} buckets for {1e3 * made.step_s:.1f} ms a step; the one in force takes "
                 f"{1e3 * measured_s:.1f} ms, {1e3 * now_s:.1f} ms by the same prices")
         if gain < WORTH or self._keep:
-            self._drift = Drift(measured_s)
-            self._connection.basis = basis._replace(plan=self._at_home(current))
+            self._kept, self._trial = True, []
+            self._connection.basis = basis._replace(plan=present)
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
+        self._before_s, self._found = measured_s, made
         self._basis, self._answer = basis, answer
-
-    def _homes(self) -> list[int]:
-        """The node of each server."""
-        assert self._connection.uplink is not None
-        return [s.node for s in self._connection.uplink.view.servers]
 
     def _at_home(self, plan: Plan) -> Plan:
         """Its servers as the planner counts them: one for each node that has any."""
-        homes = self._homes()
+        homes = homes_of(self._connection)
         hosts = sorted(set(homes[: plan.servers]))
         buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
         return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
@@ -232,27 +359,23 @@ class Auto:
         """The reverse: the planner's hosts as the numbers of servers that run."""
         if not plan.servers:
             return plan
-        homes = self._homes()
+        homes = homes_of(self._connection)
         able = sorted(set(homes))
         hosts = plan.hosts or tuple(able[: plan.servers])
         number = [homes.index(host) for host in hosts]
         buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
         return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
-    def _cluster(self, rows: list[Row]) -> Cluster:
-        """Nodes as measured. One that hosts the only server saw no network: it gets the best of the others'."""
+    def _cluster(self) -> Cluster:
+        """Nodes as measured."""
         groups = self._connection.groups
         assert groups is not None
-        firsts = rows[:: groups.ranks_per_node]
-        homes = self._homes()
-        seen = [row for row in firsts if row.up_bps]
-        best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
-        fastest_s = min(r.compute_s for r in rows)
         inside = self._grouped.inside
+        homes = homes_of(self._connection)
+        fastest_s = min(r.compute_s for r in self._measured)
         nodes = []
-        for number, row in enumerate(firsts):
-            link = Link(row.up_bps, row.down_bps, row.alpha_s) if row.up_bps else best
-            mine = rows[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
+        for number, link in enumerate(self._nodes):
+            mine = self._measured[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
             nodes.append(Node(
                 f"node{number}", groups.ranks_per_node, "cpu", link,
                 8 / inside.slope_s if inside.slope_s else 0.0, inside.floor_s,
@@ -262,39 +385,24 @@ class Auto:
 
     # ---- changing over
 
-    def _ask(self) -> None:
-        """All ranks: has rank 0 a plan, or does it want everything measured again?"""
-        groups = self._connection.groups
-        assert groups is not None
-        word = torch.tensor([self._word()], dtype=torch.int64, device=groups.device)
-        groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
-        self._gap = min(2 * self._gap, LAST_ASK)
-        self._next = self._steps + self._gap
-        if int(word) == SWITCH:
-            plan, self._answer = self._answer, None
-            try:
-                switch(self._connection, plan)
-            except ValueError as error:  # on all ranks, and nothing has changed
-                self._say(f"kept the plan in force: {error}")
-                return
-            assert self._connection.plan is not None
-            self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
-            self._connection.basis = self._basis
-            self._recent.clear()
-            self._connection.price = self._price
-            self._say(f"went over to plan {digest(self._connection.plan)}")
-        elif int(word) == MEASURE:
-            self._measure_from = self._steps + 1
-
-    def _word(self) -> int:
-        if self._connection.rank != 0:
-            return NOTHING
-        if self._answer is not None:
-            return SWITCH
-        if self._stale and not (self._thread is not None and self._thread.is_alive()):
-            self._stale, self._drift = False, None
-            return MEASURE
-        return NOTHING
+    def _switch(self) -> None:
+        """All ranks, to what rank 0 has found."""
+        plan, self._answer = self._answer, None
+        try:
+            switch(self._connection, plan)
+        except ValueError as error:  # on all ranks, and nothing has changed
+            self._say(f"kept the plan in force: {error}")
+            return
+        assert self._connection.plan is not None
+        self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
+        self._connection.basis, self._connection.price = self._basis, self._price
+        self._recent.clear()
+        assert self._looks is not None
+        self._looks.afresh()
+        self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
+        self._priced, self._found = self._found, None
+        self._kept, self._trial = False, [] if self._connection.rank == 0 else None
+        self._say(f"went over to plan {digest(self._connection.plan)}")
 
     def _say(self, what: str) -> None:
         self._connection.decisions.append(f"step {self._steps}: {what}")

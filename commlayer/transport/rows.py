@@ -35,17 +35,17 @@ class Rows:
     def under_way(self) -> bool:
         return self._pending is not None
 
-    def read(self) -> list[list[float]]:
+    def read(self, patience_s: float | None = None) -> list[list[float]]:
         """The rows that were started last, in rank order."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        pending.wait(time.monotonic() + self._timeout_s)
+        pending.wait(time.monotonic() + (self._timeout_s if patience_s is None else patience_s))
         return [row.tolist() for row in self._all]
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         if self.under_way:
             # Others may still need what this rank has to say of its last step.
             with contextlib.suppress(CommError):
-                self.read()
+                self.read(patience_s)
         if dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -1,0 +1,239 @@
+"""Bandwidth from what links carried, when a plan's links count as changed, and when a link is probed again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.observe import Again, Carried, Links, Rates, Way, differ
+from commlayer.observe import again as again_module
+from commlayer.observe import meter as meter_module
+from commlayer.observe.carried import Reading, carried
+from commlayer.observe.links import PAYLOAD, SETTLED, USUAL
+from commlayer.observe.meter import Meter, counters_towards
+
+BIN_S = 0.05
+
+
+def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Reading]:
+    """Both ways alike: pieces of (seconds, bit/s)."""
+    made, at_s, nbytes = [Reading(0.0, 0, 0)], 0.0, 0.0
+    for seconds, bps in pieces:
+        for _ in range(round(seconds / period_s)):
+            at_s, nbytes = at_s + period_s, nbytes + bps * period_s / 8
+            made.append(Reading(at_s, int(nbytes), int(nbytes)))
+    return made
+
+
+@pytest.mark.parametrize(("pieces", "bps", "share"), [
+    ([(2.0, 5e6)], 5e6, 1.0),  # full all the time
+    ([(0.5, 0.0), (2.0, 5e6), (0.5, 0.0)], 5e6, 2 / 3),  # computing before and after
+    ([(3.0, 0.0), (0.1, 1e8), (3.0, 0.0)], 1e8, 0.1 / 6.1),  # a short burst on a fast link
+    ([(0.05, 5e7), (2.0, 5e6)], 5e6, 1.0),  # the first bytes fill a queue
+    ([(0.2, 9e7), (4.0, 2e6)], 9e7, 0.07),  # waiting for a peer behind a slow link
+    ([(5.0, 2e4)], 0.0, 0.0),  # control traffic
+    ([], 0.0, 0.0),
+])
+def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, share: float) -> None:
+    found = carried(readings(*pieces)).down
+    assert found.bps == pytest.approx(bps, rel=0.01)
+    assert found.share == pytest.approx(share, rel=0.15)
+
+
+@pytest.mark.parametrize(("pieces", "bps"), [
+    ([(2.0, 5e6)], 5e6),
+    ([(0.05, 2e7), (0.2, 1e6)] * 8, 4.8e6),  # a queue that is filled in bursts
+    ([(0.1, 1e8), (1.0, 0.0)], 4e7),  # too short to tell the rate: less than it was, never more
+])
+def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, float]], bps: float) -> None:
+    assert carried(readings(*pieces)).up.bps == pytest.approx(bps, rel=0.01)
+
+
+@settings(deadline=None)
+@given(
+    rate=st.floats(2e6, 1e10), bursts=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.0, 3.0)), min_size=1, max_size=6),
+    period_s=st.floats(0.01, 0.05),
+)
+def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, float]], period_s: float) -> None:
+    pieces = [piece for busy_s, idle_s in bursts for piece in ((busy_s, rate), (idle_s, 0.0))]
+    found = carried(readings(*pieces, period_s=period_s))
+    assert found.down.bps == pytest.approx(rate, rel=0.01)
+    assert found.up.bps <= 1.01 * rate
+    assert 0.0 < found.down.share <= 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(-1.0, 1e3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=12))
+def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
+    for way in carried([Reading(*row) for row in rows]):
+        assert math.isfinite(way.bps)
+        assert way.bps >= 0
+        assert 0.0 <= way.share <= 1.0
+
+
+def test_counters_that_are_set_back_say_nothing() -> None:
+    before = readings((1.0, 8e6))
+    after = [Reading(one.at_s + 2.0, one.up_nbytes, one.down_nbytes) for one in before]
+    assert carried([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
+
+
+# ---- whether links have changed
+
+PLANNED = (Rates(95e6, 95e6),) * 3
+QUICK = Carried(Way(6e7, 0.1), Way(7e7, 0.1))
+FULL = Carried(Way(5e6, 0.9), Way(5e6, 0.9))
+NARROW = Rates(PAYLOAD * 5e6, PAYLOAD * 5e6)
+
+
+def settled() -> Links:
+    links = Links(PLANNED)
+    for _ in range(4):
+        assert links.observe(0.4, [QUICK] * 3) is None
+    return links
+
+
+def test_all_links_become_slower() -> None:
+    assert settled().observe(2.0, [FULL] * 3) == (NARROW,) * 3
+
+
+def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
+    waiting = Carried(Way(6e7, 0.02), Way(7e7, 0.02))
+    assert settled().observe(2.0, [waiting, FULL, waiting]) == (PLANNED[0], NARROW, PLANNED[2])
+
+
+@pytest.mark.parametrize(("step_s", "seen"), [
+    (2.0, QUICK),  # a pause: links carry as ever
+    (2.0, Carried(Way(5e6, 0.1), Way(5e6, 0.1))),  # slow computing: they idle
+    (2.0, Carried(Way(2e7, 0.4), Way(2e7, 0.4))),  # a busy machine: transfers take longer, but computing more so
+    (0.42, FULL),  # no step is slower for it
+    (2.0, Carried(Way(), Way())),  # nobody reads counters there
+])
+def test_what_is_no_change(step_s: float, seen: Carried) -> None:
+    links = settled()
+    assert [links.observe(step_s, [seen] * 3) for _ in range(USUAL)] == [None] * USUAL
+
+
+def test_a_short_slow_step_must_come_twice() -> None:
+    links = settled()
+    assert links.observe(0.8, [FULL] * 3) is None
+    assert links.observe(0.4, [QUICK] * 3) is None
+    assert links.observe(0.8, [FULL] * 3) is None
+    assert links.observe(0.8, [FULL] * 3) == (NARROW,) * 3
+
+
+def test_what_stays_slow_becomes_usual() -> None:
+    links = settled()
+    assert links.slow(2.0)
+    for _ in range(2 * USUAL):
+        links.observe(2.0, [QUICK] * 3)
+    assert not links.slow(2.0)
+
+
+def test_what_was_usual_counts_on_where_other_rates_are_planned_for() -> None:
+    links = settled()
+    links.planned = (Rates(3e7, 3e7),) * 3
+    assert links.observe(2.0, [FULL] * 3) == (NARROW,) * 3
+    links.planned = (NARROW,) * 3
+    assert links.observe(2.0, [FULL] * 3) is None, "that is known"
+
+
+@pytest.mark.parametrize(("step_s", "seen", "faster"), [
+    (0.4, FULL, False), (0.2, FULL, True), (0.4, Carried(Way(6e6, 0.5), Way(9e6, 0.2)), True),
+])
+def test_hints_of_a_faster_link(step_s: float, seen: Carried, faster: bool) -> None:
+    links = Links([NARROW] * 3)
+    for _ in range(SETTLED):
+        links.observe(0.4, [FULL] * 3)
+        assert not links.faster
+    links.observe(step_s, [seen] * 3)
+    assert links.faster is faster
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-3, 10.0), st.floats(0, 1e9), st.floats(0, 1)), max_size=40))
+def test_never_to_a_faster_link_and_never_by_less_than_the_factor(looks: list[tuple[float, float, float]]) -> None:
+    links = Links(PLANNED[:1])
+    for step_s, bps, share in looks:
+        found = links.observe(step_s, [Carried(Way(bps, share), Way(bps, share))])
+        if found is not None:
+            assert differ(found, PLANNED[:1])
+            assert all(0 < rate < 95e6 for rate in found[0])
+
+
+# ---- when to probe again
+
+def test_gaps_between_probes_grow_until_one_finds_something() -> None:
+    again = Again()
+    assert not again.due(1e9, hinted=True, lost=True)  # nothing is known yet
+    again.changed(0.0)
+    now, gaps = 0.0, []
+    for _ in range(8):
+        begin = now
+        while not again.due(now, hinted=False, lost=True):
+            now += 1.0
+        gaps.append(now - begin)
+        again.probed(now, 0.1, found=False)
+    assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
+    again.probed(now, 0.1, found=True)
+    assert again.due(now + again_module.FIRST_S, hinted=False, lost=True)
+    assert not again.due(now + 1e6, hinted=False, lost=False)  # nothing to win back
+
+
+def test_a_hint_comes_soon_and_wears_off() -> None:
+    again = Again()
+    again.changed(0.0)
+    assert again.due(1.0, hinted=True, lost=False)
+    again.probed(1.0, 0.1, found=False)
+    assert not again.due(2.0, hinted=True, lost=False)
+    assert again.due(5.0, hinted=True, lost=False)
+
+
+def test_a_dear_probe_waits_until_it_is_a_small_part_of_the_time() -> None:
+    again = Again()
+    again.changed(0.0)
+    again.probed(0.0, 2.0, found=False)
+    assert not again.due(99.0, hinted=False, lost=True)
+    assert again.due(100.0, hinted=False, lost=True)
+
+
+# ---- counters
+
+def test_a_meter_tells_what_came_between_two_looks() -> None:
+    nbytes = [0, 0]
+    meter = Meter(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
+    try:
+        nbytes[:] = [1 << 20, 4 << 20]
+        first = meter.look()
+        assert 0 < first.up.bps < first.down.bps
+        assert meter.look() == Carried(Way(), Way())
+    finally:
+        meter.close()
+
+
+def test_an_interface_that_goes_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> tuple[int, int]:
+        raise ValueError("no interface")
+
+    meter = Meter(gone, period_s=60.0)
+    try:
+        assert meter.look() == Carried(Way(), Way())
+    finally:
+        meter.close()
+
+
+def test_nothing_is_read_for_peers_on_this_machine() -> None:
+    assert counters_towards([("127.0.0.1", 1), ("::1", 1)]) is None
+    assert counters_towards([]) is None
+
+
+@pytest.mark.skipif(not meter_module.COUNTERS.exists(), reason="needs Linux's /proc")
+def test_counters_of_an_interface_are_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "_source", lambda host, port: host)
+    assert meter_module._interface("127.0.0.1") == "lo"
+    up, down = meter_module._counters("lo")
+    assert up == down >= 0
+    with pytest.raises(ValueError, match="no interface nothere"):
+        meter_module._counters("nothere")
