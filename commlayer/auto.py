@@ -8,7 +8,6 @@ are planned with again, at the rates that transfers were seen to go at.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -17,22 +16,17 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from msgspec import structs
 
-from commlayer import bounds, planner
-from commlayer.compressors import parse
 from commlayer.config import host_port
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
+from commlayer.finding import Finder, Found, cluster_of
 from commlayer.looks import Looks, Row
 from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ, spelled
-from commlayer.planner.costs import bare
-from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
-from commlayer.planner.tables import codec_loss
-from commlayer.price import communication
+from commlayer.planner.model import Cluster, Link
 from commlayer.probing import Measured, gathered, homes_of, links_of, probed
 from commlayer.records import Job, Plan, digest
-from commlayer.runtime import calibrate, grouped, overheads
+from commlayer.runtime import grouped
 from commlayer.runtime.timing import timing_of
 from commlayer.runtime.worker import Worker
 
@@ -85,11 +79,9 @@ class Auto:
         self._connection, self._job, self._probe_s, self._keep = connection, job, probe_s, keep
         self._steps = 0
         self._measure_from = WARM_STEPS
-        self._answer: Plan | None = None
-        self._basis: Basis | None = None
-        """Of the latest plan found."""
-        self._found: Plan | None = None
-        """The same as the planner has it: workers know some of its paths by other names, which have no price."""
+        self._finder = Finder(connection)
+        self._found: Found | None = None
+        """On rank 0: what all are to go over to."""
         self._priced: Plan | None = None
         """The plan in force as the planner has it; None where it is not the planner's."""
         self._thread: threading.Thread | None = None
@@ -107,7 +99,6 @@ class Auto:
         self._links: Links | None = None
         self._best: list[Rates] = []
         """That were ever known."""
-        self._profile: Profile | None = None
         self._plan_s = 0.0
         self._again = Again()
         self._trial: list[float] | None = None
@@ -116,7 +107,6 @@ class Auto:
         self._before_s = 0.0
         self.verdicts: list[Verdict] = []
         """On rank 0. See `settle`."""
-        self._price: tuple[float, float] | None = None
         connection.on_shares.append(self.shares_changed)
 
     def after_step(self) -> None:
@@ -194,7 +184,7 @@ class Auto:
         step_s = median(s.marks["end"] for s in steps)
         row = Measured(timing.forward_s + timing.backward_s, step_s, *probed(made, (1 - GROUPS_SHARE) * self._probe_s))
         self._measured = gathered(made, row)
-        self._profile = None
+        self._finder.forget()
         self._plan_for(links_of(made, self._measured))
         if made.rank == 0:
             self._start_planning(worker.plan)
@@ -227,7 +217,7 @@ class Auto:
         """What rank 0 wants of all."""
         if self._connection.rank != 0 or (self._thread is not None and self._thread.is_alive()):
             return NOTHING
-        if self._answer is not None:
+        if self._found is not None:
             return SWITCH
         if self._stale:
             self._stale, self._drift = False, None
@@ -286,7 +276,7 @@ class Auto:
             if wait and self._thread is not None:
                 self._thread.join()
         if wait:
-            found = torch.tensor([self._answer is not None], dtype=torch.int64, device=groups.device)
+            found = torch.tensor([self._found is not None], dtype=torch.int64, device=groups.device)
             groups.broadcast_all(found).wait(time.monotonic() + groups.timeout_s)
             if found:
                 self._switch()
@@ -309,98 +299,53 @@ class Auto:
         """`step_s`: what a step takes now, if it is not what was measured first."""
         if self._thread is not None:
             self._thread.join()
-        self._answer = self._drift = self._trial = None
+        self._found = self._drift = self._trial = None
         self._stale = False
         measured_s = step_s or median(row.step_s for row in self._measured)
+        cluster = cluster_of(self._nodes, self._measured, self._grouped, homes_of(self._connection))
         self._thread = threading.Thread(
-            target=self._plan, args=(current, self._cluster(), measured_s), name="commlayer-planner", daemon=True
+            target=self._plan, args=(current, cluster, measured_s), name="commlayer-planner", daemon=True
         )
         self._thread.start()
 
     def _plan(self, current: Plan, cluster: Cluster, measured_s: float) -> None:
-        job = self._timed
         try:
-            if self._profile is None:
-                self._profile = _profile(current, self._grouped, bounds.codecs(self._connection))
-            begin = time.perf_counter()
-            profile, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
-            made = planner.plan(job, cluster, profile, policy)
-            present = self._priced or self._at_home(current)
-            now_s = planner.simulate(present, job, cluster, profile, policy).step_s
-            self._connection.price = _price(present, job, cluster, profile, policy)
-            self._price = _price(made, job, cluster, profile, policy)
-            answer = self._on_servers(made)
-            basis = Basis(made, Inputs(job, cluster, profile, policy))
-            self._plan_s = time.perf_counter() - begin
+            found = self._finder.find(current, self._priced, self._timed, cluster, self._grouped)
         except Exception as error:
             self._say(f"no plan: {type(error).__name__}: {error}")
             return
-        self.verdicts.append(Verdict(measured_s, now_s, made.step_s))
-        gain = 1.0 - made.step_s / now_s
-        said = (f"a plan of {len(made.buckets)} buckets for {1e3 * made.step_s:.1f} ms a step; the one in force takes "
-                f"{1e3 * measured_s:.1f} ms, {1e3 * now_s:.1f} ms by the same prices")
-        if gain < WORTH or self._keep:
+        self._plan_s = found.took_s
+        self._connection.price = found.present_price
+        self.verdicts.append(Verdict(measured_s, found.present_s, found.plan.step_s))
+        said = (f"a plan of {len(found.plan.buckets)} buckets for {1e3 * found.plan.step_s:.1f} ms a step; the one in force "
+                f"takes {1e3 * measured_s:.1f} ms, {1e3 * found.present_s:.1f} ms by the same prices")
+        if 1.0 - found.plan.step_s / found.present_s < WORTH or self._keep:
             self._kept, self._trial = True, []
-            self._connection.basis = basis._replace(plan=present)
+            self._connection.basis = found.basis._replace(plan=found.present)
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._before_s, self._found = measured_s, made
-        self._basis, self._answer = basis, answer
-
-    def _at_home(self, plan: Plan) -> Plan:
-        """Its servers as the planner counts them: one for each node that has any."""
-        homes = homes_of(self._connection)
-        hosts = sorted(set(homes[: plan.servers]))
-        buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
-        return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
-
-    def _on_servers(self, plan: Plan) -> Plan:
-        """The reverse: the planner's hosts as the numbers of servers that run."""
-        if not plan.servers:
-            return plan
-        homes = homes_of(self._connection)
-        able = sorted(set(homes))
-        hosts = plan.hosts or tuple(able[: plan.servers])
-        number = [homes.index(host) for host in hosts]
-        buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
-        return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
-
-    def _cluster(self) -> Cluster:
-        """Nodes as measured."""
-        groups = self._connection.groups
-        assert groups is not None
-        inside = self._grouped.inside
-        homes = homes_of(self._connection)
-        fastest_s = min(r.compute_s for r in self._measured)
-        nodes = []
-        for number, link in enumerate(self._nodes):
-            mine = self._measured[number * groups.ranks_per_node : (number + 1) * groups.ranks_per_node]
-            nodes.append(Node(
-                f"node{number}", groups.ranks_per_node, "cpu", link,
-                8 / inside.slope_s if inside.slope_s else 0.0, inside.floor_s,
-                speed=fastest_s / max(r.compute_s for r in mine), server=number in homes,
-            ))
-        return Cluster(tuple(nodes))
+        self._before_s, self._found = measured_s, found
 
     # ---- changing over
 
     def _switch(self) -> None:
         """All ranks, to what rank 0 has found."""
-        plan, self._answer = self._answer, None
+        found, self._found = self._found, None
         try:
-            switch(self._connection, plan)
+            switch(self._connection, found.answer if found else None)
         except ValueError as error:  # on all ranks, and nothing has changed
             self._say(f"kept the plan in force: {error}")
             return
         assert self._connection.plan is not None
         self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
-        self._connection.basis, self._connection.price = self._basis, self._price
+        if found is not None:
+            self._connection.basis, self._connection.price = found.basis, found.price
         self._recent.clear()
         assert self._looks is not None
         self._looks.afresh()
         self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
-        self._priced, self._found = self._found, None
+        self._priced = found.plan if found else None
         self._kept, self._trial = False, [] if self._connection.rank == 0 else None
         self._say(f"went over to plan {digest(self._connection.plan)}")
 
@@ -408,21 +353,3 @@ class Auto:
         self._connection.decisions.append(f"step {self._steps}: {what}")
         if self._connection.rank == 0:
             log.info("step %d: %s", self._steps, what)
-
-
-def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> tuple[float, float]:
-    priced = communication(plan, job, cluster, profile, policy)
-    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
-
-
-_overheads = functools.cache(overheads.measure)
-"""Once in a process: they are this machine's."""
-
-
-def _profile(current: Plan, collectives: grouped.Grouped, codecs: Sequence[str]) -> Profile:
-    """Costs as they are here; codecs as plans spell them, in full. What these lose nobody can measure now: the tables guess."""
-    used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
-    names = sorted({str(parse(codec)) for codec in (*codecs, *used)})
-    costs = tuple(structs.replace(cost, loss=codec_loss(cost.codec)) for cost in calibrate.measure(names))
-    besides = _overheads()
-    return Profile(costs, besides.server, besides.bucket.floor_s, across=collectives.across, source="measured")

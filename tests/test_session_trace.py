@@ -112,8 +112,9 @@ def test_a_stale_plan_is_an_event_with_its_reason() -> None:
     auto = Auto(connection, builtin("lstm"))
     auto._drift = Drift(1e-9, patience=2)
     for _ in range(3):
-        auto._watch()
+        auto._ended = time.perf_counter()
         time.sleep(0.001)
+        auto._watch()
     (event,) = connection.events
     assert event.measured_s > event.predicted_s == 1e-9
     assert connection.decisions == [f"step 0: {event.reason}"]

@@ -1,0 +1,118 @@
+"""Finds a plan for a running job from what its ranks measured. Knows a connection's servers and budget; changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer import bounds, planner
+from commlayer.compressors import parse
+from commlayer.connect import Connection
+from commlayer.planner.costs import bare
+from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
+from commlayer.planner.tables import codec_loss
+from commlayer.price import communication
+from commlayer.probing import Measured, homes_of
+from commlayer.records import Job, Plan
+from commlayer.runtime import calibrate, grouped, overheads
+
+Price = tuple[float, float]
+"""Seconds of communication, and the part of computing that hides it."""
+
+
+class Found(NamedTuple):
+    """The best plan, and the one in force by the same prices."""
+
+    basis: Basis
+    """With the plan as the planner has it: workers know some of its paths by other names, which have no price."""
+    answer: Plan
+    """For the servers that run."""
+    present: Plan
+    present_s: float
+    price: Price
+    present_price: Price
+    took_s: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.basis.plan
+
+
+class Finder:
+    """Measures this machine's codecs once, then plans as often as asked."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._profile: Profile | None = None
+
+    def forget(self) -> None:
+        """What was measured is old."""
+        self._profile = None
+
+    def find(self, current: Plan, known: Plan | None, job: Job, cluster: Cluster, collectives: grouped.Grouped) -> Found:
+        """`current` is in force; `known`: the same as the planner has it, if it is the planner's."""
+        if self._profile is None:
+            self._profile = _profile(current, collectives, bounds.codecs(self._connection))
+        begin = time.perf_counter()
+        profile, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
+        made = planner.plan(job, cluster, profile, policy)
+        present = known or at_home(current, homes_of(self._connection))
+        present_s = planner.simulate(present, job, cluster, profile, policy).step_s
+        price, present_price = (_price(plan, job, cluster, profile, policy) for plan in (made, present))
+        answer = on_servers(made, homes_of(self._connection))
+        basis = Basis(made, Inputs(job, cluster, profile, policy))
+        return Found(basis, answer, present, present_s, price, present_price, time.perf_counter() - begin)
+
+
+def at_home(plan: Plan, homes: Sequence[int]) -> Plan:
+    """Its servers as the planner counts them: one for each node that has any. `homes`: the node of each server that runs."""
+    hosts = sorted(set(homes[: plan.servers]))
+    buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
+
+
+def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
+    """The reverse: the planner's hosts as the numbers of servers that run."""
+    if not plan.servers:
+        return plan
+    hosts = plan.hosts or tuple(sorted(set(homes))[: plan.servers])
+    number = [homes.index(host) for host in hosts]
+    buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
+
+
+def cluster_of(links: Sequence[Link], rows: Sequence[Measured], inside: grouped.Grouped, homes: Sequence[int]) -> Cluster:
+    """Nodes as measured: a link for each, a row for each rank."""
+    per_node = len(rows) // len(links)
+    fastest_s = min(row.compute_s for row in rows)
+    line = inside.inside
+    nodes = []
+    for number, link in enumerate(links):
+        mine = rows[number * per_node : (number + 1) * per_node]
+        nodes.append(Node(
+            f"node{number}", per_node, "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
+            speed=fastest_s / max(row.compute_s for row in mine), server=number in homes,
+        ))
+    return Cluster(tuple(nodes))
+
+
+def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Price:
+    priced = communication(plan, job, cluster, profile, policy)
+    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
+
+
+_overheads = functools.cache(overheads.measure)
+"""Once in a process: they are this machine's."""
+
+
+def _profile(current: Plan, collectives: grouped.Grouped, codecs: Sequence[str]) -> Profile:
+    """Costs as they are here; codecs as plans spell them, in full. What these lose nobody can measure now: the tables guess."""
+    used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
+    names = sorted({str(parse(codec)) for codec in (*codecs, *used)})
+    costs = tuple(structs.replace(cost, loss=codec_loss(cost.codec)) for cost in calibrate.measure(names))
+    besides = _overheads()
+    return Profile(costs, besides.server, besides.bucket.floor_s, across=collectives.across, source="measured")
