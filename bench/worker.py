@@ -74,8 +74,13 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     connection = session._driver.connection
     assert connection.worker is not None
     auto = Auto(connection, connection.worker.job, keep=True)
-    optimizer.register_step_post_hook(lambda *_: auto.after_step())
-    return trained._replace(verdicts=lambda: [verdict._asdict() for verdict in auto.settle(30.0)])
+
+    def after_step(*_: object) -> None:
+        auto.after_step()
+        auto.settle(60.0)  # so that planning takes no time from the steps that are measured
+
+    optimizer.register_step_post_hook(after_step)
+    return trained._replace(verdicts=lambda: [verdict._asdict() for verdict in auto.verdicts])
 
 
 # A mode is called with the model, its optimizer and what follows the colon in "--mode NAME:ARGUMENT".

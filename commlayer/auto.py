@@ -184,7 +184,7 @@ class Auto:
         step_s = median(s.marks["end"] for s in steps)
         row = Measured(timing.forward_s + timing.backward_s, step_s, *probed(made, (1 - GROUPS_SHARE) * self._probe_s))
         self._measured = gathered(made, row)
-        self._finder.forget()
+        self._finder.measured(steps)
         self._plan_for(links_of(made, self._measured))
         if made.rank == 0:
             self._start_planning(worker.plan)

@@ -12,6 +12,7 @@ from msgspec import structs
 from commlayer import bounds, planner
 from commlayer.compressors import parse
 from commlayer.connect import Connection
+from commlayer.observe import Step
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
 from commlayer.planner.tables import codec_loss
@@ -19,6 +20,7 @@ from commlayer.price import communication
 from commlayer.probing import Measured, homes_of
 from commlayer.records import Job, Plan
 from commlayer.runtime import calibrate, grouped, overheads
+from commlayer.runtime.loaded import load_of, scaled, under
 
 Price = tuple[float, float]
 """Seconds of communication, and the part of computing that hides it."""
@@ -48,15 +50,16 @@ class Finder:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._profile: Profile | None = None
+        self._steps: list[Step] = []
 
-    def forget(self) -> None:
-        """What was measured is old."""
-        self._profile = None
+    def measured(self, steps: list[Step]) -> None:
+        """Steps under the plan in force; what was measured before is old."""
+        self._profile, self._steps = None, steps
 
     def find(self, current: Plan, known: Plan | None, job: Job, cluster: Cluster, collectives: grouped.Grouped) -> Found:
         """`current` is in force; `known`: the same as the planner has it, if it is the planner's."""
         if self._profile is None:
-            self._profile = _profile(current, collectives, bounds.codecs(self._connection))
+            self._profile = _profile(current, self._steps, collectives, bounds.codecs(self._connection))
         begin = time.perf_counter()
         profile, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
         made = planner.plan(job, cluster, profile, policy)
@@ -109,10 +112,17 @@ _overheads = functools.cache(overheads.measure)
 """Once in a process: they are this machine's."""
 
 
-def _profile(current: Plan, collectives: grouped.Grouped, codecs: Sequence[str]) -> Profile:
-    """Costs as they are here; codecs as plans spell them, in full. What these lose nobody can measure now: the tables guess."""
+def _profile(current: Plan, steps: list[Step], collectives: grouped.Grouped, codecs: Sequence[str]) -> Profile:
+    """Costs as they are here, beside training; codecs as plans spell them, in full.
+
+    What these lose nobody can measure now: the tables guess.
+    """
     used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
     names = sorted({str(parse(codec)) for codec in (*codecs, *used)})
-    costs = tuple(structs.replace(cost, loss=codec_loss(cost.codec)) for cost in calibrate.measure(names))
+    alone = calibrate.measure(names)
+    load = load_of(steps, current, alone)
+    costs = tuple(structs.replace(under(load, cost), loss=codec_loss(cost.codec)) for cost in alone)
     besides = _overheads()
-    return Profile(costs, besides.server, besides.bucket.floor_s, across=collectives.across, source="measured")
+    # A server's work is taking, adding and sending, which is more like decoding than like encoding.
+    server, bucket = (scaled(line, load.decode) for line in besides)
+    return Profile(costs, server, bucket.floor_s, across=collectives.across, source="measured")

@@ -1,7 +1,7 @@
 """How fast this machine's link is, each way: chunks to several servers, then from them. Knows no sockets and no plan.
 
-What tells a rate is how fast chunks come in once connections have opened their windows, so only the last part of the time
-counts. Several servers at once, because one's own link may be slower than the one that is asked about.
+What tells a rate is how fast chunks come in once connections have opened their windows, so the fastest stretches count.
+Several servers at once, because one's own link may be slower than the one that is asked about.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ CHUNKS = 16
 """Of what may be under way: the resolution."""
 LEAST_NBYTES, MOST_NBYTES = 2 << 10, 256 << 10
 """Of a chunk."""
-COUNTED = 0.4
-"""The last part of the time; before it windows open."""
-FEWEST = 6
-"""Arrivals in it that tell a rate; with fewer all count."""
+STRETCH = 0.4
+"""Of the time: how long a rate is taken over."""
+NEARLY_ALL = 0.9
+"""So many stretches are slower than the rate: they have the opening of windows in them, or a thread that came late. The fastest may
+have only what had piled up before such a thread."""
 
 
 class Arrival(NamedTuple):
@@ -85,7 +86,7 @@ class _Way:
             if now < until:
                 self._fill(network, now)
             if not any(self._to.values()):
-                return self._rate_bps(until - COUNTED * budget_s, until)
+                return self._rate_bps(STRETCH * budget_s)
             self._arrived(network.next(patience_s))
 
     def _fill(self, network: Network, now: float) -> None:
@@ -105,11 +106,20 @@ class _Way:
         self._seen.append(arrival)
         self._recent_nbytes += arrival.nbytes
 
-    def _rate_bps(self, begin: float, end: float) -> float:
-        counted = [a for a in self._seen if begin <= a.at_s <= end]
-        if len(counted) < FEWEST:
-            counted = self._seen
-        return 8 * sum(a.nbytes for a in counted[1:]) / max(counted[-1].at_s - counted[0].at_s, 1e-9)
+    def _rate_bps(self, stretch_s: float) -> float:
+        """Of stretches that long; all in one if it was all over sooner."""
+        seen, end, nbytes = self._seen, 0, 0
+        rates: list[float] = []
+        for first in range(len(seen)):
+            while end < len(seen) - 1 and (end <= first or seen[end].at_s - seen[first].at_s < stretch_s):
+                end += 1
+                nbytes += seen[end].nbytes
+            took_s = seen[end].at_s - seen[first].at_s
+            if took_s < stretch_s and rates:
+                break
+            rates.append(8 * nbytes / max(took_s, 1e-9))
+            nbytes -= seen[first + 1].nbytes if first + 1 < len(seen) else 0
+        return sorted(rates)[int(NEARLY_ALL * (len(rates) - 1))]
 
 
 class Asking:
