@@ -25,8 +25,8 @@ LEAST_NBYTES, MOST_NBYTES = 2 << 10, 256 << 10
 STRETCH = 0.4
 """Of the time: how long a rate is taken over."""
 NEARLY_ALL = 0.9
-"""So many stretches are slower than the rate: windows open in them, or a thread comes late. The fastest of all may have what had
-piled up before such a thread."""
+"""So many stretches are slower than the rate: windows open in them, or a thread comes late. The fastest may hold what had piled
+up before such a thread."""
 
 
 class Arrival(NamedTuple):
