@@ -23,11 +23,12 @@ from commlayer.planner.espresso_cases import CASES, cluster_of, profile
 from commlayer.planner.espresso_cases import run as espresso
 from commlayer.planner.jobs import builtin
 from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.option import DENSE
 from commlayer.planner.problem import Load, Pace, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import Space, search
 from commlayer.planner.select import plan
-from commlayer.planner.ways import DENSE, Ways
+from commlayer.planner.ways import Ways
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
@@ -53,7 +54,7 @@ def run(quick: bool) -> Result:
         costs = profile(case.codec)
         machines = cluster_of(case.testbed)
         job = builtin(case.model)
-        made = plan(job, machines, costs)
+        made = plan(job, machines, costs, Policy(whole_tree=True))
         free[name] = _above(made)
         dense = plan(job, machines, costs, Policy(codecs=(DENSE,)))
         steps = espresso(case)

@@ -118,7 +118,7 @@ class Auto:
         try:
             self._after_step(worker)
         except CommError as error:
-            worker.fail(error)
+            worker.latch(error)
             worker.check()
 
     def _after_step(self, worker: Worker) -> None:

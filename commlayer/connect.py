@@ -121,7 +121,7 @@ class Connection:
         def fail(error: CommError) -> None:
             self._verdict = self._verdict or error
             self._heard.set()
-            worker.fail(error)
+            worker.latch(error)
 
         self.uplink.follow(fail, worker.stalled, worker.generation)
 
@@ -164,7 +164,7 @@ def connect(
     _check_dtypes(job)
     per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
     if not grouped and not config.join:
-        settled = without_buffers(asked.settle(plan, job, config, 1, 1), whole or job)
+        settled = _of(asked.settle(plan, job, config, 1, 1), whole)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         _check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally)
@@ -176,9 +176,9 @@ def connect(
             _same_model(job, made.groups)
             align_tensors(align, made.groups, config.join_deadline_s)
         made.basis = asked.basis(plan, made.say) if made.rank == 0 else None
-        made.plan = _agree(lambda: without_buffers(
-            asked.housed(asked.settle(plan, job, config, made.world, per_node), made.basis, made.world // per_node, made.say),
-            whole or job), made.groups)
+        nodes = made.world // per_node
+        made.plan = _agree(lambda: _of(asked.housed(
+            asked.settle(plan, job, config, made.world, per_node), made.basis, nodes, made.say), whole), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device, steps_locally)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
@@ -214,7 +214,7 @@ def switch(made: Connection, plan: Plan | None) -> None:
         _go_over(made, old, groups, made.uplink, plan)
         made.entered()
     except CommError as error:
-        old.fail(error)
+        old.latch(error)
         old.check()
 
 
@@ -277,6 +277,11 @@ def _begin_group(launch: Launch, device: torch.device) -> None:
     """Under torchrun, and only where the script has not made a group itself."""
     if not dist.is_initialized() and launch.world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def _of(plan: Plan, whole: Job | None) -> Plan:
+    """A plan of the whole is one of the job, too."""
+    return plan if whole is None else without_buffers(plan, whole)
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

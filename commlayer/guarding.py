@@ -140,7 +140,7 @@ class Guarding:
         try:
             self._look(worker)
         except CommError as error:
-            worker.fail(error)
+            worker.latch(error)
             worker.check()
         self._looking_s = time.perf_counter() - begin
         worker.counters.guard_s += self._looking_s

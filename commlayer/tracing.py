@@ -76,7 +76,7 @@ class Tracer:
         try:
             self._look()
         except CommError as error:
-            worker.fail(error)
+            worker.latch(error)
             worker.check()
 
     def _ended(self) -> None:

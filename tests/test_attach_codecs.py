@@ -17,7 +17,7 @@ RUNS = "block_threshold(ratio=0.2, run=8, values='int4')"
 DITHERED = "qsgd(block=64, levels=7, norm='max')"
 FACTORS = "powersgd(rank=2)"
 SHARED = "shared_int(bits=8, block=64, rounding='stochastic')"
-DRAWN = "randomk(ratio=0.5, values='bf16', unbiased=False)"
+DRAWN = "randomk(ratio=0.7, values='bf16', unbiased=False)"
 
 
 def fit(run: Run) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fields(problem: Problem) -> Iterator[str]:
     """A problem in the driver's terms: every field under its own name, so that a new one is asked for there."""
-    everything = {**problem._asdict(), "lanes": len(problem.lanes), "buckets": problem.buckets}
+    counts = {"lanes": len(problem.lanes), "lines": len(problem.line_lanes) - 1, "buckets": problem.buckets}
+    everything = {**problem._asdict(), **counts}
     for name, value in everything.items():
         yield line(name, value if isinstance(value, list) else [value])
 

@@ -19,13 +19,13 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.lint import lint
 from commlayer.planner.lower import lower
 from commlayer.planner.model import Cluster, Link, Policy
+from commlayer.planner.option import DENSE
 from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 from commlayer.planner.schedule import PortableSchedule, schedule
 from commlayer.planner.search import Space, search
 from commlayer.planner.select import plan
 from commlayer.planner.simulate import simulate
 from commlayer.planner.tables import profile_from_tables
-from commlayer.planner.ways import DENSE
 from commlayer.records import Job
 
 DENSE_ONLY = Policy(codecs=(DENSE,))

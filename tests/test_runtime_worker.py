@@ -217,7 +217,7 @@ def test_an_error_latches_and_writes_nothing() -> None:
         error = PeerLost("no heartbeat", peer="worker 1")
         for tensor, g in enumerate(mine):
             worker.ready(tensor, g)
-        worker.fail(error)
+        worker.latch(error)
         with pytest.raises(PeerLost, match="worker 1"):
             worker.finish(list(mine), 10.0)
         with pytest.raises(PeerLost, match="worker 1"):

@@ -15,9 +15,9 @@ from commlayer.planner import grammar
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.fit import Promise, fits, on_gpus, promise_of
 from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.option import DENSE, Option
 from commlayer.planner.paths import ALIASES, Path, parse, spell
 from commlayer.planner.prune import unbeaten
-from commlayer.planner.ways import DENSE, Option
 
 SIZES = (1 << 8, 1 << 25)
 """Elements of the smallest and largest buckets."""

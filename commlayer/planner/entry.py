@@ -15,11 +15,12 @@ from commlayer.planner.critical import critical
 from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
 from commlayer.planner.layout import Kind, Layout
 from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.option import DENSE, Option
 from commlayer.planner.problem import Load, Problem, Way, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
 from commlayer.planner.simulate import pace, tail, urgent
-from commlayer.planner.ways import DENSE, Option, Ways, free
+from commlayer.planner.ways import Ways, free
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
 
 CODES = 1e6

@@ -9,10 +9,10 @@ from commlayer.planner.costs import bare
 from commlayer.planner.fit import Promise, misfits, on_gpus, promise_of
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
 from commlayer.planner.model import Cluster, Profile
+from commlayer.planner.option import DENSE
 from commlayer.planner.paths import parse
 from commlayer.planner.rules import verify, verify_alone
 from commlayer.planner.simulate import hosts_of
-from commlayer.planner.ways import DENSE
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
 ANY = Promise(sums=True, alone=True, answers=True)

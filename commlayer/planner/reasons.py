@@ -8,8 +8,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner.entry import Entry
+from commlayer.planner.option import DENSE
 from commlayer.planner.simulate import Timeline, per_step, simulate
-from commlayer.planner.ways import DENSE
 from commlayer.records import Bucket, Plan, Why
 
 LOOKED_AT = 2.0

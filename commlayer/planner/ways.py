@@ -13,33 +13,14 @@ from msgspec import structs
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.lines import ZERO
 from commlayer.planner.model import Profile
+from commlayer.planner.option import Option
 from commlayer.planner.problem import COMPUTE, Shape, Way, shape_of
 from commlayer.planner.walk import Step
 
-DENSE = "identity()"
 EDGES = np.exp2(np.arange(32))
 """Elements at the ends of octaves of size."""
 
 Reals = npt.NDArray[np.float64]
-
-
-class Option(NamedTuple):
-    """What a plan decides for a bucket besides its place."""
-
-    path: str
-    codec: str = DENSE
-    down: str = ""
-    by_node: tuple[str, ...] = ()
-
-    @property
-    def served(self) -> bool:
-        """Whether a summation server takes part."""
-        return self.path == "service" or "net.push" in self.path
-
-    def __str__(self) -> str:
-        extra = [f"down {self.down}"] if self.down else []
-        extra += [f"by node {', '.join(self.by_node)}"] if self.by_node else []
-        return " ".join([self.codec, "over", self.path, *(f"({e})" for e in extra)])
 
 
 class Template(NamedTuple):

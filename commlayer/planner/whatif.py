@@ -9,9 +9,9 @@ from msgspec import structs
 
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile
+from commlayer.planner.option import DENSE
 from commlayer.planner.select import PAYS, plan
 from commlayer.planner.tables import speed
-from commlayer.planner.ways import DENSE
 from commlayer.records import Job, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12

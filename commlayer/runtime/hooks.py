@@ -55,7 +55,7 @@ class Hooks:
         worker = self._worker()
         worker.check()
         if self._graph is not None:
-            worker.fail(RuntimeError(
+            worker.latch(RuntimeError(
                 "a backward pass began before another had ended: that one raised, or this one runs inside it. "
                 "Its step was half announced and cannot be completed: attach again"
             ))

@@ -90,6 +90,7 @@ class Worker:
         self.recorder = Recorder()
         self.stopwatch = Stopwatch(device)
         self._to_servers = Service(self, transport, recycle, self._staging)
+        self.stalled = self._to_servers.stalled
         self._staged = Staged.of(self._by_stages, codecs, plan, groups, self.latch, lambda: self.error, self.recorder)
         self._reset()
 
@@ -370,19 +371,12 @@ class Worker:
             return self._to_servers.overdue(flow)
         return DeadlineExceeded("not exchanged before the deadline", peer=GROUP, step=self.step, bucket=flow.bucket.id)
 
-    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """A server says whom it waits for."""
-        self._to_servers.stalled(bucket, step, missing)
-
     def latch(self, error: BaseException) -> None:
+        """The first stays. From outside: a peer is known to be gone, or the script broke off in the middle of a step."""
         with self._lock:
             if self.error is None:
                 self.error = error
             self._all_in.set()
-
-    def fail(self, error: BaseException) -> None:
-        """From outside: a peer is known to be gone, or the script broke off in the middle of a step."""
-        self.latch(error)
 
     def check(self) -> None:
         """Raises the error that has latched. The first time, residuals get back what the broken step sent."""

@@ -60,7 +60,8 @@ void set(Problem& p, const Words& words) {
 const std::map<std::string, void (*)(Problem&, const Words&)> kFields = {
     FIELD(buckets),    FIELD(nodes),      FIELD(lanes),     FIELD(steps),     FIELD(priority),   FIELD(ready),
     FIELD(ready_order), FIELD(order),     FIELD(stale),     FIELD(lane_node), FIELD(tail),       FIELD(bucket_options),
-    FIELD(option_tasks), FIELD(task_lanes), FIELD(lane),    FIELD(seconds),   FIELD(latency),    FIELD(need),
+    FIELD(lane_shared), FIELD(lines),     FIELD(line_lanes), FIELD(line_lane), FIELD(task_line), FIELD(task_seconds),
+    FIELD(option_tasks), FIELD(seconds),  FIELD(latency),   FIELD(need),
     FIELD(task_next),  FIELD(next),       FIELD(task_gates), FIELD(gate),     FIELD(most_tasks),
 };
 

@@ -1,0 +1,26 @@
+"""A way to send a bucket, in words: what a plan decides for it besides its place. Knows no price, size or order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DENSE = "identity()"
+
+
+class Option(NamedTuple):
+    """What a plan decides for a bucket besides its place."""
+
+    path: str
+    codec: str = DENSE
+    down: str = ""
+    by_node: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> bool:
+        """Whether a summation server takes part."""
+        return self.path == "service" or "net.push" in self.path
+
+    def __str__(self) -> str:
+        extra = [f"down {self.down}"] if self.down else []
+        extra += [f"by node {', '.join(self.by_node)}"] if self.by_node else []
+        return " ".join([self.codec, "over", self.path, *(f"({e})" for e in extra)])
