@@ -31,7 +31,7 @@ class Net(NamedTuple):
 
 NETS = (Net("1g", 1e9, 1e9), Net("100m", 1e8, 1e8), Net("100/20m", 2e7, 1e8), Net("10m", 1e7, 1e7))
 MODELS = ("mlp", "mlp_small")
-CODECS = ("topk(ratio=0.01)", "topk(ratio=0.1)", "int8()", "fp16()")
+CODECS = ("topk(ratio=0.01)", "int8()", "fp16()")
 STEPS = {"loopback": 20, "1g": 20, "100m": 12, "100/20m": 8, "10m": 6}
 
 

@@ -45,8 +45,10 @@ GROUPS_SHARE = 0.2
 """Of the probes' time, for collectives."""
 PROBE_AGAIN_S = 1.2
 """Of all probes of a link that may have become faster."""
-TRIED = 3
+TRIED = 5
 """Steps under a new plan that tell what came of it, after one that warms up."""
+WORSE = 0.1
+"""If they take longer than before by this fraction, all go back."""
 
 NOTHING, SWITCH, MEASURE, PROBE = 0, 1, 2, 3
 
@@ -82,6 +84,8 @@ class Auto:
         self._finder = Finder(connection)
         self._found: Found | None = None
         """On rank 0: what all are to go over to."""
+        self._before: Found | None = None
+        """On rank 0, while a plan is on trial: what all left for it."""
         self._priced: Plan | None = None
         """The plan in force as the planner has it; None where it is not the planner's."""
         self._thread: threading.Thread | None = None
@@ -169,8 +173,12 @@ class Auto:
         if self._kept:
             self._drift = Drift(step_s)
             return
+        worse = self._before is not None and step_s > (1 + WORSE) * self._before_s
         self._say(f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
-                  f"{1e3 * self._before_s:.1f} ms were taken before")
+                  f"{1e3 * self._before_s:.1f} ms were taken before{': back to that' if worse else ''}")
+        if worse:
+            self._found, self._drift, self._kept = self._before, None, True
+        self._before = None
 
     def _begin_planning(self, worker: Worker) -> None:
         """All ranks: probe links, tell each other; rank 0 goes on alone."""
@@ -325,29 +333,33 @@ class Auto:
             self._say(f"kept the plan in force: found {said}")
             return
         self._say(f"found {said}")
-        self._before_s, self._found = measured_s, found
+        self._kept, self._before_s, self._found = False, measured_s, found
 
     # ---- changing over
 
     def _switch(self) -> None:
         """All ranks, to what rank 0 has found."""
         found, self._found = self._found, None
+        left, back = self._connection.plan, self._kept
+        assert left is not None
         try:
             switch(self._connection, found.answer if found else None)
         except ValueError as error:  # on all ranks, and nothing has changed
             self._say(f"kept the plan in force: {error}")
             return
         assert self._connection.plan is not None
-        self._drift = Drift(self._connection.plan.step_s) if self._connection.rank == 0 else None
         if found is not None:
             self._connection.basis, self._connection.price = found.basis, found.price
+            self._before = None if back else found._replace(
+                basis=found.basis._replace(plan=found.present), answer=left, price=found.present_price)
+            self._drift = None if back else Drift(found.plan.step_s)
         self._recent.clear()
         assert self._looks is not None
         self._looks.afresh()
         self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
         self._priced = found.plan if found else None
-        self._kept, self._trial = False, [] if self._connection.rank == 0 else None
-        self._say(f"went over to plan {digest(self._connection.plan)}")
+        self._trial = [] if found is not None else None
+        self._say(f"went {'back' if back else 'over'} to plan {digest(self._connection.plan)}")
 
     def _say(self, what: str) -> None:
         self._connection.decisions.append(f"step {self._steps}: {what}")

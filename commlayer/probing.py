@@ -33,23 +33,32 @@ Ways = tuple[float, float, float]
 """(bit/s up, bit/s down, seconds to the core of the network)."""
 
 
-def probed(made: Connection, budget_s: float) -> Ways:
-    """Of this node's link; all ranks call it together: the nodes' first ranks measure in turn, so none measures another's.
+UP_SHARE = 0.4
+"""Of a probe's time: all nodes send at once, as they do in a step. They receive in turn, or senders would set the rate."""
 
-    A node asks the servers of the others; zeros, where there are none.
-    """
+
+def probed(made: Connection, budget_s: float) -> Ways:
+    """Of this node's link; all ranks call it together. A node asks the servers of the others; zeros, where there are none."""
     groups = _groups(made)
     assert made.uplink is not None
-    found: Ways = (0.0, 0.0, 0.0)
     nodes = groups.world // groups.ranks_per_node
     away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
+    asks = bool(away) and groups.local == 0
+    up_s, down_s = UP_SHARE * budget_s, (1 - UP_SHARE) * budget_s / nodes
+    network, patience_s = probe.Asking(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    up_bps = down_bps = round_trip_s = 0.0
+    if asks:
+        round_trip_s = probe.round_trip(network, away[0], patience_s)
+    groups.barrier()
+    if asks:
+        up_bps = probe.rate(network, probe.UP, away, round_trip_s, up_s, patience_s)
     for node in range(nodes):
-        if (groups.node, groups.local) == (node, 0) and away:
-            mine_s = budget_s / nodes
-            link = probe.link(probe.Asking(made.uplink.probe), away, mine_s, min(10 * mine_s + 10, groups.timeout_s))
-            found = link.up_bps, link.down_bps, link.alpha_s
         groups.barrier()
-    return found
+        if asks and node == groups.node:
+            down_bps = probe.rate(network, probe.DOWN, away, round_trip_s, down_s, patience_s, expected_bps=up_bps)
+    groups.barrier()
+    # To the server and back, and from each machine to the network between them: four ways of about equal length.
+    return up_bps, down_bps, round_trip_s / 4
 
 
 def gathered(made: Connection, row: Measured) -> list[Measured]:

@@ -105,22 +105,25 @@ class Wires:
 def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float, servers: tuple[float, ...]) -> None:
     wires = Wires(up_bps, down_bps, alpha_s, dict(enumerate(servers)))
     budget_s = max(0.5, 32 * alpha_s)
-    found = probe.link(wires, list(wires.servers), budget_s, 10.0)
-    assert (found.up_bps, found.down_bps) == pytest.approx((up_bps, down_bps), rel=0.05)
-    assert found.alpha_s == pytest.approx(alpha_s / 2, rel=0.05)
+    asked = list(wires.servers)
+    round_trip_s = probe.round_trip(wires, 0, 10.0)
+    assert round_trip_s == pytest.approx(2 * alpha_s, rel=0.05)
+    up = probe.rate(wires, probe.UP, asked, round_trip_s, budget_s / 2, 10.0)
+    down = probe.rate(wires, probe.DOWN, asked, round_trip_s, budget_s / 2, 10.0, expected_bps=up)
+    assert (up, down) == pytest.approx((up_bps, down_bps), rel=0.05)
     assert wires.clock < budget_s + 24 * alpha_s + 16 * probe.FIRST_NBYTES / up_bps, "and what was under way then"
     assert not wires.arrivals
 
 
 def test_a_probe_without_an_answer_names_the_server() -> None:
     with pytest.raises(DeadlineExceeded, match="no answer for 0 s") as error:
-        probe.link(probe.Asking(lambda *_: None), [3], 0.1, 0.01)
+        probe.round_trip(probe.Asking(lambda *_: None), 3, 0.01)
     assert error.value.peer == "server 3"
 
 
 def test_a_probe_that_fails_says_why() -> None:
     with pytest.raises(DeadlineExceeded, match="gone"):
-        probe.link(probe.Asking(lambda _s, _u, _d, done: done(DeadlineExceeded("gone"))), [3], 0.1, 1.0)
+        probe.round_trip(probe.Asking(lambda _s, _u, _d, done: done(DeadlineExceeded("gone"))), 3, 1.0)
 
 
 def test_a_server_answers_probes_of_any_allowed_size() -> None:

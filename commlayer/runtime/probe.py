@@ -1,4 +1,4 @@
-"""How fast this machine's link is, each way: chunks to several servers, then from them. Knows no sockets and no plan.
+"""How fast this machine's link is, one way at a time: chunks to several servers or from them. Knows no sockets and no plan.
 
 What tells a rate is how fast chunks come in once connections have opened their windows, so the fastest stretches count.
 Several servers at once, because one's own link may be slower than the one that is asked about.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from commlayer.errors import DeadlineExceeded
-from commlayer.planner.model import Link
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 
 PINGS = 4
@@ -29,12 +28,15 @@ NEARLY_ALL = 0.9
 up before such a thread."""
 
 
+UP, DOWN = 0, 1
+"""Ways: to servers, and from them."""
+
+
 class Arrival(NamedTuple):
     """A chunk went through."""
 
     server: int
     way: int
-    """0: up; 1: down."""
     nbytes: int
     at_s: float
 
@@ -51,18 +53,24 @@ class Network(Protocol):
     def now(self) -> float: ...
 
 
-def link(network: Network, servers: Sequence[int], budget_s: float, patience_s: float) -> Link:
-    """Both rates and the latency to the core of the network, in about that time and what is still under way then."""
-    round_trip_s = min(_ping(network, servers[0], patience_s) for _ in range(PINGS))
-    # One after the other: what asks for a chunk from there would stand in line behind the chunks that go there.
-    up_bps, down_bps = (_Way(way, servers, round_trip_s).run(network, budget_s / 2, patience_s) for way in (0, 1))
-    # To the server and back, and from each machine to the network between them: four ways of about equal length.
-    return Link(up_bps, down_bps, round_trip_s / 4)
+def round_trip(network: Network, server: int, patience_s: float) -> float:
+    """Seconds, when nothing else is on the way."""
+    return min(_ping(network, server, patience_s) for _ in range(PINGS))
+
+
+def rate(
+    network: Network, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
+    *, expected_bps: float = 0.0,
+) -> float:
+    """bits per second one way (see Arrival), in about that time and what is still under way then."""
+    # What is expected may be on its way from the start.
+    first_nbytes = max(FIRST_NBYTES, int(expected_bps / 8 * round_trip_s))
+    return _Way(way, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
 
 
 def _ping(network: Network, server: int, patience_s: float) -> float:
     begin = network.now()
-    network.ask(server, 0, 1)
+    network.ask(server, UP, 1)
     network.next(patience_s)
     return network.now() - begin
 
@@ -70,8 +78,8 @@ def _ping(network: Network, server: int, patience_s: float) -> float:
 class _Way:
     """One direction: how much is under way to whom, and what has gone through when."""
 
-    def __init__(self, way: int, servers: Sequence[int], round_trip_s: float) -> None:
-        self._way, self._round_trip_s = way, round_trip_s
+    def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
+        self._way, self._round_trip_s, self._first_nbytes = way, round_trip_s, first_nbytes
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[Arrival] = []
         self._recent = 0
@@ -94,7 +102,7 @@ class _Way:
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._round_trip_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
-        room = (FIRST_NBYTES + 2 * self._recent_nbytes) // len(self._to)
+        room = (self._first_nbytes + 2 * self._recent_nbytes) // len(self._to)
         nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
         for server in self._to:
             while self._to[server] + nbytes <= room:
@@ -135,7 +143,7 @@ class Asking:
             self._arrived.put((Arrival(server, way, nbytes, time.perf_counter()), error))
 
         self._waiting.append(server)
-        self._ask(server, 1 if way else nbytes, nbytes if way else 1, done)
+        self._ask(server, *((1, nbytes) if way == DOWN else (nbytes, 1)), done)
 
     def next(self, patience_s: float) -> Arrival:
         try:
