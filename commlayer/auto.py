@@ -86,8 +86,12 @@ class Auto:
         """On rank 0: what all are to go over to."""
         self._before: Found | None = None
         """On rank 0, while a plan is on trial: what all left for it."""
-        self._priced: Plan | None = None
-        """The plan in force as the planner has it; None where it is not the planner's."""
+        self._mine: tuple[Plan, Plan] | None = None
+        """The plan that this put in force, and the same as the planner has it."""
+        self._result: tuple[Plan, float, Found | None, str] | None = None
+        """What the planning thread leaves: the plan then in force, seconds of a step, what it found or why nothing."""
+        self._moved = False
+        """Shares have changed since work was last measured."""
         self._thread: threading.Thread | None = None
         self._grouped = grouped.Grouped(grouped.NONE, grouped.NONE)
         self._drift: Drift | None = None
@@ -127,6 +131,7 @@ class Auto:
 
     def _after_step(self, worker: Worker) -> None:
         self._steps += 1
+        self._take_result()
         self._watch()
         if self._steps == self._measure_from:
             worker.recorder.switch(on=True)
@@ -139,12 +144,13 @@ class Auto:
     def shares_changed(self, part: float) -> None:
         """Work moves between the ranks with the next step, on all of them: where it matters, measures and plans anew."""
         if part >= SHARES_WORTH:
-            self._stale = self._connection.rank == 0
+            self._moved = self._connection.rank == 0
 
     def settle(self, deadline_s: float) -> list[Verdict]:
         """What planning has found, when it is over or that time is."""
         if self._thread is not None:
             self._thread.join(deadline_s)
+        self._take_result()
         return self.verdicts
 
     # ---- measuring
@@ -171,7 +177,7 @@ class Auto:
         plan = self._connection.plan
         assert plan is not None
         if self._kept:
-            self._drift = Drift(step_s)
+            self._drift = Drift(step_s, usual=True)
             return
         worse = self._before is not None and step_s > (1 + WORSE) * self._before_s
         self._say(f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
@@ -227,8 +233,8 @@ class Auto:
             return NOTHING
         if self._found is not None:
             return SWITCH
-        if self._stale:
-            self._stale, self._drift = False, None
+        if self._stale or self._moved:
+            self._stale, self._moved, self._drift = False, False, None
             return MEASURE
         assert self._links is not None
         lost = differ(self._best, self._links.planned)
@@ -283,6 +289,7 @@ class Auto:
             self._start_planning(worker.plan, step_s)
             if wait and self._thread is not None:
                 self._thread.join()
+                self._take_result()
         if wait:
             found = torch.tensor([self._found is not None], dtype=torch.int64, device=groups.device)
             groups.broadcast_all(found).wait(time.monotonic() + groups.timeout_s)
@@ -307,20 +314,39 @@ class Auto:
         """`step_s`: what a step takes now, if it is not what was measured first."""
         if self._thread is not None:
             self._thread.join()
-        self._found = self._drift = self._trial = None
+        self._found = self._result = self._drift = self._trial = None
         self._stale = False
         measured_s = step_s or median(row.step_s for row in self._measured)
-        cluster = cluster_of(self._nodes, self._measured, self._grouped, homes_of(self._connection))
+        assert self._connection.worker is not None
+        cuda = self._connection.worker.device.type == "cuda"
+        cluster = cluster_of(self._nodes, self._measured, self._grouped, homes_of(self._connection), cuda=cuda)
         self._thread = threading.Thread(
             target=self._plan, args=(current, cluster, measured_s), name="commlayer-planner", daemon=True
         )
         self._thread.start()
 
     def _plan(self, current: Plan, cluster: Cluster, measured_s: float) -> None:
+        """On a thread of its own, so it only leaves its result."""
+        known = self._mine[1] if self._mine is not None and self._mine[0] is current else None
+        found, why = None, ""
         try:
-            found = self._finder.find(current, self._priced, self._timed, cluster, self._grouped)
+            found = self._finder.find(current, known, self._timed, cluster, self._grouped)
         except Exception as error:
-            self._say(f"no plan: {type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+        self._result = current, measured_s, found, why
+
+    def _take_result(self) -> None:
+        """On the training's thread, between two steps."""
+        if self._result is None:
+            return
+        (current, measured_s, found, why), self._result = self._result, None
+        if found is None:
+            self._say(f"no plan: {why}")
+            self._kept, self._trial = True, []
+            return
+        if self._connection.plan is not current:
+            self._say("found a plan, but meanwhile somebody has changed the one in force")
+            self._stale = True
             return
         self._plan_s = found.took_s
         self._connection.price = found.present_price
@@ -346,6 +372,7 @@ class Auto:
             switch(self._connection, found.answer if found else None)
         except ValueError as error:  # on all ranks, and nothing has changed
             self._say(f"kept the plan in force: {error}")
+            self._kept, self._trial = True, [] if found is not None else None
             return
         assert self._connection.plan is not None
         if found is not None:
@@ -357,7 +384,7 @@ class Auto:
         assert self._looks is not None
         self._looks.afresh()
         self._links = Links([Rates(link.up_bps, link.down_bps) for link in self._nodes])
-        self._priced = found.plan if found else None
+        self._mine = (self._connection.plan, found.plan) if found else None
         self._trial = [] if found is not None else None
         self._say(f"went {'back' if back else 'over'} to plan {digest(self._connection.plan)}")
 

@@ -14,7 +14,7 @@ from commlayer.compressors import parse
 from commlayer.connect import Connection
 from commlayer.observe import Step
 from commlayer.planner.costs import bare
-from commlayer.planner.model import Basis, Cluster, Inputs, Link, Node, Policy, Profile
+from commlayer.planner.model import Basis, Cluster, Inputs, Line, Link, Node, Policy, Profile
 from commlayer.planner.tables import codec_loss
 from commlayer.price import communication
 from commlayer.probing import Measured, homes_of
@@ -88,8 +88,10 @@ def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
     return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
 
-def cluster_of(links: Sequence[Link], rows: Sequence[Measured], inside: grouped.Grouped, homes: Sequence[int]) -> Cluster:
-    """Nodes as measured: a link for each, a row for each rank."""
+def cluster_of(
+    links: Sequence[Link], rows: Sequence[Measured], inside: grouped.Grouped, homes: Sequence[int], *, cuda: bool = False,
+) -> Cluster:
+    """Nodes as measured: a link for each, a row for each rank. Servers elsewhere are as well connected as the best."""
     per_node = len(rows) // len(links)
     fastest_s = min(row.compute_s for row in rows)
     line = inside.inside
@@ -97,9 +99,11 @@ def cluster_of(links: Sequence[Link], rows: Sequence[Measured], inside: grouped.
     for number, link in enumerate(links):
         mine = rows[number * per_node : (number + 1) * per_node]
         nodes.append(Node(
-            f"node{number}", per_node, "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
+            f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
             speed=fastest_s / max(row.compute_s for row in mine), server=number in homes,
         ))
+    best = max(links, key=lambda link: link.up_bps + link.down_bps)
+    nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(homes, default=0) + 1)]
     return Cluster(tuple(nodes))
 
 
@@ -109,6 +113,7 @@ def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Pol
 
 
 _overheads = functools.cache(overheads.measure)
+_copies = functools.cache(calibrate.copies)
 """Once in a process: they are this machine's."""
 
 
@@ -122,7 +127,7 @@ def _profile(current: Plan, steps: list[Step], collectives: grouped.Grouped, cod
     alone = calibrate.measure(names)
     load = load_of(steps, current, alone)
     costs = tuple(structs.replace(under(load, cost), loss=codec_loss(cost.codec)) for cost in alone)
-    besides = _overheads()
+    besides, copy = _overheads(), _copies()
     # A server's work is taking, adding and sending, which is more like decoding than like encoding.
     server, bucket = (scaled(line, load.decode) for line in besides)
-    return Profile(costs, server, bucket.floor_s, across=collectives.across, source="measured")
+    return Profile(costs, server, bucket.floor_s, copy or Line(0.0), across=collectives.across, source="measured")

@@ -69,10 +69,11 @@ def gathered(made: Connection, row: Measured) -> list[Measured]:
 
 
 def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
-    """By node. One that hosts the only server saw no network: it gets the best of the others'."""
+    """By node. One that hosts the only server saw no network: it is as fast as the fastest that others were with it."""
     firsts = rows[:: _groups(made).ranks_per_node]
     seen = [row for row in firsts if row.up_bps]
-    best = Link(max(r.up_bps for r in seen), max(r.down_bps for r in seen), min(r.alpha_s for r in seen))
+    # What others received from there is its own way up, what they sent is its way down.
+    best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 

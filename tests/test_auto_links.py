@@ -77,10 +77,10 @@ def changed(decisions: list[str]) -> bool:
 
 
 def test_all_ranks_plan_again_when_links_become_slow_and_when_they_recover() -> None:
-    slow_from, again = 18, 32
+    slow_from, again = 40, 54
     with coordinators(1, WORLD, SERVERS) as made:
         setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
-        results = pool(WORLD).call(play, WORLD, train, setting, 75, slow_from, again)
+        results = pool(WORLD).call(play, WORLD, train, setting, 115, slow_from, again)
     assert all(torch.equal(r["weights"], results[0]["weights"]) for r in results)
     lines = [[one for one in r["decisions"] if "links have changed" in one] for r in results]
     assert lines[0] == lines[1], "all ranks come to it by themselves, in one step, for one reason"

@@ -93,7 +93,8 @@ def explanation(told: Explanation) -> Iterator[RenderableType]:
         if why.runner_up:
             longer = f"{ms(why.runner_up_s)} ms longer" if why.runner_up_s > 0 else "as long"
             yield f"runner-up: {why.runner_up}: the step would be {longer}"
-    yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; the step takes {ms(told.step_s)}, "
+    what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange take"
+    yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
            f"of which computing {ms(told.compute_s)}")
     made = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([told.step_s, *(span.end_s for span in told.spans)])

@@ -33,7 +33,8 @@ def profile(
     from commlayer.compressors import kernels, parse
     from commlayer.runtime import calibrate, overheads
 
-    names = [str(parse(text)) for text in codec or DEFAULT_CODECS]
+    # Without compression is what everything else is compared with.
+    names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
     kernels.choose("auto")
     collectives = _among_ranks()
     if collectives is None:

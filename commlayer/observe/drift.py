@@ -22,20 +22,26 @@ class Stale(Record, frozen=True):
     measured_s: float
     lasted: int
     """Steps in a row that the error has been beyond the limit, in one direction."""
+    usual: bool = False
+    """`predicted_s` is what steps took before: of a plan that was kept it is the better prediction."""
 
     @property
     def reason(self) -> str:
-        return (f"the plan is stale: steps take {1e3 * self.measured_s:.1f} ms, {1e3 * self.predicted_s:.1f} were predicted, "
+        said = "usual" if self.usual else "predicted"
+        return (f"the plan is stale: steps take {1e3 * self.measured_s:.1f} ms, {1e3 * self.predicted_s:.1f} were {said}, "
                 f"{self.lasted} steps in a row")
 
 
 class Drift:
     """`observe` once a step; an event where the plan is stale: the error has stayed above the limit."""
 
-    def __init__(self, predicted_s: float, limit: float = LIMIT, patience: int = PATIENCE, quiet: int = QUIET) -> None:
+    def __init__(
+        self, predicted_s: float, limit: float = LIMIT, patience: int = PATIENCE, quiet: int = QUIET, *, usual: bool = False,
+    ) -> None:
         if not (math.isfinite(predicted_s) and predicted_s > 0):
             raise ValueError(f"predicted_s is {predicted_s}, allowed: seconds above 0")
         self.predicted_s, self._limit, self._patience, self._quiet = predicted_s, limit, patience, quiet
+        self._usual = usual
         self._wrong = 0
         self._sign = 0
         self._silent = 0
@@ -52,6 +58,6 @@ class Drift:
         self._silent = max(0, self._silent - 1)
         if self._wrong < self._patience or self._silent:
             return None
-        stale = Stale(step, self.predicted_s, measured_s, self._wrong)
+        stale = Stale(step, self.predicted_s, measured_s, self._wrong, self._usual)
         self._wrong, self._silent = 0, self._quiet
         return stale

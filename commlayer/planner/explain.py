@@ -17,6 +17,8 @@ class Explanation(Record, frozen=True):
     done_s: float
     step_s: float
     compute_s: float
+    """Of `local_steps` steps together, which share this exchange."""
+    local_steps: int
     spans: tuple[Span, ...]
 
 
@@ -30,7 +32,7 @@ def explain(
     found = plan.buckets[bucket]
     return Explanation(
         found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
-        timeline.compute_s, tuple(span for span in timeline.spans if span.bucket == bucket),
+        timeline.compute_s, plan.local_steps, tuple(span for span in timeline.spans if span.bucket == bucket),
     )
 
 

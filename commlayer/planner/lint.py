@@ -88,6 +88,8 @@ def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:
             hosts_of(plan, cluster)
         except ValueError as error:
             yield str(error)
-    odd = sorted({node.ranks for node in cluster.nodes if node.ranks} - {plan.ranks_per_node})
-    if odd and len({node.ranks for node in cluster.nodes if node.ranks}) == 1:
-        yield f"ranks_per_node is {plan.ranks_per_node}, the cluster's nodes have {odd[0]}"
+    ranks = sorted({node.ranks for node in cluster.nodes if node.ranks})
+    if len(ranks) > 1:
+        yield f"the cluster's nodes have {' and '.join(map(str, ranks))} ranks, workers run plans for as many on each"
+    elif ranks and ranks[0] != plan.ranks_per_node:
+        yield f"ranks_per_node is {plan.ranks_per_node}, the cluster's nodes have {ranks[0]}"

@@ -53,6 +53,9 @@ def _verdict(b: int, entry: Entry) -> Verdict:
     runner_s, runner = min(others, default=(steps[now], -1))
     dense = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec == DENSE]
     coded = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec != DENSE]
+    steps = [s / entry.local_steps for s in steps]
+    runner_s /= entry.local_steps
+    dense, coded = ([s / entry.local_steps for s in each] for each in (dense, coded))
     return Verdict(steps[now], str(entry.options[mine[runner]]) if runner >= 0 else "", runner_s - steps[now],
                    min(dense, default=steps[now]), min(coded, default=None), entry.ways.template(mine[now]).nbytes)
 

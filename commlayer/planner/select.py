@@ -46,13 +46,15 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     pays_s = entry.exact_s(found) * (1 + PAYS)
     if _about_s(densest, densest.dense) < pays_s and densest.exact_s(densest.dense) < pays_s:
         entry, found = densest, densest.dense
-    local_steps = 2
+    least_s, local_steps = entry.exact_s(found) * (1 - WORTH), 2
+    every = entry
     while local_steps <= policy.max_local_steps:
-        rarer = Entry(inputs, entry.ways, entry.layout, local_steps)
-        rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
-        if rarer.exact_s(sparser) > entry.exact_s(found) * (1 - WORTH):
-            break
-        entry, found, local_steps = rarer, sparser, 2 * local_steps
+        # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
+        rarer, sparser = _best([(each, kind) for each in [Entry(inputs, every.ways, every.layout, local_steps)]
+                                for kind in (each.searched, each.quick)])
+        if rarer.exact_s(sparser) <= least_s:
+            entry, found, least_s = rarer, sparser, rarer.exact_s(sparser) * (1 - WORTH)
+        local_steps *= 2
     entry.found = found
     made = entry.emit()
     if policy.staleness and entry.local_steps == 1:

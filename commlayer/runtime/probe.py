@@ -17,9 +17,9 @@ from commlayer.transport.protocol import SERVER_BASE, peer_name
 PINGS = 4
 FIRST_NBYTES = 32 << 10
 """Under way at first, each way; of a link of 1 Mb/s a quarter of a second."""
-CHUNKS = 16
-"""Of what may be under way: the resolution."""
-LEAST_NBYTES, MOST_NBYTES = 2 << 10, 256 << 10
+CHUNKS = 8
+"""Of what may be under way to a server. More would cost more processor time than bytes on fast links."""
+LEAST_NBYTES, MOST_NBYTES = 1 << 10, 1 << 20
 """Of a chunk."""
 STRETCH = 0.4
 """Of the time: how long a rate is taken over."""
@@ -102,7 +102,7 @@ class _Way:
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._round_trip_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
-        room = (self._first_nbytes + 2 * self._recent_nbytes) // len(self._to)
+        room = max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES)
         nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
         for server in self._to:
             while self._to[server] + nbytes <= room:
