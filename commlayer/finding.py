@@ -20,7 +20,7 @@ from commlayer.price import communication
 from commlayer.probing import Measured, homes_of
 from commlayer.records import Job, Plan
 from commlayer.runtime import calibrate, grouped, overheads
-from commlayer.runtime.loaded import load_of, scaled, under
+from commlayer.runtime.loaded import load_of, under
 
 Price = tuple[float, float]
 """Seconds of communication, and the part of computing that hides it."""
@@ -128,6 +128,5 @@ def _profile(current: Plan, steps: list[Step], collectives: grouped.Grouped, cod
     load = load_of(steps, current, alone)
     costs = tuple(structs.replace(under(load, cost), loss=codec_loss(cost.codec)) for cost in alone)
     besides, copy = _overheads(), _copies()
-    # A server's work is taking, adding and sending, which is more like decoding than like encoding.
-    server, bucket = (scaled(line, load.decode) for line in besides)
-    return Profile(costs, server, bucket.floor_s, copy or Line(0.0), across=collectives.across, source="measured")
+    return Profile(costs, besides.server, besides.bucket.floor_s, copy or Line(0.0), across=collectives.across,
+                   source="measured")

@@ -10,6 +10,7 @@ from commlayer.records import Bucket, Plan, Slice
 from commlayer.runtime.loaded import Load, load_of, under
 
 COST = CodecCost("fp16()", "cpu", Line(1.0, 0.5), Line(2.0, 0.25), Line(0.0, 2.0))
+"""Of 8 elements: 5 s to encode, 4 s to decode."""
 
 
 def plan(path: str = "service", codec: str = "fp16()") -> Plan:
@@ -25,19 +26,19 @@ def step(encode_s: float, decode_s: float, where: str = "cpu") -> Step:
     ("steps", "made", "expected"),
     [
         ([step(5.0, 4.0)], plan(), Load()),
-        ([step(15.0, 8.0)], plan(), Load(3.0, 2.0)),
-        ([step(10.0, 4.0), step(500.0, 400.0), step(10.0, 6.0)], plan(), Load(2.0, 1.5)),  # one long step is no load
+        ([step(13.0, 8.0)], plan(), Load(1.0, 0.5)),
+        ([step(7.0, 4.0), step(500.0, 400.0), step(7.0, 6.0)], plan(), Load(0.25, 0.25)),  # one long step is no load
         ([step(1.0, 1.0)], plan(), Load()),  # faster than alone: nothing that could be counted upon
-        ([step(15.0, 8.0, "gpu")], plan(), Load()),
-        ([step(15.0, 8.0)], plan("allreduce"), Load()),
-        ([step(15.0, 8.0)], plan(codec="int8()"), Load()),
+        ([step(13.0, 8.0, "gpu")], plan(), Load()),
+        ([step(13.0, 8.0)], plan("allreduce"), Load()),
+        ([step(13.0, 8.0)], plan(codec="int8()"), Load()),
         ([], plan(), Load()),
     ],
 )
-def test_a_load_is_what_steps_took_over_what_coding_takes_alone(steps: list[Step], made: Plan, expected: Load) -> None:
+def test_a_load_is_what_steps_took_more_than_coding_takes_alone(steps: list[Step], made: Plan, expected: Load) -> None:
     assert load_of(steps, made, [COST]) == pytest.approx(expected)
 
 
-def test_under_a_load_times_are_longer_and_payloads_are_not() -> None:
-    cost = under(Load(3.0, 2.0), COST)
-    assert (cost.encode(8), cost.decode(8), cost.nbytes(8)) == (15.0, 8.0, 16.0)
+def test_a_load_is_added_to_times_and_not_to_payloads() -> None:
+    cost = under(Load(1.0, 0.5), COST)
+    assert (cost.encode(8), cost.decode(8), cost.nbytes(8)) == (13.0, 8.0, 16.0)

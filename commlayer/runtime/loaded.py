@@ -1,7 +1,8 @@
 """How much longer coding takes beside training than alone: recorded steps against calibrated costs. Knows no clock, no network.
 
-Calibration has a core nearly to itself; in a step all ranks of a machine code at once, servers sum, and threads wait for one
-another. What the plan in force coded in its first steps tells by how much, for codecs that it does not use, too.
+Calibration codes the same warm memory over and over with a core nearly to itself; in a step memory is cold, all ranks of a
+machine code at once, and threads wait for one another. What the plan in force coded in its first steps tells what that adds. It
+is added by the element, to codecs that the plan does not use as well: cold memory costs a fast codec as much as a slow one.
 """
 
 from __future__ import annotations
@@ -14,42 +15,41 @@ from msgspec import structs
 
 from commlayer.observe import Step
 from commlayer.planner.costs import bare
-from commlayer.planner.model import CodecCost, Line
+from commlayer.planner.model import CodecCost
 from commlayer.records import Plan
 
 
 class Load(NamedTuple):
-    """Factors of 1 or more."""
+    """Seconds an element more."""
 
-    encode: float = 1.0
-    decode: float = 1.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 def load_of(steps: Sequence[Step], plan: Plan, costs: Sequence[CodecCost]) -> Load:
     """From the buckets that go over servers: each is coded once, and its result decoded once, whole."""
     of = {cost.codec: cost for cost in costs if cost.device == "cpu"}
-    encode, decode = {}, {}
+    numel, encode, decode = {}, {}, {}
     for bucket in plan.buckets:
         up, down = of.get(bare(bucket.codec)), of.get(bare(bucket.down or bucket.codec))
         if bucket.path == "service" and up and down and up.rounds == 1:
+            numel[bucket.id] = bucket.numel
             encode[bucket.id], decode[bucket.id] = up.encode(bucket.numel), down.decode(bucket.numel)
-    return Load(_factor(steps, "encode@cpu", encode), _factor(steps, "decode@cpu", decode))
+    return Load(_more(steps, "encode@cpu", encode, numel), _more(steps, "decode@cpu", decode, numel))
 
 
 def under(load: Load, cost: CodecCost) -> CodecCost:
-    """What the codec costs under it."""
-    return structs.replace(cost, encode=scaled(cost.encode, load.encode), decode=scaled(cost.decode, load.decode))
+    """What the codec costs then."""
+    encode = structs.replace(cost.encode, slope_s=cost.encode.slope_s + load.encode_s)
+    decode = structs.replace(cost.decode, slope_s=cost.decode.slope_s + load.decode_s)
+    return structs.replace(cost, encode=encode, decode=decode)
 
 
-def scaled(line: Line, factor: float) -> Line:
-    return structs.replace(line, floor_s=factor * line.floor_s, slope_s=factor * line.slope_s)
-
-
-def _factor(steps: Sequence[Step], op: str, alone_s: dict[int, float]) -> float:
+def _more(steps: Sequence[Step], op: str, alone_s: dict[int, float], numel: dict[int, int]) -> float:
     """The median over the steps; one long step is no load."""
     found = []
     for step in steps:
         seen = [event for event in step.events if event.op == op and event.bucket in alone_s]
         if seen:
-            found.append(sum(event.seconds for event in seen) / sum(alone_s[event.bucket] for event in seen))
-    return max(1.0, median(found)) if found else 1.0
+            found.append(sum(e.seconds - alone_s[e.bucket] for e in seen) / sum(numel[e.bucket] for e in seen))
+    return max(0.0, median(found)) if found else 0.0
