@@ -107,6 +107,34 @@ def test_a_plan_that_was_asked_for_stays_and_the_user_hears_why() -> None:
     assert len(results[0]["said"]) <= 3, "each complaint once"
 
 
+def test_a_coarser_plan_that_somebody_goes_over_to_is_not_undone() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), servers=SERVERS, fields=(("guard", "act"), ("max_loss", 0.05)))
+        for codecs, said, compared in pool(WORLD).call(play, WORLD, dense_then_coarser, setting):
+            assert codecs == [{"identity()"}, {"int8()"}, {"topk(ratio=0.3)"}]
+            assert said == []
+            assert compared
+
+
+def dense_then_coarser(run: Run) -> Any:
+    """The codecs in force at the end of each plan, what was said, and whether the guard looked."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    run.wrap(model)
+    session, seen = run.sessions[0], []
+    for codec in ("", "int8()", "topk(ratio=0.3)"):
+        if codec:
+            session.switch(default_plan(job_of(model), codec=codec, path="service", servers=SERVERS, ranks_per_node=1,
+                                        fuse_nbytes=2048, cut_nbytes=4096))
+        for step in range(16):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
+        seen.append({b.codec for b in session.plan.buckets})
+    return seen, session.decisions(), session.stats()["guard_s"] > 0
+
+
 def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
     with coordinators(1, WORLD, SERVERS) as made:
         fields = (("guard", "act"), ("max_loss", 0.05))

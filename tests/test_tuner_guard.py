@@ -66,6 +66,17 @@ def test_follows_the_links_above_the_floor() -> None:
     assert guard.observe(GOOD, flat(), needed=1e-9).ratio == pytest.approx(0.01), "accuracy goes before speed"
 
 
+@pytest.mark.parametrize("level", [0.25, 0.01, 0.0002])
+def test_another_plan_is_left_alone_until_something_is_complained_of(level: float) -> None:
+    guard = Guard(1.0)
+    guard.follow(level)
+    for _ in range(20):
+        assert not guard.observe(GOOD, flat(), needed=level).changed
+    assert guard.observe(Fidelity(0.01, 1.0, 2.0), flat(), needed=level).ratio == 2 * level
+    guard.follow(level)
+    assert guard.observe(GOOD, flat(), needed=level).ratio == 2 * level, "what training showed stays"
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 50), st.floats(0, 100), st.floats(0, 2)), max_size=40),
        st.floats(0.001, 1))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from msgspec import structs
+
 from commlayer.records import Record
 
 BACK_OFF, ALLOW = 2.0, 1.25
@@ -81,6 +83,8 @@ class Guard:
         if not 0 < self.limits.lowest <= ratio <= self.limits.highest <= 1:
             raise ValueError(f"ratio {ratio:g}: allowed is {self.limits.lowest:g} to {self.limits.highest:g}, within 0 to 1")
         self.ratio = self.floor = ratio
+        self.complained = False
+        """Whether the floor has ever been raised: then it is what training showed, not what a job happened to begin with."""
         self._calm = self._complaints = 0
         self._patience, self._lowered = CALM, False
         self._residual, self._drained_from, self._draining = math.nan, 0.0, False
@@ -95,7 +99,9 @@ class Guard:
             self._complaints += 1
             if self._lowered:
                 self._patience, self._lowered = min(2 * self._patience, MOST_PATIENCE), False
-            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * factor)
+            floor = min(self.limits.highest, max(self.floor, self.ratio) * factor)
+            self.complained |= floor > self.floor
+            self.floor = floor
         elif not self._drained_from:
             self._complaints = 0
             self._calm += 1
@@ -110,7 +116,10 @@ class Guard:
         return Decision(target, complaint or self._moved(before, needed), True)
 
     def follow(self, ratio: float) -> None:
-        """Somebody else has changed it."""
+        """Somebody else has changed it. Where nothing was complained of, nothing is known against it."""
+        if not self.complained:
+            self.floor = min(self.floor, ratio)
+            self.limits = structs.replace(self.limits, lowest=min(self.limits.lowest, ratio))
         self.ratio = min(self.limits.highest, max(self.limits.lowest, ratio))
 
     def settle(self) -> None:
