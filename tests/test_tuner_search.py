@@ -118,6 +118,16 @@ def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
 def test_a_dense_run_that_fails_ends_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the dense run failed.*KeyError: 'loss'"):
         search_for(tmp_path, lambda _: {"seconds": 1.0}, Engine(SPACE, 0))
+    trials = search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
+    assert [t.error for t in trials] == [""] * 3, "once the proxy is mended, the same command goes on with a dense run"
+    assert trials[0].settings["codec"] == DENSE
+
+
+def test_a_kept_dense_run_that_failed_is_not_compared_with(tmp_path: Path) -> None:
+    store = Store(tmp_path / "trials.jsonl", Search("synthetic", SPACE, BUDGET))
+    store.add(Trial(tuner.first(SPACE), 0.0, 0.0, "MemoryError: no room"))
+    with pytest.raises(ValueError, match=r"the dense run failed.*MemoryError: no room; delete .*trials.jsonl, or give another"):
+        search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
 
 
 @settings(max_examples=50, deadline=None)

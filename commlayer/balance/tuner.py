@@ -22,18 +22,23 @@ Proxy = Callable[[Settings], Mapping[str, Any]]
 STEEP = 50.0
 """How a loss over the budget counts: one per cent more as half as much time again."""
 
+DENSE_FAILED = "the dense run failed, with which all others are compared"
+
 
 def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[Trial]:
     """Runs trials until there are so many, those of an earlier call counted in; yields each new one."""
+    if store.trials and store.trials[0].error:
+        raise ValueError(f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
     for i, trial in enumerate(store.trials):
         engine.tell(trial.settings, score(store.trials[: i + 1], search.budget))
     while len(store.trials) < trials:
         settings = engine.ask() if store.trials else first(search.space)
-        store.add(run(proxy, settings))
-        if len(store.trials) == 1 and store.trials[0].error:
-            raise ValueError(f"the dense run failed, with which all others are compared: {store.trials[0].error}")
+        trial = run(proxy, settings)
+        if trial.error and not store.trials:  # it is not kept: the same command again runs it again
+            raise ValueError(f"{DENSE_FAILED}: {trial.error}")
+        store.add(trial)
         engine.tell(settings, score(store.trials, search.budget))
-        yield store.trials[-1]
+        yield trial
 
 
 def first(space: Space) -> Settings:
