@@ -194,6 +194,17 @@ def test_trials_make_a_loss_model(tmp_path: Path) -> None:
     assert model.penalty("topk", least) == pytest.approx(0.02 * max(0.0, math.log(0.02 / least)), abs=1e-6)
 
 
+@pytest.mark.parametrize(("dense_there", "penalty"), [(None, 0.2), (0.55, 1 / 11), (0.7, 0.0)])
+def test_a_penalty_is_what_a_codec_loses_against_dense(dense_there: float | None, penalty: float) -> None:
+    def trial(codec: str, batch: int, loss: float, ratio: float = 0.3) -> Trial:
+        return Trial({"codec": codec, "ratio": ratio, "batch": batch}, 1.0, loss)
+
+    there = [trial(DENSE, 64, dense_there)] if dense_there else []
+    model = tuner.loss_model([trial(DENSE, 128, 0.5), trial("topk(ratio={ratio})", 64, 0.6, 0.001), *there])
+    assert model.penalty("topk", 0.001) == pytest.approx(penalty)
+    assert model.penalty("identity") == 0.0
+
+
 # ---- the command
 
 

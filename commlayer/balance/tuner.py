@@ -83,13 +83,12 @@ def best(trials: Sequence[Trial], budget: float) -> Trial:
 
 
 def loss_model(trials: Sequence[Trial]) -> LossModel:
-    """What the trials say of codecs. The batch changes the loss, too: each trial is compared with the best of its batch."""
-    good = [t for t in trials if not t.error]
+    """What the trials say of codecs against dense training on the same batch or, where that was not tried, the first trial."""
+    dense = {t.settings.get("batch"): t for t in reversed(trials) if not t.error and t.settings["codec"] == DENSE}
     points = []
-    for trial in good:
-        peers = [t for t in good if t.settings.get("batch") == trial.settings.get("batch")]
-        least = min(peers, key=lambda t: t.loss)
+    for trial in (t for t in trials if not t.error):
         spelling = str(trial.settings["codec"])
         ratio = float(trial.settings.get("ratio", 1.0)) if "{ratio}" in spelling else 1.0
-        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, least))))
+        penalty = max(0.0, excess(trial, dense.get(trial.settings.get("batch"), trials[0])))
+        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, penalty))
     return LossModel(tuple(points))
