@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commlayer.balance.tuner_loss import LossModel, LossPoint, codec_name
-from commlayer.balance.tuner_space import DENSE, Settings, Space, spelled
+from commlayer.balance.tuner_space import DENSE, EXACT, Settings, Space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int
 
 
 def first(space: Space) -> Settings:
-    """Dense, at the middle of what else there is."""
-    return space.plain({d.name: DENSE if d.name == "codec" else d.at(0.5) for d in space.dimensions})
+    """Dense and exact, at the middle of what else there is."""
+    return space.plain({d.name: EXACT[d.name] if d.name in EXACT else d.at(0.5) for d in space.dimensions})
 
 
 def run(proxy: Proxy, settings: Settings) -> Trial:
@@ -83,12 +83,24 @@ def best(trials: Sequence[Trial], budget: float) -> Trial:
 
 
 def loss_model(trials: Sequence[Trial]) -> LossModel:
-    """What the trials say of codecs against dense training on the same batch or, where that was not tried, the first trial."""
-    dense = {t.settings.get("batch"): t for t in reversed(trials) if not t.error and t.settings["codec"] == DENSE}
+    """What the trials say of codecs against dense training on the same batch or, where that was not tried, the first trial.
+
+    Of those with local steps or staleness only what a dense one like them tells apart from these.
+    """
+    good = [t for t in trials if not t.error]
+    dense = {_besides(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
     points = []
-    for trial in (t for t in trials if not t.error):
+    for trial in good:
+        exact = all(trial.settings.get(name, value) == value for name, value in EXACT.items() if name != "codec")
+        against = dense.get(_besides(trial), trials[0] if exact else None)
+        if against is None:
+            continue
         spelling = str(trial.settings["codec"])
         ratio = float(trial.settings.get("ratio", 1.0)) if "{ratio}" in spelling else 1.0
-        penalty = max(0.0, excess(trial, dense.get(trial.settings.get("batch"), trials[0])))
-        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, penalty))
+        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, against))))
     return LossModel(tuple(points))
+
+
+def _besides(trial: Trial) -> tuple[tuple[str, Any], ...]:
+    """Its settings but for the codec."""
+    return tuple(sorted((name, value) for name, value in trial.settings.items() if name not in ("codec", "ratio")))
