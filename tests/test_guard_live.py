@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from commlayer import bounds, guarding
 from commlayer.balance import tuner_loss
 from commlayer.balance.guard import steps_until_paid
 from commlayer.balance.tuner_loss import LossModel, LossPoint
-from commlayer.compressors import parse
+from commlayer.compressors import parse, wrap
 from commlayer.connect import Connection
 from commlayer.guarding import Change, Guarding, Outcome
 from commlayer.planner import default_plan
@@ -26,7 +27,7 @@ from commlayer.planner.model import Policy
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.written import cluster_from_line
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime import lifting
+from commlayer.runtime import comparing, lifting
 from commlayer.runtime.fidelity import measure
 from commlayer.runtime.measure import job_of
 from commlayer.runtime.suited import unsuited
@@ -175,8 +176,6 @@ def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: l
 
 def look_closely(run: Run, codec: str) -> dict[str, Any]:
     """Every comparison of a few steps, beside what it should have seen, computed from the gradients themselves."""
-    from commlayer.runtime import comparing
-
     guarding.PRICE = 1e9
     model = mlp()
     wrapped = run.wrap(model)
@@ -321,6 +320,18 @@ def test_both_ways_and_all_nodes_are_made_finer() -> None:
     dense = bucket("identity()", "allreduce")
     assert lifting.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
     assert not lifting.lossy(dense)
+
+
+@pytest.mark.parametrize(("codecs", "compared"), [
+    (("topk(ratio=0.1)", "topk(ratio=0.1)"), True), (("momentum(topk(ratio=0.1))", "topk(ratio=0.1)"), False),
+    (("topk(ratio=0.1)", "momentum(topk(ratio=0.1))"), False),
+])
+def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
+    mixed = bucket(codecs[0], by_node=codecs)
+    for codec in codecs:
+        own = SimpleNamespace(bucket=mixed, buffer=False, codec=wrap(parse(codec)))
+        worker: Any = SimpleNamespace(flows=[own])
+        assert (comparing.watched(worker) == [own]) is compared, "whichever codec is this rank's"
 
 
 # ---- what the planner of a running job hears

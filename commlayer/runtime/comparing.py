@@ -15,7 +15,7 @@ import torch
 from commlayer.balance.guard import Fidelity
 from commlayer.compressors.debts import owed
 from commlayer.runtime.flow import Flow
-from commlayer.runtime.lifting import carries_gradients, lossy
+from commlayer.runtime.lifting import exchanges_gradients, lossy
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
 
@@ -56,9 +56,9 @@ NOTHING_SAID = Dots(*[math.nan] * 4)
 
 
 def watched(worker: Worker) -> list[Flow]:
-    """The flows that lose something and whose results are the gradients of the step."""
+    """The flows that lose something and whose results are the gradients of the step. The same on all ranks."""
     return [f for f in worker.flows
-            if lossy(f.bucket) and not f.buffer and not f.bucket.stale and carries_gradients(f.codec)]
+            if lossy(f.bucket) and not f.buffer and not f.bucket.stale and exchanges_gradients(f.bucket)]
 
 
 def piece(flows: list[Flow], number: int, most: int) -> Piece:
