@@ -22,8 +22,7 @@ from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.records import Plan
 from commlayer.runtime import comparing, lifting
-from commlayer.runtime.comparing import Dots, Piece
-from commlayer.runtime.fidelity import worst
+from commlayer.runtime.comparing import Dots, Piece, worst
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attach_kit import Run, Setting, coordinators, mlp, play
+from fidelity_kit import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_kit import pool
@@ -28,7 +29,6 @@ from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.written import cluster_from_line
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 from commlayer.runtime import comparing, lifting
-from commlayer.runtime.fidelity import measure
 from commlayer.runtime.measure import job_of
 from commlayer.runtime.suited import unsuited
 

@@ -8,13 +8,14 @@ import random
 
 import pytest
 import torch
+from fidelity_kit import compare, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.balance.guard import Bandwidth, Fidelity, Guard, Limits, Slope, comparisons_every
+from commlayer.balance.guard import Fidelity, Guard, Limits, Slope, comparisons_every
 from commlayer.compressors import parse, wrap
 from commlayer.records import Spec
-from commlayer.runtime.fidelity import compare, measure, worst
+from commlayer.runtime.comparing import Dots, dots, worst
 
 GOOD = Fidelity(0.6, 1.0, 2.0)
 
@@ -119,21 +120,6 @@ def test_one_step_with_a_large_residual_is_not_a_trend() -> None:
     assert any(seen)
 
 
-def test_bandwidth_ignores_an_outlier_and_follows_a_change() -> None:
-    link = Bandwidth()
-    assert link.ratio_for(10**6, 2.0, 0.1) == 1.0
-    for _ in range(20):
-        link.add(1_000_000, 0.08)
-    assert link.nbytes_per_s == pytest.approx(12.5e6)
-    link.add(1_000_000, 5.0)
-    link.add(0, 0.1)
-    link.add(10, 0.0)
-    assert link.nbytes_per_s == pytest.approx(12.5e6)
-    for _ in range(3):
-        link.add(1_000_000, 1.6)  # 100 -> 5 Mb/s
-    assert link.ratio_for(10**6, 2.0, 0.1) == pytest.approx(0.0625e6 * 1 / 2e6)
-
-
 @pytest.mark.parametrize(("compare_s", "step_s", "every"), [(0.05, 0.2, 25), (0.0, 0.2, 1), (0.001, 1.0, 1), (1.0, 0.1, 1000)])
 def test_comparisons_take_one_per_cent_at_most(compare_s: float, step_s: float, every: int) -> None:
     assert comparisons_every(compare_s, step_s) == every
@@ -187,4 +173,10 @@ def test_what_was_sent_is_what_is_not_kept_back() -> None:
 
 def test_the_worst_of_several_buckets() -> None:
     assert worst([Fidelity(0.9, 1.1, 3.0), Fidelity(0.5, 0.4, 1.0)]) == (0.5, 0.4, 3.0)
-    assert compare(torch.zeros(4), torch.zeros(4)) == (1.0, 1.0, 0.0)
+    assert Dots().fidelity() == (1.0, 1.0, 0.0), "nothing to send is sent perfectly"
+
+
+def test_sums_over_pieces_tell_what_the_whole_does() -> None:
+    x, y, kept = torch.randn(3, 999, generator=torch.Generator().manual_seed(2))
+    pieces = [dots(*(t[start : start + 333] for t in (x, y, kept))) for start in (0, 333, 666)]
+    assert pieces[0].plus(pieces[1]).plus(pieces[2]).fidelity() == pytest.approx(compare(x, y, kept), rel=1e-4)

@@ -207,39 +207,6 @@ class Slope:
         return Rise(self.rise, 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9))
 
 
-class Bandwidth:
-    """Bytes per second of a link, from transfers that happened. Follows a lasting change in a few, ignores a single outlier."""
-
-    def __init__(self, weight: float = 0.3, outlier: float = 3.0, patience: int = 3) -> None:
-        self._weight, self._outlier, self._patience = weight, outlier, patience
-        self._strange: list[float] = []
-        self.nbytes_per_s = 0.0
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """A transfer; one without bytes or time says nothing."""
-        if nbytes <= 0 or not 0 < seconds < math.inf:
-            return
-        rate = nbytes / seconds
-        if self.nbytes_per_s == 0.0:
-            self.nbytes_per_s = rate
-            return
-        if max(rate / self.nbytes_per_s, self.nbytes_per_s / rate) > self._outlier:
-            self._strange.append(rate)
-            if len(self._strange) >= self._patience:
-                # So many in a row are no outliers: the link has changed.
-                self.nbytes_per_s = sorted(self._strange)[len(self._strange) // 2]
-                self._strange.clear()
-            return
-        self._strange.clear()
-        self.nbytes_per_s += self._weight * (rate - self.nbytes_per_s)
-
-    def ratio_for(self, numel: int, nbytes_per_entry: float, available_s: float) -> float:
-        """The largest ratio whose payload of `numel` gradients passes in that time; 1 while nothing is known of the link."""
-        if self.nbytes_per_s == 0.0 or numel == 0:
-            return 1.0
-        return min(1.0, self.nbytes_per_s * max(0.0, available_s) / (nbytes_per_entry * numel))
-
-
 def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: float, part: float = MAX_PRICE) -> int:
     """Steps until another comparison, too, keeps all of them within that part of the time since the start.
 

@@ -51,6 +51,15 @@ class Dots(NamedTuple):
         return Fidelity(self.xy / max((self.xx * self.yy) ** 0.5, TINY), (self.yy / self.xx) ** 0.5, (self.kk / self.xx) ** 0.5)
 
 
+def worst(seen: list[Fidelity]) -> Fidelity:
+    """Of several: the least cosine, the norm farthest from its own, the largest residual."""
+    return Fidelity(
+        min(f.cosine for f in seen),
+        max((f.norm_ratio for f in seen), key=lambda r: abs(r - 1)),
+        max(f.residual_ratio for f in seen),
+    )
+
+
 NOTHING_SAID = Dots(*[math.nan] * 4)
 """Of a step that pays an earlier plan's debts: more goes out than its gradients."""
 
