@@ -150,11 +150,11 @@ class HookState:
                 if self._guard is not None:
                     self._guard.look()
                 worker.commit(targets)
-                for beside in (self._auto, self._guard):
-                    if beside is not None:
-                        beside.after_step()
-                for watch in tuple(self.connection.watchers):
-                    watch()
+                besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
+                for after_step in (*besides, *self.connection.watchers):
+                    after_step()
+                    assert self.connection.worker is not None
+                    self.connection.worker.stopwatch.start()  # what it took is no computing
         except BaseException as error:
             self._latch(error)
         finally:

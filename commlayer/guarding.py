@@ -22,8 +22,7 @@ from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
 from commlayer.records import Plan
 from commlayer.runtime import comparing, lifting
-from commlayer.runtime.comparing import Dots, Piece
-from commlayer.runtime.fidelity import worst
+from commlayer.runtime.comparing import Dots, Piece, worst
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -112,7 +111,6 @@ class Guarding:
         self._here_every, self._next, self._most = 1, SETTLE, FIRST
         self._pending: Change | None = None
         self._waiting: Change | None = None
-        self._complained = False
         self.history: list[Change | Outcome] = []
         """Of this run; the same on all ranks."""
         self._take(self._plan)
@@ -201,11 +199,9 @@ class Guarding:
             self._warn(self._guard.complaint(seen, rise))
             return
         before = lifting.lowest(self._plan)
-        floor = self._guard.floor
         decision = self._guard.observe(seen, rise, needed=lifting.lowest(self._base))
-        self._complained |= self._guard.floor > floor
         # What was measured beforehand goes before what a job happened to begin with, but not before what it showed.
-        self._connection.floor = self._guard.floor if self._complained or not self._connection.loss else 0.0
+        self._connection.floor = self._guard.floor if self._guard.complained or not self._connection.loss else 0.0
         if decision.changed:
             reason = decision.reason if decision.ratio > before else f"accuracy has borne {before:.3g} without complaint"
             self._pending = Change(self._steps, before, decision.ratio, reason, 1.0, seen, step_s)
@@ -248,7 +244,7 @@ class Guarding:
             self._take(self._plan)  # somebody else has gone over to it
             level, floor = lifting.lowest(self._plan), self._guard.floor
             self._pending = self._waiting = None
-            if self.acts and self._complained and level < floor * lifting.EQUAL:
+            if self.acts and self._guard.complained and level < floor * lifting.EQUAL:
                 seen = self._summed.fidelity()
                 self._change(worker, Change(self._steps, level, floor, "accuracy has not borne less", 1.0, seen, self._step_s))
             else:

@@ -131,6 +131,24 @@ def no_samples(rank: int, address: str) -> str:
     return str(raised.value)
 
 
+def watched(run: Run) -> Any:
+    """Steps of which the stopwatch tells, when a watcher behind each has stopped it."""
+    model = mlp()
+    wrapped = run.wrap(model)
+    session = run.sessions[0]
+    for step in range(4):
+        wrapped(torch.ones(2, 12)).sum().backward()
+        if step == 0:
+            session.connection.watchers.append(lambda: session.connection.worker.stopwatch.stop(-1))
+    return [lap.step for lap in session.laps() if lap.step >= 0]
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_what_runs_behind_a_step_is_no_computing(how: str) -> None:
+    with coordinators(1, WORLD, 1) as made:
+        assert pool(WORLD).call(play, WORLD, watched, Setting(how, (made[0].address,))) == [[1, 2, 3]] * WORLD
+
+
 def test_an_error_in_a_step_is_raised_by_backward() -> None:
     with coordinators(1, WORLD, 1) as made:
         assert len(set(pool(WORLD).call(no_samples, made[0].address))) == 1

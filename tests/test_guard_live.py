@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attach_kit import Run, Setting, coordinators, mlp, play
+from fidelity_kit import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_kit import pool
@@ -18,7 +20,7 @@ from commlayer import bounds, guarding
 from commlayer.balance import tuner_loss
 from commlayer.balance.guard import steps_until_paid
 from commlayer.balance.tuner_loss import LossModel, LossPoint
-from commlayer.compressors import parse
+from commlayer.compressors import parse, wrap
 from commlayer.connect import Connection
 from commlayer.guarding import Change, Guarding, Outcome
 from commlayer.planner import default_plan
@@ -26,8 +28,7 @@ from commlayer.planner.model import Policy
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.written import cluster_from_line
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime import lifting
-from commlayer.runtime.fidelity import measure
+from commlayer.runtime import comparing, lifting
 from commlayer.runtime.measure import job_of
 from commlayer.runtime.suited import unsuited
 
@@ -107,6 +108,34 @@ def test_a_plan_that_was_asked_for_stays_and_the_user_hears_why() -> None:
     assert len(results[0]["said"]) <= 3, "each complaint once"
 
 
+def test_a_coarser_plan_that_somebody_goes_over_to_is_not_undone() -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), servers=SERVERS, fields=(("guard", "act"), ("max_loss", 0.05)))
+        for codecs, said, compared in pool(WORLD).call(play, WORLD, dense_then_coarser, setting):
+            assert codecs == [{"identity()"}, {"int8()"}, {"topk(ratio=0.3)"}]
+            assert said == []
+            assert compared
+
+
+def dense_then_coarser(run: Run) -> Any:
+    """The codecs in force at the end of each plan, what was said, and whether the guard looked."""
+    guarding.PRICE = 1e9
+    logging.getLogger("commlayer").setLevel(logging.ERROR)
+    model = mlp()
+    run.wrap(model)
+    session, seen = run.sessions[0], []
+    for codec in ("", "int8()", "topk(ratio=0.3)"):
+        if codec:
+            session.switch(default_plan(job_of(model), codec=codec, path="service", servers=SERVERS, ranks_per_node=1,
+                                        fuse_nbytes=2048, cut_nbytes=4096))
+        for step in range(16):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
+        seen.append({b.codec for b in session.plan.buckets})
+    return seen, session.decisions(), session.stats()["guard_s"] > 0
+
+
 def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
     with coordinators(1, WORLD, SERVERS) as made:
         fields = (("guard", "act"), ("max_loss", 0.05))
@@ -147,8 +176,6 @@ def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: l
 
 def look_closely(run: Run, codec: str) -> dict[str, Any]:
     """Every comparison of a few steps, beside what it should have seen, computed from the gradients themselves."""
-    from commlayer.runtime import comparing
-
     guarding.PRICE = 1e9
     model = mlp()
     wrapped = run.wrap(model)
@@ -293,6 +320,18 @@ def test_both_ways_and_all_nodes_are_made_finer() -> None:
     dense = bucket("identity()", "allreduce")
     assert lifting.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
     assert not lifting.lossy(dense)
+
+
+@pytest.mark.parametrize(("codecs", "compared"), [
+    (("topk(ratio=0.1)", "topk(ratio=0.1)"), True), (("momentum(topk(ratio=0.1))", "topk(ratio=0.1)"), False),
+    (("topk(ratio=0.1)", "momentum(topk(ratio=0.1))"), False),
+])
+def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
+    mixed = bucket(codecs[0], by_node=codecs)
+    for codec in codecs:
+        own = SimpleNamespace(bucket=mixed, buffer=False, codec=wrap(parse(codec)))
+        worker: Any = SimpleNamespace(flows=[own])
+        assert (comparing.watched(worker) == [own]) is compared, "whichever codec is this rank's"
 
 
 # ---- what the planner of a running job hears

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from commlayer.balance.tuner_space import DENSE, Dimension, Settings, Space, def
 from commlayer.balance.tuner_store import Search, Store, Trial
 from commlayer.cli import main
 from commlayer.cli.tune import load, read_space
+from commlayer.demo import problem, proxies
 
 SPACE = default_space()
 BUDGET = 0.01
@@ -118,6 +120,16 @@ def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
 def test_a_dense_run_that_fails_ends_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the dense run failed.*KeyError: 'loss'"):
         search_for(tmp_path, lambda _: {"seconds": 1.0}, Engine(SPACE, 0))
+    trials = search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
+    assert [t.error for t in trials] == [""] * 3, "once the proxy is mended, the same command goes on with a dense run"
+    assert trials[0].settings["codec"] == DENSE
+
+
+def test_a_kept_dense_run_that_failed_is_not_compared_with(tmp_path: Path) -> None:
+    store = Store(tmp_path / "trials.jsonl", Search("synthetic", SPACE, BUDGET))
+    store.add(Trial(tuner.first(SPACE), 0.0, 0.0, "MemoryError: no room"))
+    with pytest.raises(ValueError, match=r"the dense run failed.*MemoryError: no room; delete .*trials.jsonl, or give another"):
+        search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -129,17 +141,36 @@ def test_settings_that_mean_the_same_are_the_same(units: list[float]) -> None:
     assert "{" not in tuner.spelled(found)["codec"]
 
 
-def test_further_dimensions_join_by_a_record(tmp_path: Path) -> None:
-    """Local steps, say, as soon as there is something that runs them."""
-    space = Space((*SPACE.dimensions, Dimension("local_steps", choices=(1, 2, 4, 8))))
+def test_local_steps_and_staleness_join_where_asked_for(tmp_path: Path) -> None:
+    assert default_space(local_steps=(1,)) == SPACE
+    space = default_space(local_steps=(8, 2), staleness=True)
     search = Search("more", space, BUDGET)
     store = Store(tmp_path / "t", search)
+    seen: list[Settings] = []
 
     def proxy(given: Settings) -> dict[str, float]:
-        return {"seconds": 1 + 1 / given["local_steps"], "loss": 1.0}
+        seen.append(given)
+        return {"seconds": 1 + 1 / given["local_steps"] - 0.1 * given["stale"], "loss": 1.0}
 
     list(tuner.tune(proxy, store, search, Engine(space, 0), 12))
+    assert (seen[0]["codec"], seen[0]["local_steps"], seen[0]["stale"]) == (DENSE, 1, False)
+    assert {given["local_steps"] for given in seen} == {1, 2, 8}
+    units = itertools.product([0.0], [0.5], [0.5], [0.1, 0.5, 0.9], [0.1, 0.9])
+    inexact = {(s["local_steps"], s["stale"]) for s in (space.at(list(u)) for u in units)}
+    assert inexact == {(1, 0), (1, 1), (2, 0), (8, 0)}, "the runtime runs no others"
+    assert all(isinstance(given["stale"], bool) for given in seen)
     assert tuner.best(store.trials, BUDGET).settings["local_steps"] == 8
+    assert Store(tmp_path / "t", search).trials == store.trials
+
+
+def test_what_local_steps_lose_is_not_laid_upon_a_codec() -> None:
+    def trial(codec: str, steps: int, loss: float) -> Trial:
+        return Trial({"codec": codec, "ratio": 0.3, "batch": 64, "local_steps": steps}, 1.0, loss)
+
+    trials = [trial(DENSE, 1, 0.5), trial("int8()", 4, 0.9), trial("topk(ratio={ratio})", 4, 0.9)]
+    assert tuner.loss_model(trials).penalty("int8") == math.inf
+    trials.append(trial(DENSE, 4, 0.8))
+    assert tuner.loss_model(trials).penalty("int8") == pytest.approx(0.125)
 
 
 # ---- the loss model
@@ -184,6 +215,17 @@ def test_trials_make_a_loss_model(tmp_path: Path) -> None:
     assert model.penalty("topk", least) == pytest.approx(0.02 * max(0.0, math.log(0.02 / least)), abs=1e-6)
 
 
+@pytest.mark.parametrize(("dense_there", "penalty"), [(None, 0.2), (0.55, 1 / 11), (0.7, 0.0)])
+def test_a_penalty_is_what_a_codec_loses_against_dense(dense_there: float | None, penalty: float) -> None:
+    def trial(codec: str, batch: int, loss: float, ratio: float = 0.3) -> Trial:
+        return Trial({"codec": codec, "ratio": ratio, "batch": batch}, 1.0, loss)
+
+    there = [trial(DENSE, 64, dense_there)] if dense_there else []
+    model = tuner.loss_model([trial(DENSE, 128, 0.5), trial("topk(ratio={ratio})", 64, 0.6, 0.001), *there])
+    assert model.penalty("topk", 0.001) == pytest.approx(penalty)
+    assert model.penalty("identity") == 0.0
+
+
 # ---- the command
 
 
@@ -213,6 +255,18 @@ def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch
     assert tuner_loss.read(Path("loss.json")).penalty("topk", 0.3) == 0.0
 
 
+def test_the_command_searches_what_is_not_exact_where_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def proxy(s): return {'seconds': 4.0 / s['local_steps'] + (not s['stale']), 'loss': 2.0}")
+    done = CliRunner().invoke(main.app, ["tune", "mine.py", "--trials", "8", "--local-steps", "4", "--staleness"])
+    assert done.exit_code == 0, done.output
+    first, *others = Path("tune.jsonl").read_text().splitlines()[1:]
+    assert '"local_steps":1,' in first
+    assert '"stale":0}' in first
+    assert any('"local_steps":4,' in line for line in others)
+    assert ", 4 local steps: 2 s, dense 5 s" in done.output
+
+
 @pytest.mark.parametrize(("arguments", "text"), [
     (["nothing.py"], "nothing.py: no such file"),
     (["nothing"], "nothing: allowed are digits, chars, a file.py, or module:function"),
@@ -223,6 +277,7 @@ def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch
     (["digits", "--ratio", "5"], "--ratio '5': allowed is LOW:HIGH"),
     (["digits", "--ratio", "0.1:0.01"], "ratio: got 0.1 to 0.01, allowed: a range above 0"),
     (["digits", "--batch", "64,x"], "--batch '64,x': allowed are whole numbers"),
+    (["digits", "--local-steps", "1,0"], "--local-steps '1,0': allowed are whole numbers above 0"),
     (["digits", "--codec", "best()"], "--codec: codec 'best()': 'best' is unknown"),
     (["digits", "--out", "/nowhere/loss.json"], "/nowhere/loss.json: the folder /nowhere does not exist"),
 ])
@@ -250,3 +305,22 @@ def test_proxies_are_repeatable_and_learn() -> None:
     assert runs[0] == runs[1]
     assert runs[0]["loss"] < math.log(10)
     assert runs[2]["seconds"] < runs[0]["seconds"]
+
+
+def test_proxies_step_locally_and_use_late_results() -> None:
+    proxy = load("digits")
+    exact, local, late = (proxy({"codec": DENSE, "batch": 256} | more)
+                          for more in ({"local_steps": 1, "stale": False}, {"local_steps": 4}, {"stale": True}))
+    assert proxy({"codec": DENSE, "batch": 256}) == exact
+    assert max(local["seconds"], late["seconds"]) < exact["seconds"]
+    assert len({exact["loss"], local["loss"], late["loss"]}) == 3
+    assert max(local["loss"], late["loss"]) < 0.5 * math.log(10)
+
+
+@pytest.mark.parametrize("steps", [4, 7])
+def test_local_steps_of_a_worker_alone_are_steps(steps: int) -> None:
+    task, data = problem.mlp(8, 0), problem.digits(0)
+    found = [proxies.train(proxies.Task(deepcopy(task), proxies.picker(*data.train), data.test, 640, 0.1),
+                           {"codec": DENSE, "batch": 32, "local_steps": n}, proxies.Cluster(workers=1)) for n in (1, steps)]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
+    assert found[1]["seconds"] < found[0]["seconds"]

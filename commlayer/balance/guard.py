@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from msgspec import structs
+
 from commlayer.records import Record
 
 BACK_OFF, ALLOW = 2.0, 1.25
@@ -81,6 +83,8 @@ class Guard:
         if not 0 < self.limits.lowest <= ratio <= self.limits.highest <= 1:
             raise ValueError(f"ratio {ratio:g}: allowed is {self.limits.lowest:g} to {self.limits.highest:g}, within 0 to 1")
         self.ratio = self.floor = ratio
+        self.complained = False
+        """Whether the floor has ever been raised: then it is what training showed, not what a job happened to begin with."""
         self._calm = self._complaints = 0
         self._patience, self._lowered = CALM, False
         self._residual, self._drained_from, self._draining = math.nan, 0.0, False
@@ -95,7 +99,9 @@ class Guard:
             self._complaints += 1
             if self._lowered:
                 self._patience, self._lowered = min(2 * self._patience, MOST_PATIENCE), False
-            self.floor = min(self.limits.highest, max(self.floor, self.ratio) * factor)
+            floor = min(self.limits.highest, max(self.floor, self.ratio) * factor)
+            self.complained |= floor > self.floor
+            self.floor = floor
         elif not self._drained_from:
             self._complaints = 0
             self._calm += 1
@@ -110,7 +116,10 @@ class Guard:
         return Decision(target, complaint or self._moved(before, needed), True)
 
     def follow(self, ratio: float) -> None:
-        """Somebody else has changed it."""
+        """Somebody else has changed it. Where nothing was complained of, nothing is known against it."""
+        if not self.complained:
+            self.floor = min(self.floor, ratio)
+            self.limits = structs.replace(self.limits, lowest=min(self.limits.lowest, ratio))
         self.ratio = min(self.limits.highest, max(self.limits.lowest, ratio))
 
     def settle(self) -> None:
@@ -196,39 +205,6 @@ class Slope:
         if self._n < 1 / self._slow:
             return Rise(0.0, 0.0)
         return Rise(self.rise, 3.0 * self._wobble * math.sqrt(self._fast / 2) / max(abs(self._lowest), 1e-9))
-
-
-class Bandwidth:
-    """Bytes per second of a link, from transfers that happened. Follows a lasting change in a few, ignores a single outlier."""
-
-    def __init__(self, weight: float = 0.3, outlier: float = 3.0, patience: int = 3) -> None:
-        self._weight, self._outlier, self._patience = weight, outlier, patience
-        self._strange: list[float] = []
-        self.nbytes_per_s = 0.0
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """A transfer; one without bytes or time says nothing."""
-        if nbytes <= 0 or not 0 < seconds < math.inf:
-            return
-        rate = nbytes / seconds
-        if self.nbytes_per_s == 0.0:
-            self.nbytes_per_s = rate
-            return
-        if max(rate / self.nbytes_per_s, self.nbytes_per_s / rate) > self._outlier:
-            self._strange.append(rate)
-            if len(self._strange) >= self._patience:
-                # So many in a row are no outliers: the link has changed.
-                self.nbytes_per_s = sorted(self._strange)[len(self._strange) // 2]
-                self._strange.clear()
-            return
-        self._strange.clear()
-        self.nbytes_per_s += self._weight * (rate - self.nbytes_per_s)
-
-    def ratio_for(self, numel: int, nbytes_per_entry: float, available_s: float) -> float:
-        """The largest ratio whose payload of `numel` gradients passes in that time; 1 while nothing is known of the link."""
-        if self.nbytes_per_s == 0.0 or numel == 0:
-            return 1.0
-        return min(1.0, self.nbytes_per_s * max(0.0, available_s) / (nbytes_per_entry * numel))
 
 
 def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: float, part: float = MAX_PRICE) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commlayer.balance.tuner_loss import LossModel, LossPoint, codec_name
-from commlayer.balance.tuner_space import DENSE, Settings, Space, spelled
+from commlayer.balance.tuner_space import DENSE, EXACT, Settings, Space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
 
 if TYPE_CHECKING:
@@ -22,23 +22,28 @@ Proxy = Callable[[Settings], Mapping[str, Any]]
 STEEP = 50.0
 """How a loss over the budget counts: one per cent more as half as much time again."""
 
+DENSE_FAILED = "the dense run failed, with which all others are compared"
+
 
 def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[Trial]:
     """Runs trials until there are so many, those of an earlier call counted in; yields each new one."""
+    if store.trials and store.trials[0].error:
+        raise ValueError(f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
     for i, trial in enumerate(store.trials):
         engine.tell(trial.settings, score(store.trials[: i + 1], search.budget))
     while len(store.trials) < trials:
         settings = engine.ask() if store.trials else first(search.space)
-        store.add(run(proxy, settings))
-        if len(store.trials) == 1 and store.trials[0].error:
-            raise ValueError(f"the dense run failed, with which all others are compared: {store.trials[0].error}")
+        trial = run(proxy, settings)
+        if trial.error and not store.trials:  # it is not kept: the same command again runs it again
+            raise ValueError(f"{DENSE_FAILED}: {trial.error}")
+        store.add(trial)
         engine.tell(settings, score(store.trials, search.budget))
-        yield store.trials[-1]
+        yield trial
 
 
 def first(space: Space) -> Settings:
-    """Dense, at the middle of what else there is."""
-    return space.plain({d.name: DENSE if d.name == "codec" else d.at(0.5) for d in space.dimensions})
+    """Dense and exact, at the middle of what else there is."""
+    return space.plain({d.name: EXACT[d.name] if d.name in EXACT else d.at(0.5) for d in space.dimensions})
 
 
 def run(proxy: Proxy, settings: Settings) -> Trial:
@@ -78,13 +83,24 @@ def best(trials: Sequence[Trial], budget: float) -> Trial:
 
 
 def loss_model(trials: Sequence[Trial]) -> LossModel:
-    """What the trials say of codecs. The batch changes the loss, too: each trial is compared with the best of its batch."""
+    """What the trials say of codecs against dense training on the same batch or, where that was not tried, the first trial.
+
+    Of those with local steps or staleness only what a dense one like them tells apart from these.
+    """
     good = [t for t in trials if not t.error]
+    dense = {_besides(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
     points = []
     for trial in good:
-        peers = [t for t in good if t.settings.get("batch") == trial.settings.get("batch")]
-        least = min(peers, key=lambda t: t.loss)
+        exact = all(trial.settings.get(name, value) == value for name, value in EXACT.items() if name != "codec")
+        against = dense.get(_besides(trial), trials[0] if exact else None)
+        if against is None:
+            continue
         spelling = str(trial.settings["codec"])
         ratio = float(trial.settings.get("ratio", 1.0)) if "{ratio}" in spelling else 1.0
-        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, least))))
+        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, against))))
     return LossModel(tuple(points))
+
+
+def _besides(trial: Trial) -> tuple[tuple[str, Any], ...]:
+    """Its settings but for the codec."""
+    return tuple(sorted((name, value) for name, value in trial.settings.items() if name not in ("codec", "ratio")))

@@ -12,7 +12,7 @@ from commlayer.records import Record, decode, encode
 
 
 class LossPoint(Record, frozen=True):
-    """A measurement: relative excess over dense training, 0.01 for one per cent."""
+    """A measurement: relative excess over dense training, on the same batch if that was tried; 0.01 for one per cent."""
 
     codec: str
     """Its name, such as "topk"."""

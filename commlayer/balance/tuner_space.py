@@ -50,7 +50,9 @@ class Space(Record, frozen=True):
         return self.plain({d.name: d.at(u) for d, u in zip(self.dimensions, units, strict=True)})
 
     def plain(self, settings: Settings) -> Settings:
-        """Settings that mean the same are the same: the ratio of a codec without one is the highest."""
+        """Settings that mean the same are the same: a codec without ratio has the highest, nothing is late with local steps."""
+        if settings.get("stale") and settings.get("local_steps", 1) > 1:
+            settings = settings | {"stale": 0}
         ratio = next((d for d in self.dimensions if d.name == "ratio"), None)
         if ratio is not None and "{ratio}" not in str(settings.get("codec", "{ratio}")):
             return settings | {"ratio": ratio.high}
@@ -68,18 +70,27 @@ class Space(Record, frozen=True):
 
 
 def spelled(settings: Settings) -> Settings:
-    """With the codec's ratio put in: what a proxy gets."""
-    return settings | {"codec": str(settings["codec"]).replace("{ratio}", f"{settings['ratio']:g}")}
+    """With the codec's ratio put in, and truth as such: what a proxy gets."""
+    stale = {"stale": bool(settings["stale"])} if "stale" in settings else {}
+    return settings | stale | {"codec": str(settings["codec"]).replace("{ratio}", f"{settings['ratio']:g}")}
 
 
 CODECS = ("fp16()", "int8()", "topk(ratio={ratio}, values='int8')")
 DENSE = "identity()"
+EXACT: dict[str, Any] = {"codec": DENSE, "local_steps": 1, "stale": 0}
+"""What changes nothing in what is trained."""
 
 
 def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float] = (0.001, 0.3),
-                  batches: tuple[int, ...] = (64, 128, 256)) -> Space:
-    """Codec, ratio and batch. Local steps and staleness join as further dimensions once the runtime has them."""
+                  batches: tuple[int, ...] = (64, 128, 256), local_steps: tuple[int, ...] = (1,),
+                  staleness: bool = False) -> Space:
+    """Codec, ratio and batch; local steps and staleness where asked for, since neither is exact."""
     codec, batch = Dimension("codec", choices=(DENSE, *codecs)), Dimension("batch", choices=batches)
-    made = Space((codec, Dimension("ratio", *ratio), batch))
+    dimensions = [codec, Dimension("ratio", *ratio), batch]
+    if any(n > 1 for n in local_steps):
+        dimensions.append(Dimension("local_steps", choices=tuple(sorted({EXACT["local_steps"], *local_steps}))))
+    if staleness:
+        dimensions.append(Dimension("stale", choices=(EXACT["stale"], 1)))
+    made = Space(tuple(dimensions))
     made.check()
     return made

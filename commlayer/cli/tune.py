@@ -1,4 +1,4 @@
-"""`commlayer tune`: searches codec, ratio and batch on short proxy runs, keeps what it found. Loads no torch for its help."""
+"""`commlayer tune`: searches codec, ratio, batch and more on short proxy runs. Loads no torch for its help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from commlayer.balance import tuner, tuner_loss
-from commlayer.balance.tuner_space import CODECS, Space, default_space, spelled
+from commlayer.balance.tuner_space import CODECS, Settings, Space, default_space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
 from commlayer.cli.loading import function_of
 
@@ -23,6 +23,8 @@ def tune(
     codec: Annotated[list[str] | None, typer.Option(help="A codec to try, with {ratio} if it has one; repeatable.")] = None,
     ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
     batch: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
+    local_steps: Annotated[str, typer.Option(help="Local steps per exchange to try; 1 always is.", metavar="N,N,...")] = "1",
+    staleness: Annotated[bool, typer.Option("--staleness", help="Try results that are used a step late, too.")] = False,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a second call goes on there.")] = Path("tune.jsonl"),
     out: Annotated[Path, typer.Option(help="The loss model that plans are made with.")] = Path("loss.json"),
@@ -35,7 +37,7 @@ def tune(
     for path in (store, out):
         if not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
-    space = read_space(tuple(codec or CODECS), ratio, batch)
+    space = read_space(tuple(codec or CODECS), ratio, batch, local_steps, staleness=staleness)
     # Numbers load when they are needed: the command's help is to be there at once.
     from commlayer.balance.tuner_engine import Engine
 
@@ -47,16 +49,14 @@ def tune(
     _tell(kept, asked, out)
 
 
-def read_space(codecs: tuple[str, ...], ratio: str, batch: str) -> Space:
+def read_space(codecs: tuple[str, ...], ratio: str, batch: str, local_steps: str = "1", *, staleness: bool = False) -> Space:
     """What the options ask for, checked; a ValueError names the option."""
     try:
         low, high = (float(part) for part in ratio.split(":"))
     except ValueError:
         raise ValueError(f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
-    parts = [part.strip() for part in batch.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--batch {batch!r}: allowed are whole numbers with commas between, such as 64,128,256")
-    made = default_space(codecs=codecs, ratio=(low, high), batches=tuple(sorted({int(part) for part in parts})))
+    made = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batch", batch, "64,128,256"),
+                         local_steps=_numbers("--local-steps", local_steps, "1,2,4"), staleness=staleness)
     # Codecs need torch, whose import takes longer than all other checks together.
     from commlayer.compressors import parse
 
@@ -66,6 +66,13 @@ def read_space(codecs: tuple[str, ...], ratio: str, batch: str) -> Space:
         except (TypeError, ValueError) as error:
             raise ValueError(f"--codec: {error}") from None
     return made
+
+
+def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} {text!r}: allowed are whole numbers above 0 with commas between, such as {such_as}")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def load(task: str) -> tuner.Proxy:
@@ -94,15 +101,21 @@ def _show(running: Iterator[Trial], kept: Store, asked: Search, trials: int) -> 
 def line(number: int, trial: Trial, dense: Trial) -> str:
     """One trial, for a person."""
     settings = spelled(trial.settings)
-    what = f"{number:3}  batch {settings['batch']:<5} {settings['codec']:44}"
+    what = f"{number:3}  batch {settings['batch']:<5} {settings['codec'] + inexact(settings):44}"
     if trial.error:
         return f"{what} failed: {trial.error}"
     return f"{what} {trial.seconds:8.3g} s  loss {trial.loss:.4g} ({tuner.excess(trial, dense):+.2%})"
 
 
+def inexact(settings: Settings) -> str:
+    """What else than the codec changes the training."""
+    steps = f", {settings['local_steps']} local steps" if settings.get("local_steps", 1) > 1 else ""
+    return steps + (", a step late" if settings.get("stale") else "")
+
+
 def _tell(kept: Store, asked: Search, out: Path) -> None:
     found, dense = tuner.best(kept.trials, asked.budget), kept.trials[0]
     settings = spelled(found.settings)
-    typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}: {found.seconds:.3g} s, "
-               f"dense {dense.seconds:.3g} s; loss {tuner.excess(found, dense):+.2%}")
+    typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
+               f"{found.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(found, dense):+.2%}")
     typer.echo(f"trials in {kept.path}, loss model in {out}")

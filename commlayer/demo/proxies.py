@@ -105,27 +105,49 @@ def letters() -> torch.Tensor:
 
 
 def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) -> dict[str, float]:
-    """Trains on so many samples, whatever the batch: what comes out is a test loss and the seconds it would have taken."""
+    """Trains on so many samples, whatever the batch: what comes out is a test loss and the seconds it would have taken.
+
+    Local steps and late results ("local_steps", "stale") are those of docs/planning.md.
+    """
     torch.set_num_threads(1)  # so small a model gains nothing from more
     cluster = cluster or Cluster()
     size = int(settings["batch"]) // cluster.workers
     generator = torch.Generator().manual_seed(0)
     parameters = list(task.model.parameters())
     exchange = Exchange(wrap(parse(str(settings["codec"]))), sum(p.numel() for p in parameters), cluster.workers)
-    optimizer = torch.optim.SGD(parameters, lr=task.rate * (int(settings["batch"]) / 64) ** 0.5)
-    seconds = 0.0
-    for _ in range(task.samples // int(settings["batch"])):
-        gradients = []
-        for _ in range(cluster.workers):
+    rate = task.rate * (int(settings["batch"]) / 64) ** 0.5
+    weights = nn.utils.parameters_to_vector(parameters).detach().clone()
+
+    def worked(steps: int) -> torch.Tensor:
+        """The sum of a worker's gradients on the way: how far it has come, over the rate, since it does plain SGD."""
+        nn.utils.vector_to_parameters(own := weights.clone(), parameters)
+        total = torch.zeros_like(own)
+        for _ in range(steps):
             x, y = task.batch(size, generator)
             loss = nn.functional.cross_entropy(task.model(x), y)
-            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
-        mean, nbytes = exchange.mean(gradients)
-        nn.utils.vector_to_parameters(mean, grads := [torch.empty_like(p) for p in parameters])
-        for p, g in zip(parameters, grads, strict=True):
-            p.grad = g
-        optimizer.step()
-        seconds += cluster.launch_s + cluster.sample_s * size + cluster.rtt_s + 8 * nbytes / cluster.bps
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+            total += gradient
+            own.add_(gradient, alpha=-rate)  # the parameters are views of it
+        return total
+
+    seconds = under_way_s = 0.0
+    late = torch.zeros_like(weights)
+    left = task.samples // int(settings["batch"])
+    while left:
+        steps = min(left, int(settings.get("local_steps", 1)))
+        left -= steps
+        mean, nbytes = exchange.mean([worked(steps) for _ in range(cluster.workers)])
+        seconds += max(steps * (cluster.launch_s + cluster.sample_s * size), under_way_s)
+        under_way_s = cluster.rtt_s + 8 * nbytes / cluster.bps
+        if settings.get("stale"):
+            weights.sub_(late, alpha=rate)
+            late = mean
+        else:
+            seconds, under_way_s = seconds + under_way_s, 0.0
+            weights.sub_(mean, alpha=rate)
+    seconds += under_way_s
+    weights.sub_(late, alpha=rate)
+    nn.utils.vector_to_parameters(weights, parameters)
     with torch.no_grad():
         return {"seconds": seconds, "loss": float(nn.functional.cross_entropy(task.model(task.test[0]), task.test[1]))}
 

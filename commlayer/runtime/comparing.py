@@ -15,7 +15,7 @@ import torch
 from commlayer.balance.guard import Fidelity
 from commlayer.compressors.debts import owed
 from commlayer.runtime.flow import Flow
-from commlayer.runtime.lifting import carries_gradients, lossy
+from commlayer.runtime.lifting import exchanges_gradients, lossy
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
 
@@ -51,14 +51,23 @@ class Dots(NamedTuple):
         return Fidelity(self.xy / max((self.xx * self.yy) ** 0.5, TINY), (self.yy / self.xx) ** 0.5, (self.kk / self.xx) ** 0.5)
 
 
+def worst(seen: list[Fidelity]) -> Fidelity:
+    """Of several: the least cosine, the norm farthest from its own, the largest residual."""
+    return Fidelity(
+        min(f.cosine for f in seen),
+        max((f.norm_ratio for f in seen), key=lambda r: abs(r - 1)),
+        max(f.residual_ratio for f in seen),
+    )
+
+
 NOTHING_SAID = Dots(*[math.nan] * 4)
 """Of a step that pays an earlier plan's debts: more goes out than its gradients."""
 
 
 def watched(worker: Worker) -> list[Flow]:
-    """The flows that lose something and whose results are the gradients of the step."""
+    """The flows that lose something and whose results are the gradients of the step. The same on all ranks."""
     return [f for f in worker.flows
-            if lossy(f.bucket) and not f.buffer and not f.bucket.stale and carries_gradients(f.codec)]
+            if lossy(f.bucket) and not f.buffer and not f.bucket.stale and exchanges_gradients(f.bucket)]
 
 
 def piece(flows: list[Flow], number: int, most: int) -> Piece:

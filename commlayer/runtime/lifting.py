@@ -67,6 +67,11 @@ def carries_gradients(codec: Any) -> bool:
     return all(carries_gradients(part) for part in structs.astuple(codec) if isinstance(part, msgspec.Struct))
 
 
+def exchanges_gradients(bucket: Bucket) -> bool:
+    """Whether every node's codec carries them: the same on all ranks, whichever codec is their own."""
+    return all(carries_gradients(codec) for codec in _codecs(bucket))
+
+
 def lift(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
     """No codec of it below the floor; where none of the next finer ones fits a bucket's path, it goes as it is."""
     buckets = tuple(_lifted(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
