@@ -256,6 +256,20 @@ def test_a_step_counts_when_it_was_averaged() -> None:
     assert sampler.step == 2
 
 
+def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_left() -> None:
+    class Idle(Noted):
+        def stats(self) -> dict[str, float]:
+            return {"steps": 0.0}
+
+    sampler = Sampler(40, 8, rank=0, shares=[8])
+    for _ in sampler.follow(Ahead(sampler, 2), Idle()):
+        assert sampler.drawn == 3
+        break
+    assert sampler.drawn == sampler.step == 0
+    sampler.announce(1, {0: 3, 1: 5})
+    assert [len(own) for own in sampler.follow(Ahead(sampler, 2))] == [8, 3, 3, 3, 3]
+
+
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: Sampler(5, 8, rank=0, world=2), "the dataset has 5 samples, allowed: at least the batch, which is 8"),
     (lambda: Sampler(50, 3, rank=0, world=4), "batch 3: allowed is 4 or more, one for each worker"),

@@ -143,6 +143,7 @@ class Sampler:
                 yield from self._pass(loader, session, weigh)
         finally:
             self._account()
+            self._ahead = self._trained  # the next pass draws anew what was drawn and not trained
 
     def _pass(self, loader: Iterable[Any], session: Averaging | None, weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         self._queue.clear()
