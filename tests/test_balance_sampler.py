@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -268,6 +269,15 @@ def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_lef
     assert sampler.drawn == sampler.step == 0
     sampler.announce(1, {0: 3, 1: 5})
     assert [len(own) for own in sampler.follow(Ahead(sampler, 2))] == [8, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("once", "trained"), [(iter, 3), (lambda sampler: itertools.islice(sampler, 2), 2)])
+def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
+    sampler = Sampler(20, 8, rank=0, shares=[8])
+    loader, said = once(sampler), f"the loader ended early at step {trained}, allowed: one that can be gone through again"
+    with pytest.raises(ValueError, match=said) as caught:
+        list(itertools.chain.from_iterable(sampler.follow(loader) for _ in range(2)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("make", "text"), [

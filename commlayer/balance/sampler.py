@@ -140,7 +140,11 @@ class Sampler:
             self.set_epoch(self.epoch + 1)
         try:
             while not self._trained.finished():  # more than once only where a loss came after all was drawn
+                step = self.step
                 yield from self._pass(loader, session, weigh)
+                if self.step == step:  # an iterator that is used up
+                    raise ValueError(f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
+                                     "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
             self._account()
             self._ahead = self._trained  # the next pass draws anew what was drawn and not trained
