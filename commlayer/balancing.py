@@ -22,6 +22,7 @@ from torch import nn
 
 from commlayer.balance import Balancer, Communication, Cubic, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
+from commlayer.balance.handout import check_plan
 from commlayer.balance.profiling import LIMIT_S, Profile
 from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
@@ -91,6 +92,7 @@ class Controller:
             raise ValueError(f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
         if mode not in get_args(Mode):
             raise ValueError(f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
+        check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Dealer, Sampler
+from commlayer.balancing import Controller
+from commlayer.records import Plan
 
 
 class Ahead:
@@ -36,6 +38,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.n = 0.0
+        self.plan: Plan | None = None
 
     def weight(self, n: float) -> None:
         self.n = n
@@ -278,6 +281,19 @@ def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         list(itertools.chain.from_iterable(sampler.follow(loader) for _ in range(2)))
     assert "\n" not in str(caught.value)
+
+
+def test_local_steps_are_refused_also_where_the_plan_changes() -> None:
+    sampler, session = Sampler(40, 8, rank=0, shares=[8]), Noted()
+    said = r"follow: the plan averages weights every 4 steps \(local_steps\), allowed: 1"
+    loop = sampler.follow(sampler, session)
+    next(loop)
+    session.plan = Plan("", (), local_steps=4)
+    with pytest.raises(ValueError, match=said):
+        next(loop)
+    assert sampler.step == 1
+    with pytest.raises(ValueError, match=said):
+        Controller(session, sampler)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("make", "text"), [

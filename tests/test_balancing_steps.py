@@ -53,6 +53,8 @@ class Exchange:
 class Session:
     """One that averages nothing and counts steps."""
 
+    plan = None
+
     def __init__(self) -> None:
         self.steps = 0
         self.connection = SimpleNamespace(groups=SimpleNamespace(timeout_s=1.0), beside=[], on_shares=[], price=None,
