@@ -260,6 +260,44 @@ def test_a_step_counts_when_it_was_averaged() -> None:
     assert sampler.step == 2
 
 
+@pytest.mark.parametrize(("before", "lost", "now", "made_with", "sizes"), [
+    (3, {}, 2, None, [4, 4]),
+    (2, {}, 4, None, [2, 2, 2, 2]),
+    (3, {}, 2, [7, 1], [7, 1]),
+    (3, {2: 1}, 2, None, [4, 4]),
+])
+def test_resumed_with_another_number_of_workers_no_sample_is_lost(
+    before: int, lost: dict[int, int], now: int, made_with: list[int] | None, sizes: list[int],
+) -> None:
+    """Also what a worker that was lost shortly before had been given, which was announced and not handed out again yet."""
+    old = [Sampler(56, 8, rank=rank, world=before, seed=1) for rank in range(before)]
+    loops = [sampler.follow(Ahead(sampler, 2)) for sampler in old]
+    trained: list[int] = []
+    for step in range(2):
+        trained += [i for rank, loop in enumerate(loops) for i in next(loop) if step < lost.get(rank, 99)]
+    for sampler in old:
+        sampler.announce(4, [8, *[0] * (before - 1)], lost=lost)
+    state = old[0].state_dict()
+    new = [Sampler(56, 8, rank=rank, world=now, shares=made_with, seed=1) for rank in range(now)]
+    for sampler in new:
+        sampler.load_state_dict(state)
+        sampler.announce(2, sampler.announced[1])  # others than these may be announced at once
+    assert len({str(sampler.state_dict()) for sampler in new}) == 1
+    steps = list(zip(*(sampler.follow(sampler) for sampler in new), strict=True))
+    assert [len(own) for own in steps[0]] == sizes
+    assert sorted([*trained, *(i for step in steps for own in step for i in own)]) == list(range(56))
+
+
+def test_resumed_with_as_many_workers_the_shares_are_the_saved_ones() -> None:
+    """Those that are announced among them, and a worker that they leave out is no newcomer."""
+    old = Sampler(60, 8, rank=0, world=3)
+    old.announce(0, {0: 8})
+    old.announce(5, {0: 1, 1: 7})
+    new = Sampler(60, 8, rank=1, world=3)
+    new.load_state_dict(old.state_dict())
+    assert (new.share(0), new.share(5), new.announced) == (0, 7, (5, {0: 1, 1: 7}))
+
+
 def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_left() -> None:
     class Idle(Noted):
         def stats(self) -> dict[str, float]:
