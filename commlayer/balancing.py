@@ -22,6 +22,7 @@ from torch import nn
 
 from commlayer.balance import Balancer, Communication, Cubic, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
+from commlayer.balance.handout import check_plan
 from commlayer.balance.profiling import LIMIT_S, Profile
 from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
@@ -91,6 +92,7 @@ class Controller:
             raise ValueError(f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
         if mode not in get_args(Mode):
             raise ValueError(f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
+        check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure
@@ -157,21 +159,19 @@ class Controller:
         first, self._row_at = True, 0.0
         with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
             for batch in batches:
-                last = self.sampler.last
+                last, step = self.sampler.last, self.sampler.step  # asked for its state in the body, the sampler goes on
                 if last and not first:  # before an epoch's first step there may be evaluation, and workers that start
                     self._batches[int(self.session.stats().get("steps", 0))] = self.sampler.computed
                 first = first and not last
                 yield batch
                 if last:
-                    self._step_over()
+                    self._step_over(step)
 
     # ---- after each step
 
-    def _step_over(self) -> None:
-        """The sampler accounts for the step when it is asked for the next one: here its step is the one that is over."""
-        step = self.sampler.step
+    def _step_over(self, step: int) -> None:
         if self._balancer is None:  # not before: with DDP the first backward pass makes the connection
-            self._balancer = self._begin()
+            self._balancer = self._begin(step)
         begin = time.perf_counter()
         for lap in self.session.laps():
             if lap.step in self._batches:
@@ -258,8 +258,8 @@ class Controller:
 
     # ---- at the start
 
-    def _begin(self) -> Balancer | Published:
-        """All ranks tell each other what they start from."""
+    def _begin(self, step: int) -> Balancer | Published:
+        """All ranks tell each other what they start from. `step`: the one that is over."""
         sampler = self.sampler
         made = self.session.connection
         assert made.groups is not None
@@ -267,22 +267,22 @@ class Controller:
         made.beside.append(self._rows.close)
         newest_step, shares = sampler.announced
         line = self._line or Line(1.0)
-        self._rows.start(sampler.rank, sampler.batch, sampler.cap, sampler.least, sampler.step, max(shares, default=0),
+        self._rows.start(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                          self._line is not None, line.slope_s, line.intercept_s)
         with self._explained():
             rows = self._rows.read()
-        for rank, (number, batch, _, _, step, most, *_) in enumerate(rows):
+        for rank, (number, batch, _, _, stands, most, *_) in enumerate(rows):
             if number != rank:
                 raise ValueError(f"the sampler of rank {rank} is for rank {number:.0f}, allowed: its own")
-            if (batch, step) != (rows[0][1], rows[0][4]):
-                raise ValueError(f"the sampler of rank {rank} stands at step {step:.0f} with batch {batch:.0f}, rank 0's at "
+            if (batch, stands) != (rows[0][1], rows[0][4]):
+                raise ValueError(f"the sampler of rank {rank} stands at step {stands:.0f} with batch {batch:.0f}, rank 0's at "
                                  f"step {rows[0][4]:.0f} with batch {rows[0][1]:.0f}, allowed: the same on all")
             if most >= len(rows):
                 raise ValueError(f"the sampler of rank {rank} has a share for worker {most:.0f}, allowed: 0 to {len(rows) - 1}")
         self._policy = structs.replace(self._policy, minimum=max(self._policy.minimum, *(int(row[3]) for row in rows)))
         joined = [Joined(rank, int(cap) or None, Line(slope, intercept) if known else None)
                   for rank, (_, _, cap, _, _, _, known, slope, intercept) in enumerate(rows)]
-        self._next = sampler.step
+        self._next = step
         first = self._opening.decision if self._opening and self._opening.decision.from_step == newest_step else None
         balancer = Balancer(joined, sampler.batch, self._policy, self._communication, shares=first or shares,
                             from_step=max(0, newest_step))

@@ -48,21 +48,21 @@ def together(
         return structs.replace(found, ended=found.ended or most < sampler.batch)  # a cap that was given is memory's end
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        found, drawn = [run()], sampler.drawn
+        found, first = [run()], _free(sampler)
     else:
         with contextlib.closing(Rows(limit_s + SLACK_S, "profiles")) as rows:
-            found, drawn = _exchanged(rows, run, session, sampler)
+            found, first = _exchanged(rows, run, session, sampler)
     least = max(policy.minimum, sampler.least)
-    begun = opening(found, sampler.batch, sampler.announced[1], step=drawn, minimum=least, exclude=policy.exclude_gain < 1,
+    begun = opening(found, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
                     communication=communication, shares_of=shares_of)
     if found[sampler.rank].ended:
         sampler.cap = found[sampler.rank].cap
-    sampler.announce(drawn, begun.decision.by_worker)
+    sampler.announce(first, begun.decision.by_worker)
     return found, begun
 
 
 def _exchanged(rows: Rows, run: Callable[[], Profile], session: Session, sampler: Sampler) -> tuple[list[Profile], int]:
-    """All profiles, and the first step that no rank has drawn. A rank whose model raised says so before it ends."""
+    """All profiles, and the first step that is free on all ranks. A rank whose model raised says so before it ends."""
     rungs = ladder(sampler.batch)
     try:
         mine = run()
@@ -71,7 +71,7 @@ def _exchanged(rows: Rows, run: Callable[[], Profile], session: Session, sampler
         raise
     times = dict(mine.points)
     try:
-        rows.start(sampler.rank, sampler.batch, FINISHED, sampler.drawn, mine.cap, mine.ended,
+        rows.start(sampler.rank, sampler.batch, FINISHED, _free(sampler), mine.cap, mine.ended,
                    *(times.get(rung, 0.0) for rung in rungs))
         told = rows.read()
     except CommError as error:
@@ -86,3 +86,8 @@ def _exchanged(rows: Rows, run: Callable[[], Profile], session: Session, sampler
         points = tuple((rung, time_s) for rung, time_s in zip(rungs, seconds, strict=True) if time_s)
         found.append(Profile(points, int(cap), bool(ended)))
     return found, max(int(row[3]) for row in told)
+
+
+def _free(sampler: Sampler) -> int:
+    """The first step that shares may be announced for: not drawn yet, and behind all that a restored sampler has announced."""
+    return max(sampler.drawn, sampler.announced[0] + 1)

@@ -160,6 +160,15 @@ def test_more_workers_than_samples_leaves_the_slowest_out() -> None:
     assert decision.share_of(2) == 0
 
 
+def test_one_for_whom_the_total_is_too_small_is_not_tried_for_ever() -> None:
+    lines = [Line(1.0), Line(2.0), Line(3.0)]
+    balancer = Balancer([Joined(w, line=line) for w, line in enumerate(lines)], 5, Policy(minimum=2, readmit_after=3))
+    assert balancer.shares == {0: 3, 1: 2}
+    told = [Measurement(0, 3, 3.0), Measurement(1, 2, 4.0)]
+    assert [balancer.decide(step, told) for step in range(12)] == [None] * 12
+    assert balancer.members[2].patience == 12, "it is looked at in steps 3 and 9, and then in step 21"
+
+
 @pytest.mark.parametrize("bad_s", [math.nan, math.inf, 0.0, -1.0])
 def test_a_bad_measurement_is_one_line_and_training_goes_on(bad_s: float) -> None:
     balancer = Balancer([Joined(worker, line=line) for worker, line in enumerate(PAPER)], 512)

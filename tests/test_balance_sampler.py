@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Dealer, Sampler
+from commlayer.balancing import Controller
+from commlayer.records import Plan
 
 
 class Ahead:
@@ -35,6 +38,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.n = 0.0
+        self.plan: Plan | None = None
 
     def weight(self, n: float) -> None:
         self.n = n
@@ -254,6 +258,80 @@ def test_a_step_counts_when_it_was_averaged() -> None:
         sampler.state_dict()
         assert sampler.step == session.steps
     assert sampler.step == 2
+
+
+@pytest.mark.parametrize(("before", "lost", "now", "made_with", "sizes"), [
+    (3, {}, 2, None, [4, 4]),
+    (2, {}, 4, None, [2, 2, 2, 2]),
+    (3, {}, 2, [7, 1], [7, 1]),
+    (3, {2: 1}, 2, None, [4, 4]),
+])
+def test_resumed_with_another_number_of_workers_no_sample_is_lost(
+    before: int, lost: dict[int, int], now: int, made_with: list[int] | None, sizes: list[int],
+) -> None:
+    """Also what a worker that was lost shortly before had been given, which was announced and not handed out again yet."""
+    old = [Sampler(56, 8, rank=rank, world=before, seed=1) for rank in range(before)]
+    loops = [sampler.follow(Ahead(sampler, 2)) for sampler in old]
+    trained: list[int] = []
+    for step in range(2):
+        trained += [i for rank, loop in enumerate(loops) for i in next(loop) if step < lost.get(rank, 99)]
+    for sampler in old:
+        sampler.announce(4, [8, *[0] * (before - 1)], lost=lost)
+    state = old[0].state_dict()
+    new = [Sampler(56, 8, rank=rank, world=now, shares=made_with, seed=1) for rank in range(now)]
+    for sampler in new:
+        sampler.load_state_dict(state)
+        sampler.announce(2, sampler.announced[1])  # others than these may be announced at once
+    assert len({str(sampler.state_dict()) for sampler in new}) == 1
+    steps = list(zip(*(sampler.follow(sampler) for sampler in new), strict=True))
+    assert [len(own) for own in steps[0]] == sizes
+    assert sorted([*trained, *(i for step in steps for own in step for i in own)]) == list(range(56))
+
+
+def test_resumed_with_as_many_workers_the_shares_are_the_saved_ones() -> None:
+    """Those that are announced among them, and a worker that they leave out is no newcomer."""
+    old = Sampler(60, 8, rank=0, world=3)
+    old.announce(0, {0: 8})
+    old.announce(5, {0: 1, 1: 7})
+    new = Sampler(60, 8, rank=1, world=3)
+    new.load_state_dict(old.state_dict())
+    assert (new.share(0), new.share(5), new.announced) == (0, 7, (5, {0: 1, 1: 7}))
+
+
+def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_left() -> None:
+    class Idle(Noted):
+        def stats(self) -> dict[str, float]:
+            return {"steps": 0.0}
+
+    sampler = Sampler(40, 8, rank=0, shares=[8])
+    for _ in sampler.follow(Ahead(sampler, 2), Idle()):
+        assert sampler.drawn == 3
+        break
+    assert sampler.drawn == sampler.step == 0
+    sampler.announce(1, {0: 3, 1: 5})
+    assert [len(own) for own in sampler.follow(Ahead(sampler, 2))] == [8, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("once", "trained"), [(iter, 3), (lambda sampler: itertools.islice(sampler, 2), 2)])
+def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
+    sampler = Sampler(20, 8, rank=0, shares=[8])
+    loader, said = once(sampler), f"the loader ended early at step {trained}, allowed: one that can be gone through again"
+    with pytest.raises(ValueError, match=said) as caught:
+        list(itertools.chain.from_iterable(sampler.follow(loader) for _ in range(2)))
+    assert "\n" not in str(caught.value)
+
+
+def test_local_steps_are_refused_also_where_the_plan_changes() -> None:
+    sampler, session = Sampler(40, 8, rank=0, shares=[8]), Noted()
+    said = r"follow: the plan averages weights every 4 steps \(local_steps\), allowed: 1"
+    loop = sampler.follow(sampler, session)
+    next(loop)
+    session.plan = Plan("", (), local_steps=4)
+    with pytest.raises(ValueError, match=said):
+        next(loop)
+    assert sampler.step == 1
+    with pytest.raises(ValueError, match=said):
+        Controller(session, sampler)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("make", "text"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -227,6 +228,16 @@ def test_an_interface_that_goes_says_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_is_read_for_peers_on_this_machine() -> None:
     assert counters_towards([("127.0.0.1", 1), ("::1", 1)]) is None
     assert counters_towards([]) is None
+
+
+def test_without_linuxs_files_no_interface_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def reads(address: str) -> str:
+        raise FileNotFoundError("/proc/net/if_inet6")
+
+    monkeypatch.setattr(meter_module, "COUNTERS", tmp_path / "dev")
+    monkeypatch.setattr(meter_module, "_source", lambda host, port: host)
+    monkeypatch.setattr(meter_module, "_interface", reads)
+    assert counters_towards([("2001:db8::1", 1)]) is None
 
 
 @pytest.mark.skipif(not meter_module.COUNTERS.exists(), reason="needs Linux's /proc")

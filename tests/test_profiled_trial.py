@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
-from commlayer.balance import Sampler
+from commlayer.balance import Decision, Sampler
 from commlayer.balance.profiling import profile
 from commlayer.runtime import memory
 from commlayer.runtime.trial import Trial, batches_of, out_of_memory
@@ -157,6 +157,18 @@ def test_alone_it_finds_the_cap(given: int, found_cap: int) -> None:
         sizes = [len(x) for (x,) in controller.follow(DataLoader(TensorDataset(torch.randn(40, 6)), batch_sampler=sampler))]
     assert max(sizes) <= found_cap
     assert sum(sizes) == 40
+
+
+def test_what_a_restored_schedule_has_announced_comes_first() -> None:
+    saved = Sampler(200, 20, rank=0, world=1)
+    saved.announce(3, [20])
+    sampler, one = Sampler(200, 20, rank=0, world=1), nn.Linear(6, 1)
+    sampler.load_state_dict(saved.state_dict())
+    with commlayer.attach(one) as session:
+        controller = commlayer.Controller(session, sampler)
+        controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
+    assert [event.from_step for event in controller.events if isinstance(event, Decision)] == [4]
+    assert sampler.announced == (4, {0: 20})
 
 
 def _holds(module: nn.Module, x: torch.Tensor, most: int) -> torch.Tensor:

@@ -198,8 +198,11 @@ class Balancer:
         """One worker that was left out long enough ago, tried with the smallest share."""
         for worker, member in sorted(self.members.items()):
             if member.out_since is not None and step - member.out_since >= member.patience and self._able([worker]):
-                member.online.doubt()
                 workers = self._able([worker, *(w for w, m in self.members.items() if m.out_since is None)])
+                if worker not in workers:  # the total is too small for so many
+                    member.out_since, member.patience = step, 2 * member.patience
+                    continue
+                member.online.doubt()
                 found = self._solve(workers, frozenset([worker]), {worker: self.policy.minimum})
                 before_s, reason = self._expected_s(self._in_force), f"worker {worker} is tried again"
                 return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)

@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from commlayer.records import Plan
+
 T = TypeVar("T")
 
 
 class Averaging(Protocol):
     """What is needed of a session."""
+
+    @property
+    def plan(self) -> Plan | None: ...
 
     def weight(self, n: float) -> None: ...
 
@@ -48,6 +53,7 @@ class Handout:
     def run(self, batches: Sequence[tuple[Any, Part]], session: Averaging | None,
             weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         """Yields a step's batches. All but the last accumulate without synchronising."""
+        check_plan(session)  # each step, for plans change
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
         self.samples = sum(part.samples for _, part in batches)
@@ -71,6 +77,14 @@ class Handout:
     def over(self) -> None:
         """The step is accounted for."""
         self.out = False
+
+
+def check_plan(session: Averaging | None) -> None:
+    """Refuses local steps: shares weigh gradients, of which such a plan averages none, and a session then counts exchanges."""
+    plan = None if session is None else session.plan
+    if plan is not None and plan.local_steps > 1:
+        raise ValueError(f"follow: the plan averages weights every {plan.local_steps} steps (local_steps), allowed: 1, because "
+                         "shares weigh the gradients of each step; make the plan with max_local_steps=1")
 
 
 def split(samples: int, cap: int) -> list[int]:

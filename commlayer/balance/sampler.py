@@ -37,6 +37,8 @@ class State(Record, frozen=True):
     step: int
     ledger: dict[str, str]
     schedule: list[Announcement]
+    world: int = 0
+    """How many workers it was made for; 0 where nobody said."""
 
 
 class Sampler:
@@ -56,13 +58,14 @@ class Sampler:
         self.batch, self.seed, self._shuffle = batch, seed, shuffle
         launch = read_launch() if rank is None or (world is None and shares is None) else None
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
-        workers = world if world is not None else launch.world if launch else 1
+        self._world = world if world is not None else launch.world if launch else 0
+        workers = self._world or 1
         self.least, self.cap, self._drop = least, cap, drop_last
         check_sizes(batch, workers if shares is None else 0, least=least, cap=cap)
         if self.length < batch:
             raise ValueError(f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
-        named = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
-        self._schedule = Schedule(named)
+        self._made_with = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
+        self._schedule = Schedule(self._made_with)
         self.epoch = 0
         self._queue: deque[Part] = deque()
         self._handout = Handout()
@@ -140,9 +143,14 @@ class Sampler:
             self.set_epoch(self.epoch + 1)
         try:
             while not self._trained.finished():  # more than once only where a loss came after all was drawn
+                step = self.step
                 yield from self._pass(loader, session, weigh)
+                if self.step == step:  # an iterator that is used up
+                    raise ValueError(f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
+                                     "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
             self._account()
+            self._ahead = self._trained  # the next pass draws anew what was drawn and not trained
 
     def _pass(self, loader: Iterable[Any], session: Averaging | None, weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         self._queue.clear()
@@ -186,18 +194,33 @@ class Sampler:
         """Where training stands: plain values, the same on every worker after the same step."""
         self._account()
         ledger = self._trained.ledger.state_dict()
-        state = State(self.length, self.batch, self.seed, self.epoch, self.step, ledger, self._schedule.since(self.step))
+        state = State(self.length, self.batch, self.seed, self.epoch, self.step, ledger, self._schedule.since(self.step),
+                      self._world)
         return {"sampler": text_of(state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by this or any other worker of the job."""
+        """Goes on where `state_dict` was taken, by this or any other worker of the job.
+
+        With another number of workers, who all do it, the shares are those that this sampler was made with: the saved ones
+        name the old workers.
+        """
         kept = decode(str(state.get("sampler", "")).encode(), State, "state of a sampler")
         for name in ("length", "batch", "seed"):
             if getattr(kept, name) != getattr(self, name):
                 raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
         self.epoch = kept.epoch
-        self._schedule = Schedule.of(kept.schedule)
+        if self._other_workers(kept):
+            self._schedule = Schedule.anew(kept.schedule, kept.step, self._made_with)
+        else:
+            self._schedule = Schedule.of(kept.schedule)
+            self._world = self._world or kept.world
         self._begin(Ledger.from_state(kept.ledger), kept.step)
+
+    def _other_workers(self, kept: State) -> bool:
+        """Whether the job has another number of them than it had, as far as is known."""
+        if self._world and kept.world:
+            return self._world != kept.world
+        return 0 < self._world <= max((worker for a in kept.schedule for worker in a.shares), default=-1)
 
     def _begin(self, ledger: Ledger, step: int) -> None:
         self._indices = Permutation(self.length, self.seed, self.epoch) if self._shuffle else Straight()

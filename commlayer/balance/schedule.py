@@ -82,6 +82,14 @@ class Schedule:
         made._all, made.newest_step = list(announcements), announcements[-1].step or -1
         return made
 
+    @classmethod
+    def anew(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> Schedule:
+        """These shares from `step` on, in place of what `since(step)` gave. What lost workers had goes out again."""
+        lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
+        made = cls.of([Announcement(step, shares, lost)])
+        made.newest_step = step - 1  # others may be announced for that very step
+        return made
+
     def add(self, announcement: Announcement) -> None:
         """They come in the order of their steps, one for a step, so that workers that hear them late agree all the same."""
         step = announcement.step

@@ -60,10 +60,12 @@ class Meter:
 
 def counters_towards(peers: Sequence[tuple[str, int]]) -> Counters | None:
     """Those of the interface that leads to these addresses; None where they are on this machine, or it is no Linux."""
+    if not COUNTERS.exists():
+        return None
     for host, port in peers:
         address = _source(host, port)
         name = None if address is None or ipaddress.ip_address(address).is_loopback else _interface(address)
-        if name is not None and COUNTERS.exists():
+        if name is not None:
             return lambda: _counters(name)
     return None
 

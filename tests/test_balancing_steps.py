@@ -1,0 +1,103 @@
+"""What a loop's body may do without moving the Controller's steps: two ranks, as threads, that hand each other their rows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commlayer import balancing
+from commlayer.balance import Decision, Line, Sampler
+from commlayer.balancing import Controller
+
+WORLD = 2
+LINES = [Line(0.001, 0.001), Line(0.004, 0.001)]
+
+
+class Exchange:
+    """Rows between threads: each rank's come in the order in which it starts them."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[list[float]]] = [[] for _ in range(WORLD)]
+        self.news = threading.Condition()
+        self.local = threading.local()
+
+    def __call__(self, _timeout_s: float) -> Exchange:
+        self.local.read = 0
+        return self
+
+    def start(self, *row: float) -> None:
+        with self.news:
+            self.rows[self.local.rank].append(list(row))
+            self.news.notify_all()
+
+    @property
+    def under_way(self) -> bool:
+        return len(self.rows[self.local.rank]) > self.local.read
+
+    def read(self) -> list[list[float]]:
+        with self.news:
+            at = self.local.read
+            assert self.news.wait_for(lambda: all(len(rows) > at for rows in self.rows), timeout=20)
+            self.local.read += 1
+            return [rows[at] for rows in self.rows]
+
+    def close(self) -> None:
+        pass
+
+
+class Session:
+    """One that averages nothing and counts steps."""
+
+    plan = None
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.connection = SimpleNamespace(groups=SimpleNamespace(timeout_s=1.0), beside=[], on_shares=[], price=None,
+                                          decisions=[], explain=lambda error: error)
+
+    def weight(self, n: float) -> None:
+        pass
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
+
+    def stats(self) -> dict[str, float]:
+        return {"steps": self.steps}
+
+    def laps(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    made = Exchange()
+    monkeypatch.setattr(balancing, "Rows", made)
+    monkeypatch.setattr(balancing.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(balancing.dist, "get_world_size", lambda: WORLD)
+    return made
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
+    """It commits that rank's step early, from the first step on or when the ranks know each other."""
+    def train(rank: int) -> tuple[Controller, list[str]]:
+        exchange.local.rank, session = rank, Session()
+        sampler = Sampler(80, 8, rank=rank, world=WORLD)
+        controller = Controller(session, sampler, every=1, measure=lambda step, n: LINES[rank].time_s(n))  # type: ignore[arg-type]
+        for _ in controller.follow(sampler):
+            session.steps += 1
+            if rank == 0 and sampler.step >= first:
+                sampler.state_dict()
+        return controller, session.connection.decisions
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        (saves, said), (other, heard) = threads.map(train, range(WORLD))
+    assert said == heard
+    assert saves.events == other.events
+    assert any(isinstance(event, Decision) for event in saves.events)
+    assert saves.sampler.step == other.sampler.step == 10
