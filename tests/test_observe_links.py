@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commlayer.observe import Again, Carried, Links, Rates, Way, differ
@@ -67,6 +67,7 @@ def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, fl
 
 
 @settings(deadline=None)
+@example([(0.0, 0, 0), (8.473240597564335e-306, 0, 16384)])
 @given(st.lists(st.tuples(st.floats(-1.0, 1e3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=12))
 def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
     for way in carried([Reading(*row) for row in rows]):

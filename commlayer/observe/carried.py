@@ -29,6 +29,10 @@ class Reading(NamedTuple):
     down_nbytes: int
 
 
+SOONEST_S = 1e-6
+"""Two readings closer together are of one moment: no rate is between them."""
+
+
 class Way(NamedTuple):
     """One direction of a link."""
 
@@ -47,7 +51,7 @@ def carried(readings: Sequence[Reading]) -> Carried:
     """From the first reading to the last, which are in order of time."""
     spans = [(b.at_s - a.at_s, b.up_nbytes - a.up_nbytes, b.down_nbytes - a.down_nbytes) for a, b in pairwise(readings)]
     # A counter that falls was set back: an interface that went and came.
-    whole = [span for span in spans if span[0] > 0 and span[1] >= 0 and span[2] >= 0]
+    whole = [span for span in spans if span[0] >= SOONEST_S and span[1] >= 0 and span[2] >= 0]
     up, down = [(s, up) for s, up, _ in whole], [(s, down) for s, _, down in whole]
     return Carried(_way(_joined(up), UP_PART), _way(down, DOWN_PART))
 
