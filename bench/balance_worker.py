@@ -10,11 +10,9 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import time
-import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commlayer
 from bench.balance import BACKWARD, BATCH, PAPER, cubics
-from bench.worker import DEADLINE
+from bench.worker import DEADLINE, as_rank
 from commlayer.balance import Line, Sampler
 from commlayer.balance.harness import Cluster
 from commlayer.balance.lbb import Lbb
@@ -122,7 +120,7 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, told: dict[str,
     session.close()
 
 
-def main() -> NoReturn:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.balance_worker")
     parser.add_argument("--mode", required=True, metavar="lbb | CODEC | auto")
     parser.add_argument("--steps", type=int, default=60)
@@ -142,13 +140,7 @@ def main() -> NoReturn:
         shares.append(now[rank] if len(now) > 1 else now[0])
     step_s = [0.0] + [after - before for before, after in itertools.pairwise(marks)]
     print(json.dumps({"rank": rank, "step_s": step_s, "at_s": clocks, "shares": shares} | told), flush=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    as_rank(main)

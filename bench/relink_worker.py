@@ -8,16 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.worker import MODELS, build, commlayer_service
+from bench.worker import MODELS, as_rank, build, commlayer_service
 from commlayer.records import digest
 
 
@@ -51,13 +49,7 @@ def main() -> None:
     print(json.dumps({"rank": rank, "steps": steps, "decisions": trained.decisions()}), flush=True)
     dist.barrier()
     trained.close()
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    as_rank(main)

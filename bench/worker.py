@@ -135,7 +135,7 @@ def digest(model: nn.Module) -> str:
     return sha.hexdigest()[:16]
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.worker")
     parser.add_argument("--mode", required=True, metavar="NAME[:ARGUMENT]", help=", ".join(MODES))
     parser.add_argument("--model", choices=MODELS, default="mlp")
@@ -168,14 +168,20 @@ def main(argv: list[str] | None = None) -> NoReturn:
     }
     print(json.dumps(answer), flush=True)
     trained.close()
-    # Without the destructors: that of a Gloo group which DDP has used may join a thread that waits for the interpreter lock.
-    os._exit(0)
 
 
-if __name__ == "__main__":
+def as_rank(run: Callable[[], object]) -> NoReturn:
+    """Ends the process without destructors: that of a Gloo group which DDP has used may join a thread that waits for the
+    interpreter lock."""
+    code = 0
     try:
-        main()
+        run()
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)
+        code = 1
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    as_rank(main)
