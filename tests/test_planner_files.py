@@ -8,7 +8,7 @@ from plan_kit import cluster, toy_job
 from commlayer import records
 from commlayer.planner import tables
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.written import EXAMPLE, cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
+from commlayer.planner.written import EXAMPLE, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
 
 NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 
@@ -81,7 +81,8 @@ def test_a_profile_without_codecs_is_refused() -> None:
 @pytest.mark.parametrize(("text", "up", "down"), [("100/20Mb", 20e6, 100e6), ("1Gb", 1e9, 1e9), ("2.5Gb", 2.5e9, 2.5e9),
                                                    ("10g", 10e9, 10e9), ("home-50/5", 5e6, 50e6)])
 def test_links_in_a_word(text: str, up: float, down: float) -> None:
-    assert (link_of(text).up_bps, link_of(text).down_bps) == (up, down)
+    (node,) = nodes_of(f"cpu@{text}")
+    assert (node.link.up_bps, node.link.down_bps) == (up, down)
 
 
 def test_nodes_in_a_line() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec import structs
-
 from commlayer.records import Bucket, Job, Plan, Record
 
 
@@ -68,8 +66,3 @@ def spelled(bucket: Bucket) -> str:
     parts += ["by node"] if bucket.by_node else []
     parts += ["a step late"] if bucket.stale else []
     return " ".join(parts)
-
-
-def without_reasons(plan: Plan) -> Plan:
-    """The decisions alone."""
-    return structs.replace(plan, buckets=tuple(structs.replace(b, why=None) for b in plan.buckets), step_s=0.0, bound_s=0.0)

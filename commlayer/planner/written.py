@@ -104,11 +104,6 @@ def cluster_from_line(text: str) -> Cluster:
     return Cluster(nodes, all(node.link.alpha_s <= tables.RACK_ALPHA_S for node in nodes))
 
 
-def link_of(text: str) -> Link:
-    """"100/20Mb" (down/up), "1Gb", or a link of the tables."""
-    return tables.link(_table_link(text))
-
-
 def rate_of(text: str) -> float:
     """
     >>> rate_of("20Mb"), rate_of("1Gb")
