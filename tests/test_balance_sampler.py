@@ -1,4 +1,4 @@
-"""Sampler and Dealer: each sample once an epoch on whichever worker, whatever is announced, drawn ahead, lost or resumed."""
+"""The sampler: each sample once an epoch on whichever worker, whatever is announced, drawn ahead, lost or resumed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampler_kit import Noted
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Dealer, Sampler
@@ -31,23 +31,6 @@ class Ahead:
             if len(drawn) > self.depth:
                 yield drawn.popleft()
         yield from drawn
-
-
-class Noted:
-    """A session's part in the loop: the weight in force."""
-
-    def __init__(self) -> None:
-        self.n = 0.0
-        self.plan: Plan | None = None
-
-    def weight(self, n: float) -> None:
-        self.n = n
-
-    def no_sync(self) -> Any:
-        raise AssertionError("no micro-batches here")
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
 
 class Fleet:
@@ -361,43 +344,3 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
     with pytest.raises(ValueError, match="announce: step 2 has been drawn already, allowed: step 3 or later"):
         sampler.announce(2, [8])
     batches.close()
-
-
-# ---- streams
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_stream_is_dealt_once(data: st.DataObject) -> None:
-    items = list(range(data.draw(st.integers(0, 60))))
-    batch = data.draw(st.integers(2, 10))
-
-    def make(rank: int) -> Dealer:
-        return Dealer(iter(items), batch, shares=[batch, 0], rank=rank, collate=tuple)
-
-    dealers = [make(0), make(1)]
-    sessions = [Noted(), Noted()]
-    loops = [d.follow(s) for d, s in zip(dealers, sessions, strict=True)]
-    seen: list[int] = []
-    while (batches := [next(loop, None) for loop in loops])[0] is not None:
-        seen += [i for own, session in zip(batches, sessions, strict=True) if session.n for i in own]
-        event = data.draw(st.sampled_from(["none", "shares", "resume"]))
-        if event == "shares":
-            cut = data.draw(st.integers(0, batch))
-            for dealer in dealers:
-                dealer.announce(dealer.step + 2, [cut, batch - cut])
-        elif event == "resume":
-            states = [dealer.state_dict() for dealer in dealers]
-            assert states[0] == states[1]
-            dealers = [make(0), make(1)]
-            for dealer in dealers:
-                dealer.load_state_dict(states[0])
-            loops = [d.follow(s) for d, s in zip(dealers, sessions, strict=True)]
-    assert batches == [None, None]
-    assert seen == items
-
-
-def test_a_stream_of_tensors_collates() -> None:
-    dealer = Dealer((torch.tensor([float(i)]) for i in range(10)), 4, shares=[3, 1], rank=0, collate=torch.stack, cap=2)
-    seen = [(batch.flatten().tolist(), dealer.last) for batch in dealer.follow()]
-    assert seen == [([0, 1], False), ([2], True), ([4, 5], False), ([6], True), ([8, 9], True)]

@@ -1,0 +1,24 @@
+"""What samplers' and dealers' tests share. Knows no shares and no data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlayer.records import Plan
+
+
+class Noted:
+    """A session's part in the loop: the weight in force."""
+
+    def __init__(self) -> None:
+        self.n = 0.0
+        self.plan: Plan | None = None
+
+    def weight(self, n: float) -> None:
+        self.n = n
+
+    def no_sync(self) -> Any:
+        raise AssertionError("no micro-batches here")
+
+    def stats(self) -> dict[str, float]:
+        return {}
