@@ -28,7 +28,7 @@ from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
 from commlayer.runtime.trial import LossOf
 from commlayer.session import Session
-from commlayer.transport.rows import Rows
+from commlayer.transport.rows import Rows, spacing
 
 if TYPE_CHECKING:  # they load solvers, which jobs that neither profile nor compare do without
     from commlayer.balance.opening import Opening
@@ -36,9 +36,6 @@ if TYPE_CHECKING:  # they load solvers, which jobs that neither profile nor comp
 
 log = logging.getLogger("commlayer")
 
-COST_MOST = 0.01
-"""Part of the training time that balancing may take: where an exchange costs more of a step, several steps share one."""
-EVERY_MOST = 64
 TOGETHER = Policy(exclude_gain=1.0)
 """A rank without share still takes part in the step, and the others wait for it: leaving one out gains nothing."""
 
@@ -305,17 +302,6 @@ def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:
     samples = times[-1][0]
     same = [seconds for one, seconds in times if one == samples]
     return samples, same[-1], same[-2] if len(same) > 1 else 0.0
-
-
-def spacing(cost_s: float, step_s: float) -> int:
-    """Steps from one exchange to the next, so that it costs 1 % of the time.
-
-    >>> spacing(0.0002, 0.1), spacing(0.0002, 0.01)
-    (1, 2)
-    """
-    if not (cost_s > 0 and step_s > 0):
-        return 1
-    return min(EVERY_MOST, max(1, math.ceil(cost_s / (COST_MOST * step_s))))
 
 
 def _lookahead(loader: Iterable[Any]) -> int:

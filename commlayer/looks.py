@@ -7,18 +7,14 @@ rows to act upon after the same step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from commlayer.observe import Carried, Meter, Way
-from commlayer.transport.rows import Rows
+from commlayer.transport.rows import Rows, spacing
 
-COST_MOST = 0.01
-"""Part of the training time that telling each other may take: where it costs more of a step, several steps share a row."""
-EVERY_MOST = 64
 CLOSE_S = 2.0
 """How long an end waits for rows that are on their way."""
 
@@ -111,14 +107,3 @@ class Looks:
         self._rows.close(CLOSE_S)
         if self._meter is not None:
             self._meter.close()
-
-
-def spacing(cost_s: float, step_s: float) -> int:
-    """Steps from one row to the next, so that they cost 1 % of the time.
-
-    >>> spacing(0.0002, 0.1), spacing(0.0002, 0.01)
-    (1, 2)
-    """
-    if not (cost_s > 0 and step_s > 0):
-        return 1
-    return min(EVERY_MOST, max(1, math.ceil(cost_s / (COST_MOST * step_s))))

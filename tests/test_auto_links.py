@@ -16,9 +16,10 @@ from pool_kit import pool
 from torch import nn
 
 from commlayer import auto
-from commlayer.looks import Looks, spacing
+from commlayer.looks import Looks
 from commlayer.observe import links
 from commlayer.observe.links import PAYLOAD
+from commlayer.transport.rows import spacing
 
 WORLD, SERVERS = 2, 2
 HIGH_BPS, LOW_BPS = 8e7, 5e6
