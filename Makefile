@@ -41,9 +41,10 @@ cuda: setup
 bench: setup
 	$(BIN)/python -m bench $(NAME)
 
-# make fuzz SECONDS=3600: damaged payloads, under sanitizers where the compilers have them
+# make fuzz SECONDS=3600: property tests over new cases; damaged payloads, under sanitizers where the compilers have them
 SECONDS ?= 300
 fuzz: setup
+	$(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=new
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
 
 # the table in docs/codecs.md

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commlayer.planner.model import Cluster, Link, Node
@@ -73,6 +73,7 @@ def test_no_other_split_is_faster(gpus: list[float], cpus: list[float], seed: in
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60), st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@example([1, 1], [0.75, 0.25, 0.25, 0.375])  # the first server takes both, 2 over 0.75 being less than 1 over 0.375
 def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> None:
     weights = [round(w, 3) for w in weights]
     if not any(weights):
@@ -81,7 +82,7 @@ def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> No
     loads = [sum(s for s, c in zip(sizes, chosen, strict=True) if c == server) for server in range(len(weights))]
     assert sum(loads) == sum(sizes)
     for load, weight in zip(loads, weights, strict=True):
-        assert load <= sum(sizes) * weight / sum(weights) + max(sizes) * (weight > 0) + 1e-6
+        assert load <= weight / sum(weights) * (sum(sizes) + (sum(w > 0 for w in weights) - 1) * max(sizes)) + 1e-6
     assert chosen == assign(sizes, weights)
 
 

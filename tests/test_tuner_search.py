@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -192,6 +192,7 @@ def test_penalties_between_points(codec: str, ratio: float, penalty: float) -> N
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-4, 1), st.floats(0, 0.5)), min_size=1, max_size=8), st.floats(0, 0.6))
+@example([(1.0, 1e-38), (0.5, 0.0), (0.25, 0.5)], 0.0)
 def test_penalties_fall_with_the_ratio_and_budgets_are_kept(points: list[tuple[float, float]], budget: float) -> None:
     model = LossModel(tuple(LossPoint("topk", r, p) for r, p in points))
     ratios = [min(r for r, _ in points) * 1.3**i for i in range(40)]

@@ -33,7 +33,8 @@ class LossModel(Record, frozen=True):
         if ratio >= curve[-1][0]:
             return curve[-1][1]
         (r0, p0), (r1, p1) = next(pair for pair in itertools.pairwise(curve) if ratio <= pair[1][0])
-        return p0 + (p1 - p0) * max(0.0, math.log(ratio / r0)) / math.log(r1 / r0)
+        way = max(0.0, math.log(ratio / r0)) / math.log(r1 / r0)
+        return (1 - way) * p0 + way * p1  # exact at both ends, as `least_ratio` compares with what was measured
 
     def least_ratio(self, codec: str, budget: float) -> float | None:
         """The smallest ratio whose penalty is within the budget; None where no measured one is."""
