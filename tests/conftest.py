@@ -1,4 +1,4 @@
-"""Property tests try the same cases in every run of the suite, so that a red run blames its own change; `make fuzz` tries new ones."""
+"""Property tests try the same cases in every run, so that a red run blames its own change; `make fuzz` tries new ones."""
 
 from hypothesis import settings
 

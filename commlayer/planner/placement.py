@@ -96,7 +96,7 @@ def closed_form(n: int, k: int) -> tuple[float, float, float]:
 def assign(sizes: Sequence[float], weights: Sequence[float]) -> list[int]:
     """A server for each bucket: the largest first, each to where the load against the weight stays least. Weight 0 gets none.
 
-    Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 buckets of the size it got last.
+    Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 times its last bucket.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
         raise ValueError(f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
