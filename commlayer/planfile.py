@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import structs
 
 from commlayer import budget, records
 from commlayer.balance.tuner_loss import LossModel
+from commlayer.errors import RecordError
 from commlayer.planner import model
 from commlayer.planner.model import Basis, Node, Policy, Profile
-from commlayer.records import Plan
+from commlayer.records import SCHEMA, Bucket, Plan
 
 
 class Inputs(model.Inputs, frozen=True):
@@ -44,7 +46,49 @@ def sidecar(path: Path) -> Path:
 
 
 def plan_in(path: Path) -> Plan:
-    return records.decode(text_of(path, "plan").encode(), Plan, f"plan {path}")
+    data = text_of(path, "plan").encode()
+    for problem in misread(data):
+        raise RecordError(f"plan {path}: {problem}")
+    return records.decode(data, Plan, f"plan {path}")
+
+
+def misread(data: bytes) -> list[str]:
+    """All that keeps bytes from being a plan of this schema, a line each: by bucket, and one for the rest."""
+    try:
+        records.decode(data, Plan, "plan")
+    except RecordError as error:
+        return [*_misread(data)] or [str(error)]
+    return []
+
+
+def _misread(data: bytes) -> Iterator[str]:
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.MsgspecError as error:
+        yield f"no JSON, or cut short: {error}"
+        return
+    if not isinstance(found, dict):
+        yield "no plan: allowed is an object with job and buckets"
+        return
+    if found.get("schema", SCHEMA) != SCHEMA:
+        # Told first: of its fields nothing is known here.
+        yield f"plan has schema {found['schema']}, this commlayer reads {SCHEMA}: make the plan again"
+        return
+    buckets = found.get("buckets")
+    named = buckets if isinstance(buckets, list) else []
+    for what, part, kind in (("", {**found, **({"buckets": []} if named else {})}, Plan),
+                             *((f"bucket {place}: ", bucket, Bucket) for place, bucket in enumerate(named))):
+        try:
+            msgspec.convert(part, kind)
+        except msgspec.ValidationError as error:
+            yield f"{what}{error}"
+
+
+def written(plan: Plan) -> str:
+    """As a file: a line for each bucket, which people find and versions differ by."""
+    buckets = ",\n".join(records.encode(bucket).decode() for bucket in plan.buckets)
+    rest = records.encode(structs.replace(plan, buckets=())).decode()
+    return rest.replace('"buckets":[]', f'"buckets":[\n{buckets}\n]', 1) + "\n"
 
 
 def inputs_of(path: Path) -> Inputs:

@@ -7,8 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from commlayer.cli import plantables
 from commlayer.cli.main import run
+from commlayer.planner import builtin, plan
+from commlayer.planner.diff import Change, Difference, diff
+from commlayer.planner.explain import explain
+from commlayer.planner.model import Policy
+from commlayer.planner.whatif import what_if
+from commlayer.planner.written import cluster_from_line
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
@@ -95,6 +103,10 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("whatif", "--add-node", "rtx3060"), "go together"),
         (("whatif", "--nodes", "2"), "plan.inputs.json: no such file"),
         (("whatif", "--nodes", "2", "--plot", "curve.svg"), "names that end in .png"),
+        (("whatif",), "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu NAMES"),
+        (("whatif", "--nodes", "2", "--gpu", "v100"), "got --nodes and --gpu"),
+        (("make", "lstn", "--nodes", NODES, "--out", "absent/p.json"), "absent/p.json: the folder "),
+        (("make", "lstn", "--nodes", NODES, "--out", "."), ".: is a folder, allowed: the name of a file"),
     ],
 )
 def test_what_can_be_mended_is_one_line(commlayer, arguments: tuple[str, ...], message: str) -> None:
@@ -154,3 +166,84 @@ def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
     made["schema"] = 1
     file.write_text(json.dumps(made))
     assert commlayer("plan", "explain", "0")[2].startswith("commlayer: plan: plan has schema 1")
+
+
+def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_being_one(commlayer) -> None:
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    text = Path("plan.json").read_text()
+    made = json.loads(text)
+    assert len(text.splitlines()) == len(made["buckets"]) + 2
+    assert all(json.loads(line.rstrip(","))["id"] == i for i, line in enumerate(text.splitlines()[1:-1]))
+    damaged = json.loads(text)
+    damaged["servers"] = "two"
+    damaged["buckets"][0]["server"] = None
+    damaged["buckets"][2]["colour"] = "red"
+    for name, data, lines in (
+        ("wrong", json.dumps(damaged), ["Expected `int`, got `str` - at `$.servers`",
+                                        "bucket 0: Expected `int`, got `null` - at `$.server`",
+                                        "bucket 2: Object contains unknown field `colour`"]),
+        ("later", json.dumps({**damaged, "schema": 3}), ["plan has schema 3, this commlayer reads 2: make the plan again"]),
+        ("cut", text[: len(text) // 2], ["no JSON, or cut short: Input data was truncated"]),
+        ("list", "[]", ["no plan: allowed is an object with job and buckets"]),
+        ("bare", "{}", ["Object missing required field `job`"]),
+    ):
+        Path(f"{name}.json").write_text(data)
+        assert commlayer("plan", "lint", f"{name}.json") == (2, "".join(f"{line}\n" for line in lines), "")
+        # whoever needs a plan stops at the first
+        said = f"commlayer: plan {name}.json: {lines[0]}\n"
+        assert commlayer("plan", "explain", "0", "--plan", f"{name}.json") == (2, "", said)
+
+
+def test_lint_tells_of_damaged_inputs_and_of_the_plan_beside_them(commlayer) -> None:
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    made = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**made, "local_steps": 0, "servers": -1, "step_s": -1}))
+    Path("plan.inputs.json").write_text("{")
+    code, out, errors = commlayer("plan", "lint", "plan.json")
+    assert (code, errors) == (2, "")
+    for line in ("inputs plan.inputs.json: Input data was truncated", "local_steps is 0, allowed: at least 1",
+                 "servers is -1, allowed: at least 0", "step_s is -1.0, allowed: seconds, 0 or more"):
+        assert line in out.splitlines(), out
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(commlayer, tmp_path: Path) -> None:
+    (tmp_path / "plan.inputs.json").mkdir()
+    code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    assert (code, out, errors) == (2, "", "commlayer: plan.inputs.json: is a folder, allowed: the name of a file\n")
+    (tmp_path / "next.inputs.json.part").mkdir()
+    code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "next.json")
+    assert (code, out, errors) == (2, "", "commlayer: next.inputs.json: Is a directory\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["next.inputs.json.part", "plan.inputs.json"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
+    job, machines = builtin("bert-base"), cluster_from_line("2xrtx3060@100/20Mb,rtx4090@1Gb")
+    made, other = plan(job, machines), plan(job, machines, None, Policy(codecs=("topk(ratio=0.01)",)))
+    big = max(made.buckets, key=lambda b: b.numel)
+    console = Console(width=width, markup=False, highlight=False)
+    for parts, whole in (
+        ([plantables.by_decision(made, job, width)],
+         [big.codec, *big.path.split(), "such as", *(["would be"] if width > 100 else [])]),
+        (plantables.explanation(explain(made, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
+        (plantables.difference(diff(made, other, job), "a.json", "b.json"), ["topk(ratio=0.001)", "topk(ratio=0.01)"]),
+        (plantables.curve(what_if(job, machines, gpus=["v100"]), width), ["v100", "#" * 12]),
+    ):
+        with console.capture() as told:
+            for part in parts:
+                console.print(part)
+        assert max(map(len, told.get().splitlines())) <= width
+        assert [word for word in whole if word not in told.get()] == []
+
+
+def test_changes_that_are_alike_share_a_row() -> None:
+    changes = tuple(Change(name, "fp16() over service", "int8() over service") for name in ("a[b]", "c", "d"))
+    told = Difference((("servers", "1", "2"),), (Change("z", "nothing", "x"), *changes), (1.0, 2.0), (3, 4))
+    console = Console(width=120, markup=False, highlight=False)
+    with console.capture() as shown:
+        for part in plantables.difference(told, "a.json", "b.json"):
+            console.print(part)
+    rows = [line.split() for line in shown.get().splitlines()]
+    assert ["3", "a[b]", "fp16()", "over", "service", "int8()", "over", "service"] in rows
+    assert ["servers", "1", "2"] in rows
+    assert [row[0] for row in rows if row and row[0] in "13"] == ["3", "1"]

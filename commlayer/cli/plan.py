@@ -45,6 +45,9 @@ def make(
     from commlayer.planner.select import plan
     from commlayer.planner.simulate import simulate
 
+    if out is not None:
+        planfiles.check_out(out)
+        planfiles.check_out(planfile.sidecar(out))
     job = planfiles.job_named(model, batch)
     machines = planfiles.cluster_named(cluster, nodes)
     measured = planfiles.profile_named(profile)
@@ -54,14 +57,13 @@ def make(
     costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)
     if out is not None:
-        planfiles.write(out, records.encode(made).decode() + "\n")
-        planfiles.write(planfile.sidecar(out), records.encode(inputs).decode() + "\n")
+        planfiles.write({planfile.sidecar(out): records.encode(inputs).decode() + "\n", out: planfile.written(made)})
     if json:
         _print_json(made)
         return
     console = plantables.console_of()
     console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
-    console.print(plantables.by_decision(made, job))
+    console.print(plantables.by_decision(made, job, console.width))
     if out is not None:
         console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {planfile.sidecar(out)}",
                       markup=False)
@@ -85,8 +87,9 @@ def explain(
     if json:
         _print_json(told)
     else:
-        for part in plantables.explanation(told):
-            plantables.console_of().print(part)
+        console = plantables.console_of()
+        for part in plantables.explanation(told, console.width):
+            console.print(part)
 
 
 @app.command()
@@ -131,6 +134,11 @@ def whatif(
 
     if bool(add_node) != bool(link):
         raise ValueError("--add-node GPU and --link RATE go together: the new machine needs both")
+    given = [name for name, value in (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu))
+             if value]
+    if len(given) != 1:
+        raise ValueError("say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu NAMES; "
+                         f"got {' and '.join(given) or 'none'}")
     if plot is not None:
         from commlayer.cli.plancurve import check_plot
 
@@ -152,8 +160,9 @@ def whatif(
     if json:
         _print_json(curve)
     else:
-        for part in plantables.curve(curve):
-            plantables.console_of().print(part)
+        console = plantables.console_of()
+        for part in plantables.curve(curve, console.width):
+            console.print(part)
 
 
 @app.command()
@@ -165,12 +174,18 @@ def lint(
     """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
     from commlayer import planfile
     from commlayer.cli import planfiles
+    from commlayer.errors import RecordError
     from commlayer.planner.lint import lint as linted
 
-    made = planfile.plan_in(plan)
-    inputs = planfile.inputs_of(plan) if planfile.sidecar(plan).is_file() else None
+    problems, inputs = planfile.misread(planfile.text_of(plan, "plan").encode()), None
+    made = None if problems else planfile.plan_in(plan)
+    try:
+        inputs = planfile.inputs_of(plan) if planfile.sidecar(plan).is_file() else None
+    except RecordError as error:
+        problems.append(str(error))
     of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
-    problems = linted(made, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
+    if made is not None:
+        problems += linted(made, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
     if json:
         import json as library
 
@@ -191,7 +206,7 @@ def init(
 
     if out.exists():
         raise ValueError(f"{out} exists: name another file")
-    planfiles.write(out, EXAMPLE)
+    planfiles.write({out: EXAMPLE})
     typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
 
 

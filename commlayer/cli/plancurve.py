@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from commlayer.planner.whatif import Curve
+from commlayer.planner.whatif import Curve, break_even
 
 
 def check_plot(path: Path) -> None:
@@ -37,7 +37,7 @@ def draw(curve: Curve, path: Path) -> None:
         axes.set_xlabel("link, Mb/s each way")
         if curve.break_even_bps is not None:
             axes.axvline(curve.break_even_bps / 1e6, color="grey", linewidth=1)
-            axes.annotate(f" pays below {curve.break_even_bps / 1e6:,.0f} Mb/s", (curve.break_even_bps / 1e6, 1),
+            axes.annotate(f" {break_even(curve)}", (curve.break_even_bps / 1e6, 1),
                           xycoords=("data", "axes fraction"), va="top", color="grey")
     else:
         axes.set_xticks(xs, [p.label for p in curve.points])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from commlayer import records
@@ -56,11 +59,31 @@ def loss_named(file: str) -> LossModel | None:
     return tuner_loss.read(Path(file)) if file else None
 
 
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    part = path.with_name(path.name + ".part")
+def check_out(path: Path) -> None:
+    """Before time is spent on what it is to hold."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder, allowed: the name of a file")
+    if not folder.is_dir():
+        raise ValueError(f"{path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: the folder {folder} cannot be written to")
+
+
+def write(texts: Mapping[Path, str]) -> None:
+    """All of them whole, or none."""
+    for path in texts:
+        check_out(path)
+    parts = {path: path.with_name(path.name + ".part") for path in texts}
+    path = next(iter(texts))
     try:
-        part.write_text(text, "utf-8")
-        part.replace(path)
+        for path, part in parts.items():
+            part.write_text(texts[path], "utf-8")
+        for path, part in parts.items():
+            part.replace(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    finally:
+        for part in parts.values():
+            with contextlib.suppress(OSError):
+                part.unlink()

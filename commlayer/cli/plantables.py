@@ -9,22 +9,27 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from commlayer.planner.diff import Difference, spelled
-from commlayer.planner.explain import Explanation, tensor_names
+from commlayer.planner.explain import Explanation
 from commlayer.planner.model import Cluster
 from commlayer.planner.simulate import Timeline, per_step
-from commlayer.planner.whatif import Curve, rate
+from commlayer.planner.whatif import Curve, break_even
 from commlayer.records import Bucket, Job, Plan
 
 PIPE_WIDTH = 120
 BAR = 30
-SHOWN = 40
-"""Rows of a difference; a plan of hundreds of tensors would fill screens."""
+WIDE = 110
+"""Columns from which there is room for names and reasons in a table of plans."""
+SHORT_BAR = 12
+SEEN_S = 5e-5
+"""What is shown as more than 0.0 ms."""
+NAME = 16
+"""Letters of a tensor's name in a table."""
 
 
 def console_of() -> Console:
     """As wide as the terminal, or as a page where there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    console = Console(highlight=False, markup=False)  # brackets in names are no markup
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
 def ms(seconds: float) -> str:
@@ -65,24 +70,35 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def by_decision(plan: Plan, job: Job) -> Table:
-    """Buckets that go alike share a row; the first one's reason and runner-up stand for them."""
+def by_decision(plan: Plan, job: Job, width: int) -> Table:
+    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name and its reason."""
+    wide = width >= WIDE
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(spelled(bucket), []).append(bucket)
-    made = table(f"{len(plan.buckets)} buckets", ">buckets", "codec", "path", ">elements", ">sent, received", "such as", "why")
+    made = table(f"{len(plan.buckets)} buckets", ">buckets", "codec", "path", ">elements",
+                 *([">sent, received", "such as", "why"] if wide else [">bytes", ">such as"]))
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
         made.add_row(
             str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
             f"{sum(b.numel for b in buckets) / job.numel:.1%}", nbytes(sum(b.why.nbytes for b in buckets if b.why)),
-            f"{first.id} {tensor_names(first, job)[0]}", first.why.reason if first.why else "",
+            *([f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}", first.why.reason if first.why else ""]
+              if wide else [str(first.id)]),
         )
     return made
 
 
-def explanation(told: Explanation) -> Iterator[RenderableType]:
+def shortened(name: str) -> str:
+    """
+    >>> shortened("bert.encoder.layer.10.attention.output.dense.weight")
+    'bert.…nse.weight'
+    """
+    return name if len(name) <= NAME else f"{name[: NAME // 3]}…{name[len(name) - NAME + NAME // 3 + 1 :]}"
+
+
+def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
     bucket, why = told.bucket, told.bucket.why
     names = ", ".join(told.tensors[:6]) + (f" and {len(told.tensors) - 6} more" if len(told.tensors) > 6 else "")
     yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
@@ -91,7 +107,7 @@ def explanation(told: Explanation) -> Iterator[RenderableType]:
     if why is not None:
         yield f"because: {why.reason}"
         if why.runner_up:
-            longer = f"{ms(why.runner_up_s)} ms longer" if why.runner_up_s > 0 else "as long"
+            longer = f"{ms(why.runner_up_s)} ms longer" if why.runner_up_s >= SEEN_S else "as long"
             yield f"runner-up: {why.runner_up}: the step would be {longer}"
     what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange take"
     yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
@@ -101,18 +117,23 @@ def explanation(told: Explanation) -> Iterator[RenderableType]:
     for span in told.spans:
         sent = nbytes(span.nbytes) if span.nbytes else ""
         made.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
-                     bar(span.start_s / end, span.end_s / end))
+                     bar(span.start_s / end, span.end_s / end, bar_of(width)))
     yield made
 
 
-def bar(start: float, end: float) -> str:
+def bar_of(width: int) -> int:
+    """How long bars are on a page of that width."""
+    return BAR if width >= WIDE else SHORT_BAR
+
+
+def bar(start: float, end: float, whole: int) -> str:
     """
-    >>> bar(0.5, 1.0)
+    >>> bar(0.5, 1.0, 30)
     '...............###############'
     """
-    first = min(BAR - 1, int(start * BAR))
-    length = max(1, round(end * BAR) - first)
-    return "." * first + "#" * length + "." * (BAR - first - length)
+    first = min(whole - 1, int(start * whole))
+    length = max(1, round(end * whole) - first)
+    return "." * first + "#" * length + "." * (whole - first - length)
 
 
 def difference(told: Difference, before: str, after: str) -> Iterator[RenderableType]:
@@ -121,28 +142,26 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
         return
     yield (f"step {ms(told.step_s[0])} ms -> {ms(told.step_s[1])} ms; {told.buckets[0]} -> {told.buckets[1]} buckets; "
            f"{len(told.changes)} tensors go otherwise")
-    made = table("", "what", before, after)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for change in told.changes:
+        alike.setdefault((change.before, change.after), []).append(change.tensor)
+    made = table("", ">tensors", "such as", before, after)
     for name, old, new in told.fields:
-        made.add_row(name, old, new)
-    for change in told.changes[:SHOWN]:
-        made.add_row(change.tensor, change.before, change.after)
+        made.add_row("", name, old, new)
+    for (old, new), names in sorted(alike.items(), key=lambda each: -len(each[1])):
+        made.add_row(str(len(names)), shortened(names[0]), old, new)
     yield made
-    if len(told.changes) > SHOWN:
-        yield f"and {len(told.changes) - SHOWN} more tensors (--json has all)"
+    if len(told.changes) > len(alike):
+        yield "--json names every tensor"
 
 
-def curve(told: Curve) -> Iterator[RenderableType]:
+def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     made = table("", "with", ">step ms", ">dense ms", ">gain", ">free ms", ">samples/s", "")
     most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
     for p in told.points:
-        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), f"{p.gain:.2f} x", ms(p.bound_s), f"{p.samples_per_s:,.1f}",
-                     "#" * max(1, round(BAR * (p.samples_per_s or 1 / p.plan_s) / most)))
+        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), f"{p.gain:,.{2 if p.gain < 10 else 0}f} x", ms(p.bound_s), f"{p.samples_per_s:,.1f}",
+                     "#" * max(1, round(bar_of(width) * (p.samples_per_s or 1 / p.plan_s) / most)))
     yield made
     yield "gain: of the plan over the best one without compression; free: if coding took no time; bar: samples a second"
     if told.swept == "bandwidth":
-        if told.break_even_bps is not None:
-            yield f"compression pays below {rate(float(f'{told.break_even_bps:.2g}'))}"
-        else:
-            pays = [p.gain > 1.02 for p in told.points]
-            yield "compression pays at all of these rates" if all(pays) else "compression pays at none of these rates" \
-                if not any(pays) else "compression pays at some of these rates; sweep more to see where it ends"
+        yield break_even(told)

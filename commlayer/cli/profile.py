@@ -42,14 +42,14 @@ def profile(
     costs = tuple(_with_loss(cost) for cost in calibrate.measure(names))
     besides, copy = overheads.measure(), calibrate.copies() or PCIE_COPY
     measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
-    write(out, records.encode(measured).decode())
+    write({out: records.encode(measured).decode()})
     _show(costs)
     for line in _besides(measured, besides.bucket.error):
         print(line)
     print(f"costs are in {out}")
     if made is not None:
         timed = job_made_by(made, model, batch or None)
-        write(job, records.encode(timed).decode())
+        write({job: records.encode(timed).decode()})
         assert timed.timing is not None
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
               f"{1e3 * timed.timing.forward_s:.1f} ms, backward {1e3 * timed.timing.backward_s:.1f} ms; in {job}")

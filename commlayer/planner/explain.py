@@ -30,9 +30,10 @@ def explain(
         raise ValueError(f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
     timeline = simulate(plan, job, cluster, profile, policy)
     found = plan.buckets[bucket]
+    spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=lambda s: (s.start_s, s.end_s))
     return Explanation(
         found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
-        timeline.compute_s, plan.local_steps, tuple(span for span in timeline.spans if span.bucket == bucket),
+        timeline.compute_s, plan.local_steps, tuple(spans),
     )
 
 

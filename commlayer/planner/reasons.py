@@ -88,5 +88,9 @@ def longer(seconds: float) -> str:
     """
     >>> longer(0.01234), longer(math.inf)
     ('12.3 ms longer', 'more than twice as long')
+    >>> longer(17.8)
+    '17,800 ms longer'
     """
-    return f"{seconds * 1e3:.3g} ms longer" if seconds < math.inf else "more than twice as long"
+    if not seconds < math.inf:
+        return "more than twice as long"
+    return f"{seconds * 1e3:,.0f} ms longer" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms longer"

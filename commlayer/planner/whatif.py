@@ -130,6 +130,17 @@ def _with_gpus(cluster: Cluster, gpus: Sequence[str]) -> Iterator[tuple[str, flo
         yield name, float(i), structs.replace(cluster, nodes=nodes)
 
 
+def break_even(curve: Curve) -> str:
+    """What a sweep over bandwidths says of compression."""
+    if curve.break_even_bps is not None:
+        return f"compression pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
+    pays = [p.gain > 1 + PAYS for p in curve.points]
+    if all(pays):
+        return "compression pays at all of these rates"
+    return "compression pays at some of these rates; sweep more to see where it ends" if any(pays) else \
+        "compression pays at none of these rates"
+
+
 def rate(bps: float) -> str:
     """
     >>> rate(20e6), rate(2.5e9)

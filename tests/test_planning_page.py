@@ -1,0 +1,49 @@
+"""docs/planning.md is what people follow: its commands print what the page says. COMMLAYER_GOLDEN=1 writes the page anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from commlayer.cli.main import run
+
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+CUT = "...\n"
+"""In an output: the page leaves out the rest."""
+
+
+def said(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    try:
+        run()
+    except SystemExit as end:
+        assert end.code in (0, 1), capsys.readouterr().err  # 1: plans that differ
+    return "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines()).strip("\n") + "\n"
+
+
+def test_the_worked_decision_prints_what_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = PAGE.read_text("utf-8")
+    begin, end = page.index("## A decision, worked through"), page.index("## Your own model")
+    worked = page[begin:end]
+    toml = re.search(r"```toml\n(.*?)```", worked, re.DOTALL)
+    assert toml is not None
+    Path("cluster.toml").write_text(toml[1], "utf-8")
+    commands = re.findall(r"^\$ (commlayer .*)\n((?:(?!\$ |```).*\n)*)", worked, re.MULTILINE)
+    assert [command.split()[2] for command, _ in commands] == ["make", "explain", "whatif", "make", "diff"]
+    for command, printed in commands:
+        found = said(command, monkeypatch, capsys)
+        if os.environ.get("COMMLAYER_GOLDEN") and not printed.endswith(CUT):
+            page = page.replace(f"$ {command}\n{printed}", f"$ {command}\n{found}")
+        elif printed.endswith(CUT):
+            assert printed.removesuffix(CUT) in found, command
+        else:
+            assert found == printed, command
+    if os.environ.get("COMMLAYER_GOLDEN"):
+        PAGE.write_text(page, "utf-8")
