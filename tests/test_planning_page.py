@@ -18,11 +18,14 @@ CUT = "...\n"
 
 def said(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr("sys.argv", shlex.split(command))
+    code: str | int | None = 0
     try:
         run()
     except SystemExit as end:
-        assert end.code in (0, 1), capsys.readouterr().err  # 1: plans that differ
-    return "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines()).strip("\n") + "\n"
+        code = end.code
+    told = capsys.readouterr()
+    assert code in (0, 1), told.err  # 1: plans that differ
+    return "".join(f"{line.rstrip()}\n" for line in told.out.splitlines()).strip("\n") + "\n"
 
 
 def test_the_worked_decision_prints_what_the_page_says(

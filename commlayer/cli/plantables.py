@@ -159,7 +159,8 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     made = table("", "with", ">step ms", ">dense ms", ">gain", ">free ms", ">samples/s", "")
     most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
     for p in told.points:
-        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), f"{p.gain:,.{2 if p.gain < 10 else 0}f} x", ms(p.bound_s), f"{p.samples_per_s:,.1f}",
+        gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
+        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), gain, ms(p.bound_s), f"{p.samples_per_s:,.1f}",
                      "#" * max(1, round(bar_of(width) * (p.samples_per_s or 1 / p.plan_s) / most)))
     yield made
     yield "gain: of the plan over the best one without compression; free: if coding took no time; bar: samples a second"

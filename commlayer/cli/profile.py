@@ -9,7 +9,7 @@ import typer
 
 from commlayer import records
 from commlayer.cli.measuring import job_made_by, made_by
-from commlayer.cli.planfiles import write
+from commlayer.cli.planfiles import check_out, write
 from commlayer.planner.model import CodecCost, Line, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY, codec_loss
 
@@ -33,6 +33,8 @@ def profile(
     from commlayer.compressors import kernels, parse
     from commlayer.runtime import calibrate, overheads
 
+    for file in (out, job) if model else (out,):
+        check_out(file)
     # Without compression is what everything else is compared with.
     names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
     kernels.choose("auto")
