@@ -55,6 +55,9 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 
 def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Its servers where it has them, as far as they can be started there."""
+    planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
+    if planned != nodes:
+        tell(f"the plan was made for {planned} nodes, here are {nodes}: it runs, but what it predicts does not hold")
     homes = planfile.homes_of(plan, made_from, nodes)
     if len(homes) != len(plan.hosts):
         tell(f"servers are not on nodes {', '.join(map(str, plan.hosts))}, where the plan has them: no rank trains there; "

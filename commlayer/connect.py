@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import socket
 import sys
@@ -32,6 +33,8 @@ from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import GROUP, Groups
 from commlayer.transport.protocol import peer_name
 from commlayer.transport.together import gather, together
+
+log = logging.getLogger("commlayer")
 
 LINGER_S = 5.0
 """Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
@@ -112,6 +115,7 @@ class Connection:
     def say(self, what: str) -> None:
         """A decision of before the first step."""
         self.decisions.append(f"step 0: {what}")
+        log.warning("%s", what)
 
     def follow(self, worker: Worker) -> None:
         """From now on what the coordinator says of the others goes to this worker, and is kept for `explain`."""

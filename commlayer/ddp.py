@@ -29,6 +29,7 @@ from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.worker import Worker
 from commlayer.tracing import trace_once
+from commlayer.watching import watch
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -110,6 +111,7 @@ class HookState:
         self._auto = auto_of(self.connection)
         self._guard = guard_of(self.connection, self._config)
         trace_once(self.connection, self._config.trace, planning=self._auto is not None)
+        watch(self.connection)
         for action in self._actions:
             action()
         self._actions.clear()

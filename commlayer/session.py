@@ -29,6 +29,7 @@ from commlayer.runtime.order import ForwardOrder
 from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
 from commlayer.tracing import STEPS, trace, trace_once
+from commlayer.watching import watch
 
 
 class Driver(Protocol):
@@ -150,6 +151,7 @@ class Session:
         connection = self._driver.connection
         switch(connection, plan)
         connection.auto = False  # a plan that somebody asked for is kept
+        watch(connection)
         assert connection.worker is not None
         connection.worker.recorder.switch(on=False)
 
@@ -183,6 +185,7 @@ class _ModuleDriver:
         self._exchanges = Exchanges(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, deadline_s=config.deadline_s)
         trace_once(connection, config.trace, planning=self._auto is not None)
+        watch(connection)
         self._guard = guard_of(connection, config)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})

@@ -144,9 +144,15 @@ def write(connection: Connection, path: Path, ranks: Sequence[Sequence[Step]], f
         Seen(rank // plan.ranks_per_node, [[*_events(step, origin)] for step in steps]) for rank, steps in enumerate(ranks)
     ]
     by_node = prediction.by_node if prediction else {}
-    comparison = Comparison(digest(plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
+    comparison = Comparison(_name(connection, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
     write_trace(path, _tracks(seen, prediction, comparison.steps), comparison)
     return comparison
+
+
+def _name(connection: Connection, plan: Plan) -> str:
+    """The plan's digest as its reader knows it: a file's from `plan make`, else from what was said of it."""
+    basis = connection.basis
+    return digest(plan if connection.auto or basis is None else basis.plan)
 
 
 def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, str]:

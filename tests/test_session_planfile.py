@@ -138,6 +138,8 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
         assert (code, errors) == (0, "")
         told = json.loads(out)
         assert (told["ranks"], told["nodes"], told["first_step"], told["note"]) == (WORLD, 2, begins, "")
+        # the file's, not that of what it is lowered to
+        assert told["plan"] == records.digest(records.decode(Path(plan).read_bytes(), Plan, "plan"))
         ops = {row["op"]: row for row in told["rows"]}
         assert {"forward", "backward", "node.reduce", "encode@cpu", "exchange", "decode@cpu", "node.broadcast", "all.allreduce",
                 "node.reduce_scatter", "net.allreduce", "net.alltoall", "net.allgather", "all.allgather", "node.allgather",

@@ -53,7 +53,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            if not session.connection.watchers:
+            if not any(isinstance(getattr(w, "__self__", None), tracing.Tracer) for w in session.connection.watchers):
                 return done + 1
     return 0
 

@@ -1,0 +1,116 @@
+"""A plan that somebody asked for is watched: when its prediction does not hold, rank 0 says so once, and keeps the plan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from attach_kit import data, mlp
+from msgspec import structs
+from pool_kit import Servers, pool, quick
+from torch import nn
+
+import commlayer
+from commlayer.asked import housed
+from commlayer.connect import Connection
+from commlayer.observe import Stale
+from commlayer.observe.drift import PATIENCE
+from commlayer.planner import builtin, plan
+from commlayer.planner.default import default_plan
+from commlayer.planner.model import Basis, Inputs
+from commlayer.planner.written import cluster_from_line
+from commlayer.records import Plan
+from commlayer.runtime.measure import job_of
+from commlayer.watching import Watch
+
+LONGEST_S, SHORTEST_S = 1e6, 1e-9
+"""Predictions that no step comes near."""
+MOST = PATIENCE + 3
+"""Steps until something is said: one begins, two make a median with it."""
+
+
+def watched(predicted_s: float, *, auto: bool = False) -> tuple[Connection, Watch]:
+    made = Connection()
+    made.plan, made.auto = Plan("", (), step_s=predicted_s), auto
+    return made, Watch(made)
+
+
+def steps(watch: Watch, count: int) -> None:
+    for _ in range(count):
+        time.sleep(0.0002)
+        watch()
+
+
+@pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
+def test_a_prediction_that_does_not_hold_is_an_event_and_a_line(
+    predicted_s: float, level: int, caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "commlayer")
+    made, watch = watched(predicted_s)
+    steps(watch, PATIENCE)
+    assert (made.events, made.decisions) == ([], [])
+    steps(watch, MOST - PATIENCE)
+    (event,) = made.events
+    (line,) = made.decisions
+    assert (event.predicted_s, event.lasted, event.usual) == (predicted_s, PATIENCE, False)
+    assert line.startswith(f"step {event.step}: the plan is stale: steps take ")
+    assert "it is kept" in line
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(level, line)]
+
+
+def test_what_is_not_predicted_or_watched_by_others_is_left_alone() -> None:
+    for made, watch in (watched(0.0), watched(SHORTEST_S, auto=True)):
+        steps(watch, MOST)
+        assert (made.events, made.decisions) == ([], [])
+
+
+def test_another_plan_begins_anew() -> None:
+    made, watch = watched(SHORTEST_S)
+    steps(watch, PATIENCE)
+    made.plan = Plan("", (), step_s=LONGEST_S)
+    steps(watch, MOST)
+    assert [event.predicted_s for event in made.events] == [LONGEST_S]
+
+
+def test_a_plan_for_other_machines_says_so() -> None:
+    job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@10g")
+    said: list[str] = []
+    basis = Basis(plan(job, machines), Inputs(job, machines))
+    housed(basis.plan, basis, 2, said.append)
+    assert said[0] == "the plan was made for 3 nodes, here are 2: it runs, but what it predicts does not hold"
+    said.clear()
+    housed(basis.plan, basis, 3, said.append)
+    assert said == []
+
+
+def train(rank: int, address: str, predicted_s: float) -> tuple[list[Stale], list[str]]:
+    model = mlp()
+    asked = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+                         cut_nbytes=1 << 20)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan=structs.replace(asked, step_s=predicted_s),
+                          config=quick(join=address)) as session:
+        for step in range(MOST):
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return session.events(), session.decisions()
+
+
+def awake(rank: int) -> int:
+    return rank
+
+
+def test_a_session_tells_it_on_rank_0() -> None:
+    ranks = pool(2)
+    ranks.call(awake)
+    with Servers(2) as made:
+        (events, decisions), other = ranks.call(train, made.address, SHORTEST_S)
+    assert other == ([], [])
+    assert [event.predicted_s for event in events] == [SHORTEST_S]
+    assert len(decisions) == 1
+    assert "plan is stale" in decisions[0]
