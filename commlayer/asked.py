@@ -57,11 +57,15 @@ def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Its servers where it has them, as far as they can be started there."""
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:
-        tell(f"the plan was made for {planned} nodes, here are {nodes}: it runs, but what it predicts does not hold")
+        tell(f"the plan was made for {planned} nodes, here are {nodes}: what it predicts does not hold")
     homes = planfile.homes_of(plan, made_from, nodes)
     if len(homes) != len(plan.hosts):
-        tell(f"servers are not on nodes {', '.join(map(str, plan.hosts))}, where the plan has them: no rank trains there; "
-             "start them there by `commlayer serve`, and set join")
+        alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
+        absent = [str(one.hosts[0]) for one in alone if not planfile.homes_of(one, made_from, nodes)]
+        why = f"no rank trains on node {' and '.join(absent)}" if absent else \
+            f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
+        tell(f"servers are not on the nodes that the plan has them on, but where the setting `servers` says: {why}; "
+             "`commlayer serve` starts them elsewhere, and join names them")
     return plan if homes == plan.hosts else structs.replace(plan, hosts=homes)
 
 

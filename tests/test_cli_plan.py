@@ -90,6 +90,7 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
     [
         (("make", "lstn", "--nodes", NODES), "model 'lstn' is not built in"),
         (("make", "lstm"), "say the machines once"),
+        (("make", "lstm", "--nodes", NODES, "--batch", "0"), "commlayer: --batch: got 0, allowed: at least 1\n"),
         (("make", "lstm", "--nodes", "3x"), "nodes: got '3x'"),
         (("make", "lstm", "--nodes", "rtx3060@0Mb"), "a link of 0"),
         (("make", "lstm", "--nodes", "rtx36@1Gb"), "GPU 'rtx36' is in no table"),

@@ -80,7 +80,8 @@ def test_a_plan_for_other_machines_says_so() -> None:
     said: list[str] = []
     basis = Basis(plan(job, machines), Inputs(job, machines))
     housed(basis.plan, basis, 2, said.append)
-    assert said[0] == "the plan was made for 3 nodes, here are 2: it runs, but what it predicts does not hold"
+    assert said[0] == "the plan was made for 3 nodes, here are 2: what it predicts does not hold"
+    assert "where the setting `servers` says: no rank trains on node 2; `commlayer serve` starts" in said[1]
     said.clear()
     housed(basis.plan, basis, 3, said.append)
     assert said == []

@@ -19,6 +19,8 @@ from commlayer.records import Job
 
 def job_named(model: str, batch: int | None) -> Job:
     """A built-in job, one in a JSON file, or the model that a user's function makes, timed on this machine."""
+    if batch is not None and batch < 1:
+        raise ValueError(f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
         return jobs.on_reference(records.decode(text_of(model, "job").encode(), Job, f"job {model}"))
     if model.endswith(".py") or ":" in model:

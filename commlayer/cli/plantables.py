@@ -76,7 +76,7 @@ def by_decision(plan: Plan, job: Job, width: int) -> Table:
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(spelled(bucket), []).append(bucket)
-    made = table(f"{len(plan.buckets)} buckets", ">buckets", "codec", "path", ">elements",
+    made = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
                  *([">sent, received", "such as", "why"] if wide else [">bytes", ">such as"]))
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
