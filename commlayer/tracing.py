@@ -39,8 +39,8 @@ APART = 1.05
 
 def trace_once(connection: Connection, file: str, *, planning: bool) -> None:
     """Once the plan stands. `planning`: commlayer is looking for one."""
-    if file and connection.worker is None:
-        log.warning("no trace in %s: this process trains alone", file)
+    if file and (why := _untraceable(connection)):
+        log.warning("no trace in %s: %s", file, why)
     elif file:
         Tracer(connection, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
@@ -49,9 +49,18 @@ def trace(connection: Connection, path: Path, steps: int) -> None:
     """The next steps."""
     if steps < 1:
         raise ValueError(f"steps is {steps}, allowed: 1 or more")
-    if connection.worker is None:
-        raise ValueError("there is nothing to trace: this process trains alone")
+    if why := _untraceable(connection):
+        raise ValueError(f"there is nothing to trace: {why}")
     Tracer(connection, path, steps, planning=False, warm=0)
+
+
+def _untraceable(connection: Connection) -> str:
+    """Why nothing of what is run here would be recorded."""
+    if connection.worker is None:
+        return "this process trains alone"
+    if connection.local is not None or (connection.plan is not None and connection.plan.local_steps > 1):
+        return "under a plan of local steps no step sends what it computed"
+    return ""
 
 
 class Tracer:

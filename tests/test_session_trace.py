@@ -18,7 +18,7 @@ from commlayer import tracing
 from commlayer.auto import Auto
 from commlayer.connect import Connection
 from commlayer.observe import Drift, read_comparison
-from commlayer.planner import builtin
+from commlayer.planner import builtin, default_plan
 from commlayer.planner.model import Basis, Inputs
 from commlayer.planner.written import cluster_from_line
 from commlayer.records import Job, Timing
@@ -95,6 +95,30 @@ def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
             session.trace(tmp_path / "t.json")
         with pytest.raises(ValueError, match="steps is 0, allowed: 1 or more"):
             session.trace(tmp_path / "t.json", steps=0)
+
+
+def refused(rank: int, address: str, file: str) -> str:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=1 << 20)
+    with commlayer.attach(model, optimizer, plan=msgspec.structs.replace(plan, local_steps=4),
+                          config=quick(join=address, trace=file)) as session:
+        try:
+            session.trace(file)
+        except ValueError as error:
+            return str(error)
+        finally:
+            session.drain()
+    return "nothing"
+
+
+def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
+    ranks = pool(WORLD)
+    ranks.call(awake)
+    with Servers(WORLD) as made:
+        said = ranks.call(refused, made.address, str(tmp_path / "t.json"))
+    assert said == ["there is nothing to trace: under a plan of local steps no step sends what it computed"] * WORLD
 
 
 def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
