@@ -38,6 +38,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
                      cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 tensors" in done.stdout
+    assert " topk(ratio=0.01, values='int8', exact=False) " in done.stdout
     profile, job = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "job.json"))
     assert [c["codec"] for c in profile["codecs"]] == ["identity()", "topk(ratio=0.01, values='int8', exact=False)"]
     assert profile["codecs"][1]["loss"] > 0
@@ -60,6 +61,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     (("--model", "mine.py:absent"), "commlayer: mine.py:absent: has no function absent that returns (model, loss)"),
     (("--model", "mine.py:wrong"), "commlayer: mine.py:wrong: expected (model, function that computes a loss)"),
     (("--model", "mine"), "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
+    (("--out", "absent/p.json"), "commlayer: absent/p.json: the folder "),
     (("--codec", "topq()"), "commlayer: codec 'topq()': 'topq' is unknown"),
 ])
 def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

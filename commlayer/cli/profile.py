@@ -102,15 +102,11 @@ def _with_loss(cost: CodecCost) -> CodecCost:
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from commlayer.cli.plantables import console_of, table
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for title in ("codec", "encode 4 MiB, ms", "add, ms", "GB/s", "bits/element", "fit error"):
-        table.add_column(title, justify="left" if title == "codec" else "right")
+    made = table("", "codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error")
     for cost in costs:
         encode_s, error = cost.encode(SHOWN), max(cost.encode.error, cost.decode.error)
-        table.add_row(cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
-                      f"{4 * SHOWN / encode_s / 1e9:.1f}", f"{8 * cost.nbytes(SHOWN) / SHOWN:.2f}", f"{100 * error:.0f} %")
-    Console(highlight=False).print(table)
+        made.add_row(cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
+                     f"{4 * SHOWN / encode_s / 1e9:.1f}", f"{8 * cost.nbytes(SHOWN) / SHOWN:.2f}", f"{100 * error:.0f} %")
+    console_of().print(made)
