@@ -68,7 +68,7 @@ def _misread(data: bytes) -> Iterator[str]:
         yield f"no JSON, or cut short: {error}"
         return
     if not isinstance(found, dict):
-        yield "no plan: allowed is an object with job and buckets"
+        yield f"Expected `object` with job and buckets, got `{type(found).__name__}`"
         return
     if found.get("schema", SCHEMA) != SCHEMA:
         # Told first: of its fields nothing is known here.

@@ -185,7 +185,7 @@ def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_bein
                                         "bucket 2: Object contains unknown field `colour`"]),
         ("later", json.dumps({**damaged, "schema": 3}), ["plan has schema 3, this commlayer reads 2: make the plan again"]),
         ("cut", text[: len(text) // 2], ["no JSON, or cut short: Input data was truncated"]),
-        ("list", "[]", ["no plan: allowed is an object with job and buckets"]),
+        ("list", "[]", ["Expected `object` with job and buckets, got `list`"]),
         ("bare", "{}", ["Object missing required field `job`"]),
     ):
         Path(f"{name}.json").write_text(data)
