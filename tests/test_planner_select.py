@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.lint import lint
 from commlayer.planner.lower import lower
-from commlayer.planner.model import Cluster, Link, Policy
+from commlayer.planner.model import Cluster, Line, Link, Policy
 from commlayer.planner.option import DENSE
 from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 from commlayer.planner.schedule import PortableSchedule, schedule
@@ -190,8 +192,49 @@ def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) 
 
 
 def test_a_codec_without_a_price_is_named() -> None:
+    machines, asked = cluster(2, "1g"), Policy(codecs=("magic()",))
+    with pytest.raises(ValueError, match=r"codec 'magic\(\)' is in no table, known are identity"):
+        plan(toy_job(), machines, None, asked)
     with pytest.raises(ValueError, match=r"policy: codecs has magic\(\), which profile 'tables' does not price"):
-        plan(toy_job(), cluster(2, "1g"), None, Policy(codecs=("magic()",)))
+        plan(toy_job(), machines, profile_from_tables(machines), asked)
+
+
+def test_the_tables_price_what_the_policy_asks_for() -> None:
+    asked = Policy(codecs=("error_feedback(topk(ratio=0.03))",))
+    made = plan(toy_job(), CLUSTERS["homes"], None, asked)
+    assert {b.codec for b in made.buckets} >= {"topk(ratio=0.03)"}
+    assert made.step_s == simulate(made, toy_job(), CLUSTERS["homes"], None, asked).step_s
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_numbers_that_are_none_are_named_wherever_they_stand(value: float) -> None:
+    """What files cannot hold, Python can."""
+    job, machines = toy_job(), cluster(2, "1g")
+    profile, policy, timing = checked_inputs(job, machines, None, None)
+    node = machines.nodes[0]
+
+    def with_link(**fields: float) -> Cluster:
+        return Cluster((structs.replace(node, link=structs.replace(node.link, **fields)), *machines.nodes[1:]))
+
+    def with_times(**fields: object) -> Job:
+        return structs.replace(job, timing=structs.replace(timing, **fields))
+
+    wrong = Line(0.0, value)
+    for name, arguments in {
+        "link.up_bps": (job, with_link(up_bps=value), profile, policy),
+        "link.down_bps": (job, with_link(down_bps=value), profile, policy),
+        "link.alpha_s": (job, with_link(alpha_s=value), profile, policy),
+        "node n0: speed": (job, Cluster((structs.replace(node, speed=value), *machines.nodes[1:])), profile, policy),
+        "timing.needed_s of layer0.weight": (with_times(needed_s=(value, *timing.needed_s[1:])), machines, profile, policy),
+        "timing.update_s": (with_times(update_s=value), machines, profile, policy),
+        "server.slope_s": (job, machines, structs.replace(profile, server=wrong), policy),
+        "decode.slope_s of identity() on cpu": (
+            job, machines, structs.replace(profile, codecs=(structs.replace(profile.codecs[0], decode=wrong),)), policy),
+        "bucket_s": (job, machines, structs.replace(profile, bucket_s=value), policy),
+        **({} if value == math.inf else {"max_loss": (job, machines, profile, structs.replace(policy, max_loss=value))}),
+    }.items():
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is {value:g}.*, allowed: "):
+            plan(*arguments)
 
 
 def test_a_profile_with_which_nothing_can_be_sent_as_it_is_is_refused() -> None:

@@ -107,6 +107,16 @@ def test_more_bandwidth_helps_and_compression_pays_below_the_break_even() -> Non
         assert (point("", 0, JOB, at_rate(machines, curve.break_even_bps * factor)).gain > 1.02) is pays
 
 
+def test_a_sweep_needs_no_price_of_what_goes_as_it_is_over_collectives() -> None:
+    machines = cluster(2, "1g")
+    costs = tables.profile_from_tables(machines)
+    coded = structs.replace(costs, codecs=tuple(c for c in costs.codecs if c.codec != "identity()"))
+    slow, fast = what_if(JOB, machines, coded, bandwidths=[1e8, 1e11]).points
+    assert slow.gain > fast.gain >= 1
+    with pytest.raises(ValueError, match=r"profile 'tables' has no cost of identity\(\): over servers alone"):
+        what_if(JOB, HOMES, coded, bandwidths=[1e8])
+
+
 def test_nodes_may_be_added_counted_and_changed() -> None:
     node = structs.replace(HOMES.nodes[0], name="new")
     assert [p.x for p in what_if(JOB, HOMES, add_nodes=[node]).points] == [3.0, 4.0]
