@@ -51,20 +51,27 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     pays_s = entry.exact_s(found) * (1 + PAYS)
     if _about_s(densest, densest.dense) < pays_s and densest.exact_s(densest.dense) < pays_s:
         entry, found = densest, densest.dense
-    least_s, local_steps = entry.exact_s(found) * (1 - WORTH), 2
-    every = entry
-    while local_steps <= policy.max_local_steps:
+    least_s, every = entry.exact_s(found) * (1 - WORTH), entry
+    for local_steps in _local_steps(policy.max_local_steps):
         # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
         rarer, sparser = _best([(each, kind) for each in [Entry(inputs, every.ways, every.layout, local_steps)]
                                 for kind in (each.searched, each.quick)])
         if rarer.exact_s(sparser) <= least_s:
             entry, found, least_s = rarer, sparser, rarer.exact_s(sparser) * (1 - WORTH)
-        local_steps *= 2
     entry.found = found
     made = entry.emit()
     if policy.staleness and entry.local_steps == 1:
         made = _stale(made, inputs)
     return explained(made, entry)
+
+
+def _local_steps(most: int) -> list[int]:
+    """
+    >>> _local_steps(1), _local_steps(4), _local_steps(6)
+    ([], [2, 4], [2, 4, 6])
+    """
+    doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+    return [*doubled, most] if most > 1 else []
 
 
 def _best(choices: list[tuple[Entry, Found]]) -> tuple[Entry, Found]:
