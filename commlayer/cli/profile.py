@@ -28,6 +28,11 @@ def profile(
     job: Annotated[Path, typer.Option(metavar="FILE", help="With --model, its tensors and times.")] = Path("job.json"),
 ) -> None:
     """Measure what planning needs on this machine: codecs, and a model's step."""
+    if batch and not model:
+        raise ValueError("--batch says what a model's loss is of: it goes with --model")
+    for file in (out, *([job] if model else [])):
+        if not file.parent.is_dir():
+            raise ValueError(f"{file}: No such directory: {file.parent}")
     made = made_by(model) if model else None
     # Here, since it loads torch, which the help does not need.
     from commlayer.compressors import kernels, parse
@@ -39,6 +44,8 @@ def profile(
     collectives = _among_ranks()
     if collectives is None:
         return  # the rest is rank 0's
+    # First, since it is the user's and may fail, and costs take longest.
+    timed = job_made_by(made, model, batch or None) if made is not None else None
     costs = tuple(_with_loss(cost) for cost in calibrate.measure(names))
     besides, copy = overheads.measure(), calibrate.copies() or PCIE_COPY
     measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
@@ -47,8 +54,7 @@ def profile(
     for line in _besides(measured, besides.bucket.error):
         print(line)
     print(f"costs are in {out}")
-    if made is not None:
-        timed = job_made_by(made, model, batch or None)
+    if timed is not None:
         write(job, records.encode(timed).decode())
         assert timed.timing is not None
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
