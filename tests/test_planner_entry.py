@@ -75,7 +75,7 @@ def test_what_is_left_out_is_beaten_on_every_lane(name: str) -> None:
         return not longer and bool((alone <= other_alone).all()) and loss <= other_loss
 
     left = [option for option in every if option not in kept]
-    assert left
+    assert left or not machines.reachable, "over servers alone every option loses less or ends sooner than any other"
     assert all(any(beats(a, option) for a in kept) for option in left)
 
 

@@ -134,8 +134,27 @@ def test_the_loss_budget_holds(max_loss: float) -> None:
     profile, policy, _ = checked_inputs(job, machines, None, Policy(max_loss=max_loss))
     loss_of = {cost.codec: cost.loss for cost in profile.codecs}
     made = plan(job, machines, None, policy)
-    lost = sum(max(loss_of[c] for c in (b.codec, *b.by_node, *([b.down] if b.down else []))) * b.numel for b in made.buckets)
+    ups = [sum(loss_of[c] for c in b.by_node) / len(b.by_node) if b.by_node else loss_of[b.codec] for b in made.buckets]
+    downs = [loss_of[b.down] if b.down else up for b, up in zip(made.buckets, ups, strict=True)]
+    lost = sum((up + down) / 2 * b.numel for b, up, down in zip(made.buckets, ups, downs, strict=True))
     assert lost / job.numel <= max_loss + 1e-9
+
+
+@pytest.mark.parametrize(("link", "narrow"), [("home-100/20", "down"), ("home-20/100", "up")])
+def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> None:
+    """A hundredth both ways would lose more than the budget has, a tenth both ways would send too much the narrow way.
+
+    It is the link of the home with the server that counts: its up-link carries what goes down to the three others.
+    """
+    job, machines = toy_job(4, 4_000_000), cluster(4, link, reachable=False, servers=1)
+    some, few = "topk(ratio=0.1)", "topk(ratio=0.01)"
+    budget = Policy(codecs=(some, few), max_loss=0.4)
+    made = plan(job, machines, None, budget)
+    sent = {(b.codec, b.down or b.codec): 0 for b in made.buckets}
+    for b in made.buckets:
+        sent[b.codec, b.down or b.codec] += b.numel
+    assert max(sent, key=sent.__getitem__) == ((few, some) if narrow == "up" else (some, few))
+    assert made.step_s < 0.8 * plan(job, machines, None, structs.replace(budget, codecs=(some,))).step_s
 
 
 def test_a_larger_budget_is_never_slower() -> None:
