@@ -123,7 +123,7 @@ PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
         ({**JOB, "timing": {**JOB["timing"], "needed_s": [1.5]}}, PROFILE, "a is needed after 1.5 s, but forward is over"),
         ({**JOB, "timing": {**JOB["timing"], "ready_s": [1.5]}}, PROFILE, "a is ready after 1.5 s, but backward is over"),
         ({**JOB, "tensors": [{"name": "a", "shape": [-8]}]}, PROFILE, "job: shape of a is [-8], allowed: sizes of 0 or more"),
-        ({**JOB, "tensors": [{"name": "a", "shape": [10**9, 10**9]}]}, PROFILE, "elements, allowed: up to 137438953472"),
+        ({**JOB, "tensors": [{"name": "a", "shape": [10**9, 10**9]}]}, PROFILE, "elements, allowed: up to 68719476736"),
         ({**JOB, "tensors": JOB["tensors"] * 2}, PROFILE, "job: two tensors are called 'a'; each needs a name of its own"),
         ({**JOB, "batch": 0}, PROFILE, "job: batch is 0, allowed: 1 or more"),
         ({"tensors": JOB["tensors"]}, PROFILE, "job has no timing: planning needs when each gradient is ready"),

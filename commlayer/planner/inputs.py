@@ -13,8 +13,8 @@ from commlayer.planner.option import DENSE
 from commlayer.planner.tables import DEFAULT_CODECS, GPUS, profile_from_tables
 from commlayer.records import Job, Timing
 
-MOST_NUMEL = 1 << 37
-"""Elements of a job: beyond any model that is trained so, and its buckets can still be counted."""
+MOST_NUMEL = 1 << 36
+"""Elements of a job: more than any one machine holds a replica of, and its buckets can still be searched."""
 CODEC = re.compile(r"\w+\(.*\)")
 
 
