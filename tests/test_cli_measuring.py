@@ -11,6 +11,7 @@ from msgspec import structs
 from commlayer import planfile, planner
 from commlayer.cli.loading import function_of
 from commlayer.cli.main import run
+from commlayer.cli.measuring import job_of_function
 from commlayer.cli.planfiles import job_named
 from commlayer.planner.jobs import builtin, on_reference
 from commlayer.planner.tables import device_named, speed
@@ -103,3 +104,36 @@ def test_a_script_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
     for script in ("script.py", "script_of_mine.py"):
         (tmp_path / script).write_text(SCRIPT.format(beside=beside))
     assert function_of(name.format(folder=tmp_path), "make", "that returns a number")() == 7
+
+
+BROKEN = '''
+import torch
+from torch import nn
+
+def raising():
+    raise KeyError("weights")
+
+def frozen():
+    model = nn.Linear(4, 4).requires_grad_(False)
+    return model, lambda: model(torch.ones(2, 4)).sum()
+
+def fine():
+    model = nn.Linear(4, 4)
+    return model, lambda: model(torch.ones(2, 4)).sum()
+'''
+
+
+@pytest.mark.parametrize(("name", "batch", "said"), [
+    ("raising", None, "broken.py:raising: KeyError: 'weights'"),
+    ("frozen", None, "broken.py:frozen: a step: RuntimeError: element 0 of tensors does not require grad"),
+    ("fine", 0, "batch of broken.py:fine: got 0, allowed: at least 1"),
+])
+def test_what_fails_in_a_users_model_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int | None, said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(BROKEN)
+    with pytest.raises(ValueError) as told:
+        job_of_function(f"broken.py:{name}", batch)
+    assert str(told.value).startswith(said)
+    assert "\n" not in str(told.value)

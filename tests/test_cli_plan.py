@@ -94,7 +94,10 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("make", "lstm", "--nodes", "3x"), "nodes: got '3x'"),
         (("make", "lstm", "--nodes", "rtx3060@0Mb"), "a link of 0"),
         (("make", "lstm", "--nodes", "rtx36@1Gb"), "GPU 'rtx36' is in no table"),
-        (("make", "lstm", "--nodes", NODES, "--codec", "gzip()"), "policy: codecs has gzip()"),
+        (("make", "lstm", "--nodes", NODES, "--codec", "gzip()"), "codec 'gzip()' is in no table, known are identity"),
+        (("make", "lstm", "--nodes", NODES, "--codec", "topk(ratio=0)"), "codec 'topk(ratio=0)': ratio is 0, allowed: above 0"),
+        (("make", "lstm", "--nodes", NODES, "--codec", ""), "policy: codecs has an empty name, allowed: names such as fp16()"),
+        (("make", "lstm", "--nodes", NODES, "--max-loss", "nan"), "policy: max_loss is nan, allowed: 0 or more"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "-1"), "policy: max_loss is -1.0"),
         (("make", "lstm", "--nodes", NODES, "--profile", "none.json"), "profile none.json: No such file"),
         (("make", "lstm", "--cluster", "none.toml"), "cluster none.toml: No such file"),
@@ -130,14 +133,27 @@ PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
     [
         ({**JOB, "timing": {**JOB["timing"], "ready_s": [-0.5]}}, PROFILE, "job: timing.ready_s of a is -0.5, allowed: 0"),
         ({**JOB, "timing": {**JOB["timing"], "ready_s": []}}, PROFILE, "job: timing.ready_s has 0 entries for 1 tensors"),
+        ({**JOB, "timing": {**JOB["timing"], "needed_s": [1.5]}}, PROFILE, "a is needed after 1.5 s, but forward is over"),
+        ({**JOB, "timing": {**JOB["timing"], "ready_s": [1.5]}}, PROFILE, "a is ready after 1.5 s, but backward is over"),
+        ({**JOB, "tensors": [{"name": "a", "shape": [-8]}]}, PROFILE, "job: shape of a is [-8], allowed: sizes of 0 or more"),
+        ({**JOB, "tensors": [{"name": "a", "shape": [10**9, 10**9]}]}, PROFILE, "elements, allowed: up to 68719476736"),
+        ({**JOB, "tensors": JOB["tensors"] * 2}, PROFILE, "job: two tensors are called 'a'; each needs a name of its own"),
+        ({**JOB, "batch": 0}, PROFILE, "job: batch is 0, allowed: 1 or more"),
         ({"tensors": JOB["tensors"]}, PROFILE, "job has no timing: planning needs when each gradient is ready"),
         (JOB, {**PROFILE, "codecs": []}, "profile p.json: profile 'mine' has no codecs"),
         (JOB, {**PROFILE, "codecs": [COST, COST]}, "profile 'mine': identity() on cpu stands there twice"),
-        (JOB, {**PROFILE, "codecs": [{**COST, "encode": {"floor_s": -1}}]}, "encode of identity() on cpu is negative or not"),
-        (JOB, {**PROFILE, "codecs": [{**COST, "rounds": 0}]}, "codec 'identity()' on cpu has 0 rounds, allowed: a name, and 1"),
-        (JOB, {**PROFILE, "server": {"floor_s": 0, "slope_s": -1}}, "profile 'mine': server is negative or not finite"),
-        (JOB, {**PROFILE, "inside": {"floor_s": -1}}, "profile 'mine': inside is negative or not finite"),
-        (JOB, {**PROFILE, "across": {"floor_s": 0, "slope_s": -1}}, "profile 'mine': across is negative or not finite"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "encode": {"floor_s": -1}}]},
+         "encode.floor_s of identity() on cpu is -1.0, allowed: 0 or more"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "decode": {"floor_s": 0, "error": -1}}]},
+         "decode.error of identity() on cpu is -1.0, allowed: 0 or more"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "nbytes": {"floor_s": 0}}]}, "nbytes of identity() on cpu is 0 for every size"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "codec": "gzip"}]}, "codec 'gzip' on cpu is no codec's name, allowed: such as"),
+        (JOB, {**PROFILE, "codecs": [COST, {**COST, "device": "rtx9999"}]},
+         "device 'rtx9999' is neither gpu, cpu, a GPU of the tables nor a node's, nearest are rtx4090"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "rounds": 0}]}, "rounds of identity() on cpu is 0, allowed: 1 or more"),
+        (JOB, {**PROFILE, "server": {"floor_s": 0, "slope_s": -1}}, "'mine': server.slope_s is -1.0, allowed: 0 or more"),
+        (JOB, {**PROFILE, "inside": {"floor_s": -1}}, "profile 'mine': inside.floor_s is -1.0, allowed: 0 or more"),
+        (JOB, {**PROFILE, "across": {"floor_s": 0, "slope_s": -1}}, "'mine': across.slope_s is -1.0, allowed: 0 or more"),
         (JOB, {**PROFILE, "bucket_s": -1}, "profile 'mine': bucket_s is -1.0, allowed: 0 or more"),
         (JOB, {**PROFILE, "bucket_s": "much"}, "profile p.json: Expected `float`, got `str` - at `$.bucket_s`"),
         (JOB, {"codecs": [COST]}, "profile p.json: Object missing required field `server`"),
@@ -146,8 +162,9 @@ PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
 def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict, message: str) -> None:
     Path("j.json").write_text(json.dumps(job))
     Path("p.json").write_text(json.dumps(profile))
-    code, out, errors = commlayer("plan", "make", "j.json", "--nodes", "2xcpu@100m", "--profile", "p.json")
+    code, out, errors = commlayer("plan", "make", "j.json", "--nodes", "2xcpu@100m", "--profile", "p.json", "--out", "made")
     assert (code, out) == (2, "")
+    assert not [*Path().glob("made*")], "nothing is half written"
     assert message in errors
     assert errors.startswith("commlayer: ")
     assert errors.count("\n") == 1

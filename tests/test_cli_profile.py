@@ -24,6 +24,10 @@ def make():
 
 def wrong():
     return 3
+
+def shapes():
+    model = nn.Linear(4, 4)
+    return model, lambda: model(torch.ones(2, 5)).sum()
 '''
 
 
@@ -60,6 +64,9 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     (("--model", "none.py"), "commlayer: none.py: no such file"),
     (("--model", "mine.py:absent"), "commlayer: mine.py:absent: has no function absent that returns (model, loss)"),
     (("--model", "mine.py:wrong"), "commlayer: mine.py:wrong: expected (model, function that computes a loss)"),
+    (("--model", "mine.py:shapes"), "commlayer: mine.py:shapes: a step: RuntimeError: mat1 and mat2 shapes cannot be"),
+    (("--batch", "8"), "commlayer: --batch says what a model's loss is of: it goes with --model"),
+    (("--out", "none/p.json"), "commlayer: none/p.json: the folder "),
     (("--model", "mine"), "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
     (("--out", "absent/p.json"), "commlayer: absent/p.json: the folder "),
     (("--codec", "topq()"), "commlayer: codec 'topq()': 'topq' is unknown"),
@@ -70,7 +77,7 @@ def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, 
     assert done.returncode == 2
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "job.json").exists()
+    assert [file.name for file in tmp_path.iterdir() if file.suffix != ".py"] in ([], ["__pycache__"]), "nothing half written"
 
 
 def test_times_follow_the_layers() -> None:

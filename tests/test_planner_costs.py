@@ -96,7 +96,7 @@ def test_a_forwarded_sum_is_the_payloads_side_by_side_unless_they_add_up_or_floa
 
 def test_spread_over_all_nodes_keeps_one_group() -> None:
     """Each of n nodes sends (n-1)/n of its payload and receives as much for its own server, as a ring's halves do."""
-    found = tasks("service", N, DENSE, flat(4), PROFILE, hosts=range(4), spread=True)
+    found = tasks("service", N, DENSE, flat(4), PROFILE, hosts=range(4), spread=(0.25,) * 4)
     (push,), (pull,) = by_op(found, "net.push"), by_op(found, "net.pull")
     assert dict(push.lanes) == pytest.approx(dict.fromkeys(["up:n0", "down:n0"], 0.75 * DENSE_NBYTES * 8 / 1e9))
     assert dict(pull.lanes) == pytest.approx(dict(push.lanes))

@@ -15,7 +15,7 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.jobs import builtin
 from commlayer.planner.layout import Layout
 from commlayer.planner.model import Cluster, Policy
-from commlayer.planner.select import host_sets, plan
+from commlayer.planner.select import Hosts, host_sets, plan
 from commlayer.planner.simulate import exact_s
 from commlayer.planner.ways import Ways
 
@@ -27,8 +27,8 @@ CLUSTERS = {
 }
 
 
-def ways_of(machines: Cluster, inputs: Inputs, hosts: tuple[int, ...]) -> Ways:
-    prices = Prices(machines, inputs.profile, hosts, spread=len(hosts) > 1)
+def ways_of(machines: Cluster, inputs: Inputs, hosts: Hosts) -> Ways:
+    prices = Prices(machines, inputs.profile, hosts.places, spread=hosts.parts)
     return Ways(prices, options(prices, inputs.policy))
 
 
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_beaten_on_every_lane(name: str) -> None:
         return not longer and bool((alone <= other_alone).all()) and loss <= other_loss
 
     left = [option for option in every if option not in kept]
-    assert left
+    assert left or not machines.reachable, "over servers alone every option loses less or ends sooner than any other"
     assert all(any(beats(a, option) for a in kept) for option in left)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.lint import lint
 from commlayer.planner.lower import lower
-from commlayer.planner.model import Cluster, Link, Policy
+from commlayer.planner.model import Cluster, Line, Link, Policy
 from commlayer.planner.option import DENSE
 from commlayer.planner.problem import Load, Pace, Problem, flatten, way
 from commlayer.planner.schedule import PortableSchedule, schedule
@@ -132,8 +134,27 @@ def test_the_loss_budget_holds(max_loss: float) -> None:
     profile, policy, _ = checked_inputs(job, machines, None, Policy(max_loss=max_loss))
     loss_of = {cost.codec: cost.loss for cost in profile.codecs}
     made = plan(job, machines, None, policy)
-    lost = sum(max(loss_of[c] for c in (b.codec, *b.by_node, *([b.down] if b.down else []))) * b.numel for b in made.buckets)
+    ups = [sum(loss_of[c] for c in b.by_node) / len(b.by_node) if b.by_node else loss_of[b.codec] for b in made.buckets]
+    downs = [loss_of[b.down] if b.down else up for b, up in zip(made.buckets, ups, strict=True)]
+    lost = sum((up + down) / 2 * b.numel for b, up, down in zip(made.buckets, ups, downs, strict=True))
     assert lost / job.numel <= max_loss + 1e-9
+
+
+@pytest.mark.parametrize(("link", "narrow"), [("home-100/20", "down"), ("home-20/100", "up")])
+def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> None:
+    """A hundredth both ways would lose more than the budget has, a tenth both ways would send too much the narrow way.
+
+    It is the link of the home with the server that counts: its up-link carries what goes down to the three others.
+    """
+    job, machines = toy_job(4, 4_000_000), cluster(4, link, reachable=False, servers=1)
+    some, few = "topk(ratio=0.1)", "topk(ratio=0.01)"
+    budget = Policy(codecs=(some, few), max_loss=0.4)
+    made = plan(job, machines, None, budget)
+    sent = {(b.codec, b.down or b.codec): 0 for b in made.buckets}
+    for b in made.buckets:
+        sent[b.codec, b.down or b.codec] += b.numel
+    assert max(sent, key=sent.__getitem__) == ((few, some) if narrow == "up" else (some, few))
+    assert made.step_s < 0.8 * plan(job, machines, None, structs.replace(budget, codecs=(some,))).step_s
 
 
 def test_a_larger_budget_is_never_slower() -> None:
@@ -145,6 +166,7 @@ def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
     homes = CLUSTERS["homes"]
     slow = Policy(max_local_steps=8, codecs=("fp16()",))
     assert plan(toy_job(), homes, None, slow).local_steps == 8
+    assert plan(toy_job(), homes, None, structs.replace(slow, max_local_steps=6)).local_steps == 6, "not only powers of two"
     assert plan(toy_job(), homes, None, structs.replace(slow, max_local_steps=1)).local_steps == 1
     assert plan(toy_job(), cluster(4, "100g"), None, Policy(max_local_steps=8)).local_steps == 1
 
@@ -190,8 +212,49 @@ def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) 
 
 
 def test_a_codec_without_a_price_is_named() -> None:
+    machines, asked = cluster(2, "1g"), Policy(codecs=("magic()",))
+    with pytest.raises(ValueError, match=r"codec 'magic\(\)' is in no table, known are identity"):
+        plan(toy_job(), machines, None, asked)
     with pytest.raises(ValueError, match=r"policy: codecs has magic\(\), which profile 'tables' does not price"):
-        plan(toy_job(), cluster(2, "1g"), None, Policy(codecs=("magic()",)))
+        plan(toy_job(), machines, profile_from_tables(machines), asked)
+
+
+def test_the_tables_price_what_the_policy_asks_for() -> None:
+    asked = Policy(codecs=("error_feedback(topk(ratio=0.03))",))
+    made = plan(toy_job(), CLUSTERS["homes"], None, asked)
+    assert {b.codec for b in made.buckets} >= {"topk(ratio=0.03)"}
+    assert made.step_s == simulate(made, toy_job(), CLUSTERS["homes"], None, asked).step_s
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_numbers_that_are_none_are_named_wherever_they_stand(value: float) -> None:
+    """What files cannot hold, Python can."""
+    job, machines = toy_job(), cluster(2, "1g")
+    profile, policy, timing = checked_inputs(job, machines, None, None)
+    node = machines.nodes[0]
+
+    def with_link(**fields: float) -> Cluster:
+        return Cluster((structs.replace(node, link=structs.replace(node.link, **fields)), *machines.nodes[1:]))
+
+    def with_times(**fields: object) -> Job:
+        return structs.replace(job, timing=structs.replace(timing, **fields))
+
+    wrong = Line(0.0, value)
+    for name, arguments in {
+        "link.up_bps": (job, with_link(up_bps=value), profile, policy),
+        "link.down_bps": (job, with_link(down_bps=value), profile, policy),
+        "link.alpha_s": (job, with_link(alpha_s=value), profile, policy),
+        "node n0: speed": (job, Cluster((structs.replace(node, speed=value), *machines.nodes[1:])), profile, policy),
+        "timing.needed_s of layer0.weight": (with_times(needed_s=(value, *timing.needed_s[1:])), machines, profile, policy),
+        "timing.update_s": (with_times(update_s=value), machines, profile, policy),
+        "server.slope_s": (job, machines, structs.replace(profile, server=wrong), policy),
+        "decode.slope_s of identity() on cpu": (
+            job, machines, structs.replace(profile, codecs=(structs.replace(profile.codecs[0], decode=wrong),)), policy),
+        "bucket_s": (job, machines, structs.replace(profile, bucket_s=value), policy),
+        **({} if value == math.inf else {"max_loss": (job, machines, profile, structs.replace(policy, max_loss=value))}),
+    }.items():
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is {value:g}.*, allowed: "):
+            plan(*arguments)
 
 
 def test_a_profile_with_which_nothing_can_be_sent_as_it_is_is_refused() -> None:

@@ -144,6 +144,71 @@ def test_a_codec_that_made_a_gradient_late_is_critical() -> None:
     assert critical(problem, [0, 0], starts, ends) == {0, 1}
 
 
+def choice_of(problem: Problem, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(problem.bucket_options[b + 1] - problem.bucket_options[b]) for b in range(problem.buckets)]
+
+
+def no_shorter_than(problem: Problem, choice: list[int]) -> list[tuple[str, float]]:
+    """What a step takes at least, by what: its computing, each lane's work, each bucket's longest chain."""
+    p, busy, bounds = problem, [0.0] * len(problem.lanes), []
+    ready = [p.ready[n * (p.buckets + 1) : (n + 1) * (p.buckets + 1)] for n in range(p.nodes)]
+    for b, chosen in enumerate(choice):
+        option = p.bucket_options[b] + chosen
+        tasks = range(p.option_tasks[option], p.option_tasks[option + 1])
+        begins = [max((ready[n][b] for n in p.gate[p.task_gates[k] : p.task_gates[k + 1]]), default=0.0) for k in tasks]
+        for i, k in enumerate(tasks):
+            seconds = p.seconds[p.task_seconds[k] : p.task_seconds[k + 1]]
+            line = p.task_line[k]
+            lanes = p.line_lane[p.line_lanes[line] : p.line_lanes[line + 1]] if line >= 0 else []
+            for lane, s in zip(lanes, seconds, strict=True):
+                busy[lane] += s
+            end = begins[i] + max(seconds, default=0.0) + p.latency[k]
+            bounds.append((f"bucket {b} task {i}", end))
+            for after in p.next[p.task_next[k] : p.task_next[k + 1]]:
+                begins[after] = max(begins[after], end)
+    bounds += [(f"lane {name}", s) for name, s in zip(p.lanes, busy, strict=True)]
+    return [*bounds, *((f"node {n}", each[-1]) for n, each in enumerate(ready))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_step_is_shorter_than_its_busiest_lane_or_its_longest_chain(seed: int) -> None:
+    problem = random_problem(seed)
+    problem = problem._replace(stale=[0] * problem.buckets, steps=1)
+    choice = choice_of(problem, seed)
+    step_s = schedule(problem).run(choice)
+    for what, least_s in no_shorter_than(problem, choice):
+        assert step_s >= least_s * (1 - 1e-9) + problem.tail, what
+
+
+def test_the_bounds_of_a_step_are_reached() -> None:
+    """A chain alone, and a lane that is never idle: there the laws above are equations."""
+    for loads, ready in (([load(*chain(("cpu:a", 1.0), ("up:a", 2.0)))], (1.0,)),
+                         ([load(*chain(("up:a", 2.0))), load(*chain(("up:a", 2.0)))], (0.0, 1.0))):
+        problem = flatten(loads, one_node(ready, 1.0), tail_s=0.5)
+        choice = [0] * problem.buckets
+        assert schedule(problem).run(choice) == max(s for _, s in no_shorter_than(problem, choice)) + 0.5
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0.25, 2.0, 1024.0]))
+def test_time_has_no_scale_and_a_simulation_no_memory(seed: int, factor: float) -> None:
+    """Powers of two change no rounding, so times change by them to the bit; what ran before changes nothing."""
+    problem = random_problem(seed)
+    choice, other = choice_of(problem, seed), choice_of(problem, seed + 1)
+    made = schedule(problem)
+    step_s, starts, ends = made.trace(choice)
+    made.run(other)
+    made.sweep(other, [0], step_s)
+    assert str(made.trace(choice)) == str((step_s, starts, ends))
+    scaled = problem._replace(tail=problem.tail * factor, ready=[t * factor for t in problem.ready],
+                              seconds=[t * factor for t in problem.seconds], latency=[t * factor for t in problem.latency])
+    longer_s, starts_too, ends_too = schedule(scaled).trace(choice)
+    assert longer_s == step_s * factor
+    assert str([*starts_too, *ends_too]) == str([t * factor for t in (*starts, *ends)])
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_tasks_in_a_circle_are_refused(loop: type) -> None:
     circle = (Task((("up:a", 1.0),), (1,)), Task((("up:a", 1.0),), (0,)))
@@ -158,7 +223,7 @@ def test_tasks_in_a_circle_are_refused(loop: type) -> None:
 def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
     problem = random_problem(seed)
     rng = random.Random(seed)
-    choice = [rng.randrange(problem.bucket_options[b + 1] - problem.bucket_options[b]) for b in range(problem.buckets)]
+    choice = choice_of(problem, seed)
     native, twin = core.Schedule(problem), PortableSchedule(problem)
     ours, theirs = native.trace(choice), twin.trace(choice)
     assert ours[0] == theirs[0] == native.run(choice)

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from plan_kit import cluster, toy_job
 
-from commlayer.planner import tables
+from commlayer.planner import espresso_cases, tables
 from commlayer.planner.diff import diff, spelled
 from commlayer.planner.explain import bucket_of, explain, tensor_names
 from commlayer.planner.jobs import builtin
@@ -107,6 +107,16 @@ def test_more_bandwidth_helps_and_compression_pays_below_the_break_even() -> Non
         assert (point("", 0, JOB, at_rate(machines, curve.break_even_bps * factor)).gain > 1.02) is pays
 
 
+def test_a_sweep_needs_no_price_of_what_goes_as_it_is_over_collectives() -> None:
+    machines = cluster(2, "1g")
+    costs = tables.profile_from_tables(machines)
+    coded = structs.replace(costs, codecs=tuple(c for c in costs.codecs if c.codec != "identity()"))
+    slow, fast = what_if(JOB, machines, coded, bandwidths=[1e8, 1e11]).points
+    assert slow.gain > fast.gain >= 1
+    with pytest.raises(ValueError, match=r"profile 'tables' has no cost of identity\(\): over servers alone"):
+        what_if(JOB, HOMES, coded, bandwidths=[1e8])
+
+
 def test_nodes_may_be_added_counted_and_changed() -> None:
     node = structs.replace(HOMES.nodes[0], name="new")
     assert [p.x for p in what_if(JOB, HOMES, add_nodes=[node]).points] == [3.0, 4.0]
@@ -129,7 +139,7 @@ def test_impossible_sweeps_are_refused(sweep: dict[str, list[float]], message: s
 # ---- golden plans: a change to them is to be seen, and meant. COMMLAYER_GOLDEN=1 writes them anew.
 
 V100S = {"nvlink": ("100g", "nvlink"), "pcie": ("25g", "pcie3")}
-CASES = {
+CLUSTERS = {
     **{f"{model} {bed}": (model, Cluster(tuple(tables.node(f"n{i}", "v100", net, ranks=8, intra=intra) for i in range(8))))
        for bed, (net, intra) in V100S.items() for model in ("vgg16", "lstm")},
     "bert-base 4 homes": ("bert-base", cluster(4, "home-100/20", reachable=False)),
@@ -152,10 +162,17 @@ def written(made: Plan, model: str) -> str:
     return "\n".join([model, *lines]) + "\n"
 
 
+CASES = {
+    **{name: (model, machines, None) for name, (model, machines) in CLUSTERS.items()},
+    **{f"espresso {case.model}": (case.model, espresso_cases.cluster_of(case.testbed), espresso_cases.profile(case.codec))
+       for case in espresso_cases.CASES},
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plans_of_the_papers_cases_stay_as_they_are(case: str) -> None:
-    model, machines = CASES[case]
-    text = written(plan(builtin(model), machines, None, Policy(whole_tree=True)), model)
+    model, machines, costs = CASES[case]
+    text = written(plan(builtin(model), machines, costs, Policy(whole_tree=True)), model)
     file = GOLDEN / f"{case.replace(' ', '_')}.txt"
     if os.environ.get("COMMLAYER_GOLDEN"):
         file.parent.mkdir(parents=True, exist_ok=True)

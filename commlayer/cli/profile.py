@@ -12,6 +12,7 @@ from commlayer.cli.measuring import job_made_by, made_by
 from commlayer.cli.planfiles import check_out, write
 from commlayer.planner.model import CodecCost, Line, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY, codec_loss
+from commlayer.records import Record
 
 SHOWN = 1 << 20
 """Elements that the table's times are for."""
@@ -28,30 +29,33 @@ def profile(
     job: Annotated[Path, typer.Option(metavar="FILE", help="With --model, its tensors and times.")] = Path("job.json"),
 ) -> None:
     """Measure what planning needs on this machine: codecs, and a model's step."""
+    if batch and not model:
+        raise ValueError("--batch says what a model's loss is of: it goes with --model")
+    for file in (out, job) if model else (out,):
+        check_out(file)
     made = made_by(model) if model else None
     # Here, since it loads torch, which the help does not need.
     from commlayer.compressors import kernels, parse
     from commlayer.runtime import calibrate, overheads
 
-    for file in (out, job) if model else (out,):
-        check_out(file)
     # Without compression is what everything else is compared with.
     names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
     kernels.choose("auto")
     collectives = _among_ranks()
     if collectives is None:
         return  # the rest is rank 0's
+    # First, since it is the user's and may fail, and costs take longest.
+    timed = job_made_by(made, model, batch or None) if made is not None else None
     costs = tuple(_with_loss(cost) for cost in calibrate.measure(names))
     besides, copy = overheads.measure(), calibrate.copies() or PCIE_COPY
     measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
-    write({out: records.encode(measured).decode()})
+    files: dict[Path, Record] = {out: measured} if timed is None else {out: measured, job: timed}
+    write({file: records.encode(record).decode() for file, record in files.items()})
     _show(costs)
     for line in _besides(measured, besides.bucket.error):
         print(line)
     print(f"costs are in {out}")
-    if made is not None:
-        timed = job_made_by(made, model, batch or None)
-        write({job: records.encode(timed).decode()})
+    if timed is not None:
         assert timed.timing is not None
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
               f"{1e3 * timed.timing.forward_s:.1f} ms, backward {1e3 * timed.timing.backward_s:.1f} ms; in {job}")

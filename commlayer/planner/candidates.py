@@ -105,7 +105,7 @@ def _name(path: Path, cluster: Cluster) -> str:
 def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
     """Of the profile, those that the policy names; by name."""
     known = {cost.codec for cost in profile.codecs}
-    unknown = sorted({bare(codec) for codec in policy.codecs} - known)
+    unknown = sorted({bare(codec) for codec in policy.codecs} - known - {DENSE})  # collectives need no price for floats
     if unknown:
         raise ValueError(f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
                          f"it has: {', '.join(sorted(known))}")

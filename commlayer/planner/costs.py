@@ -44,17 +44,17 @@ class Prices:
     """Prices of all paths in one cluster. `hosts[s]` is the place in the cluster of server s's node.
 
     Every path and codec is walked once; a bucket's price is then its lines at the bucket's size. With `spread`, each
-    bucket is cut evenly over all servers, and equal nodes stay one group although they host.
+    bucket is cut over all servers, which sum these parts of it, and equal nodes stay one group although they host.
     """
 
     def __init__(
-        self, cluster: Cluster, profile: Profile, hosts: Sequence[int] | None = None, *, spread: bool = False,
+        self, cluster: Cluster, profile: Profile, hosts: Sequence[int] | None = None, *, spread: Sequence[float] = (),
     ) -> None:
         if hosts is None:
             hosts = [i for i, node in enumerate(cluster.nodes) if node.server][:1]
         cluster = _measured_inside(cluster, profile.inside)
-        self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), spread
-        self.groups = fold(cluster, self.hosts, spread=spread)
+        self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), tuple(spread)
+        self.groups = fold(cluster, self.hosts, spread=bool(spread))
         _check(self.groups)
         self._costs = {(c.codec, c.device): c for c in profile.codecs}
         self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]
@@ -106,10 +106,10 @@ class Prices:
             if served:
                 up = {**up, "server": self.cost(name, "cpu", group.node)}
             coded.append(Coded(up, back))
-        emit, hosts = None, []
+        emit, hosts = None, {}
         if served:
             hosts = self._served_by(server)
-            emit = self.cost(down or codec, "cpu", self.groups[hosts[0]].node)
+            emit = self.cost(down or codec, "cpu", self.groups[next(iter(hosts))].node)
         return Walk(ops, self.groups, coded, emit, self.profile, hosts, owner)
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
@@ -122,12 +122,13 @@ class Prices:
             raise ValueError(f"profile {self.profile.source!r} has no cost of {name} on {device}, it has: {known}")
         return found
 
-    def _served_by(self, server: int) -> list[int]:
+    def _served_by(self, server: int) -> dict[int, float]:
         if self.spread:
-            return [g for g, group in enumerate(self.groups) if group.hosts]
+            part = dict(zip(self.hosts, self.spread, strict=True))
+            return {g: part[group.members[0]] for g, group in enumerate(self.groups) if group.hosts}
         if not 0 <= server < len(self.hosts):
             raise ValueError(f"server {server}: the cluster's plan has servers 0 to {len(self.hosts) - 1}")
-        return [next(g for g, group in enumerate(self.groups) if self.hosts[server] in group.members)]
+        return {next(g for g, group in enumerate(self.groups) if self.hosts[server] in group.members): 1.0}
 
     def _codecs(self, codec: str, by_node: tuple[str, ...]) -> list[str]:
         if not by_node:
@@ -147,7 +148,7 @@ class Prices:
 
 def tasks(
     path: Path | str, numel: int, codec: str, cluster: Cluster, profile: Profile, *, hosts: Sequence[int] | None = None,
-    server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (), spread: bool = False,
+    server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (), spread: Sequence[float] = (),
 ) -> tuple[Task, ...]:
     """One bucket's price. For many, keep one Prices."""
     prices = Prices(cluster, profile, hosts, spread=spread)

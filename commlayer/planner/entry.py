@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, s
 from commlayer.planner.layout import Kind, Layout
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
+from commlayer.planner.placement import assign
 from commlayer.planner.problem import Load, Problem, Way, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
@@ -40,6 +41,10 @@ class Inputs(NamedTuple):
     cluster: Cluster
     profile: Profile
     policy: Policy
+
+
+ANY = -1
+"""Server of a part that may go to whichever has least."""
 
 
 class Part(NamedTuple):
@@ -68,6 +73,11 @@ class Entry:
         self.useful = self._useful(ways) if useful is None else useful
         self.space = self._space(ways, self.useful)
         self._exact_s: dict[tuple[int, ...], float] = {}
+
+    @property
+    def fitted(self) -> bool:
+        """Whether its servers sum unequal parts, as their links ask for."""
+        return len(set(self.ways.prices.spread)) > 1
 
     @cached_property
     def uniform(self) -> list[Found]:
@@ -152,23 +162,28 @@ class Entry:
                     hosts=self.hosts if served else ())
 
     def parts(self, found: Found) -> list[Part]:
-        """Buckets of servers go where least has gone so far, and so do they among a node's ranks.
+        """Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
 
         What was priced as spread over all servers is cut into as many parts, so that each has its own.
         """
-        made = []
+        made, bound_for = [], self.ways.prices.spread
         for b, (group, size) in enumerate(zip(self.layout.groups, self.layout.sizes, strict=True)):
             option = self.useful[b][found.choice[b]]
             parts = min(len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES) if self.options[option].served else 1
+            each = self.fitted and parts == len(self.hosts)
             edges = [size * i // parts for i in range(parts + 1)] if parts > 1 else []
+            if each:
+                edges = [0, *(int(size * ends) for ends in accumulate(bound_for[:-1])), size]
             cut = [fuse.between(group, start, stop) for start, stop in pairwise(edges)] or [group]
-            made += [Part(b, slices, option, 0, 0) for slices in cut]
+            made += [Part(b, slices, option, host if each else ANY, 0) for host, slices in enumerate(cut)]
         served = [i for i, part in enumerate(made) if self.options[part.option].served]
-        weights = [sum(s.numel for s in made[i].slices) for i in served]
-        servers, owners = spread(weights, max(1, len(self.hosts))), spread(weights, self.per_node)
-        for i, server, owner in zip(served, servers, owners, strict=True):
-            made[i] = made[i]._replace(server=server, owner=owner)
-        return made
+        weights = {i: sum(s.numel for s in made[i].slices) for i in served}
+        for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
+            made[i] = made[i]._replace(owner=owner)
+        free = [i for i in served if made[i].server == ANY]
+        for i, server in zip(free, assign([weights[i] for i in free], bound_for or (1.0,)), strict=True):
+            made[i] = made[i]._replace(server=server)
+        return [part._replace(server=max(part.server, 0)) for part in made]
 
     def _useful(self, ways: Ways) -> list[list[int]]:
         """By kinds of buckets. Dense ones always stay."""

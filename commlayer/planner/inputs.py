@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Iterator
 
+from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Line, Policy, Profile
-from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.option import DENSE
+from commlayer.planner.tables import DEFAULT_CODECS, GPUS, profile_from_tables
 from commlayer.records import Job, Timing
+
+MOST_NUMEL = 1 << 36
+"""Elements of a job: more than any one machine holds a replica of, and its buckets can still be searched."""
+CODEC = re.compile(r"\w+\(.*\)")
 
 
 def checked_inputs(
@@ -15,11 +23,11 @@ def checked_inputs(
 ) -> tuple[Profile, Policy, Timing]:
     """The same with the tables' profile and the default policy filled in, or the first problem as a ValueError."""
     problems = [*job_problems(job), *cluster_problems(cluster)]
-    if not problems and profile is None:
-        profile = profile_from_tables(cluster)
     policy = Policy() if policy is None else policy
-    problems += [] if profile is None else profile_problems(profile)
     problems += policy_problems(policy)
+    if not problems and profile is None:
+        profile = tables_profile(cluster, policy)
+    problems += [] if profile is None else [*profile_problems(profile), *device_problems(profile, cluster)]
     if problems:
         raise ValueError(problems[0])
     assert profile is not None
@@ -27,8 +35,14 @@ def checked_inputs(
     return profile, policy, job.timing
 
 
+def tables_profile(cluster: Cluster, policy: Policy) -> Profile:
+    """Of the tables' usual codecs, and of what else the policy asks for."""
+    return profile_from_tables(cluster, tuple(dict.fromkeys((*DEFAULT_CODECS, *(bare(codec) for codec in policy.codecs)))))
+
+
 def job_problems(job: Job) -> Iterator[str]:
     name = f"job {job.name!r}" if job.name else "job"
+    yield from _model_problems(job, name)
     timing = job.timing
     if timing is None:
         yield f"{name} has no timing: planning needs when each gradient is ready; measure it or take a job of the tables"
@@ -46,10 +60,26 @@ def job_problems(job: Job) -> Iterator[str]:
     for field in ("backward_s", "forward_s", "update_s"):
         if not _time(getattr(timing, field)):
             yield f"{name}: timing.{field} is {getattr(timing, field)}, allowed: 0 or more"
-    if timing.ready_s and max(timing.ready_s) > timing.backward_s * (1 + 1e-9):
-        late = max(range(len(timing.ready_s)), key=timing.ready_s.__getitem__)
-        yield (f"{name}: {job.tensors[late].name if late < len(job.tensors) else late} is ready after "
-               f"{timing.ready_s[late]} s, but backward is over after {timing.backward_s} s")
+    for field, times, whole_s, said in (("ready_s", timing.ready_s, timing.backward_s, "is ready"),
+                                        ("needed_s", timing.needed_s, timing.forward_s, "is needed")):
+        if len(times) == len(job.tensors) and times and max(times) > whole_s * (1 + 1e-9):
+            late = max(range(len(times)), key=times.__getitem__)
+            what = "backward" if field == "ready_s" else "forward"
+            yield f"{name}: {job.tensors[late].name} {said} after {times[late]} s, but {what} is over after {whole_s} s"
+
+
+def _model_problems(job: Job, name: str) -> Iterator[str]:
+    if job.batch is not None and job.batch < 1:
+        yield f"{name}: batch is {job.batch}, allowed: 1 or more"
+    seen: set[str] = set()
+    for info in job.tensors:
+        if info.name in seen:
+            yield f"{name}: two tensors are called {info.name!r}; each needs a name of its own"
+        seen.add(info.name)
+        if min(info.shape, default=0) < 0:
+            yield f"{name}: shape of {info.name} is {list(info.shape)}, allowed: sizes of 0 or more"
+    if job.numel > MOST_NUMEL:
+        yield f"{name}: its tensors have {job.numel} elements, allowed: up to {MOST_NUMEL}"
 
 
 def cluster_problems(cluster: Cluster) -> Iterator[str]:
@@ -64,7 +94,7 @@ def cluster_problems(cluster: Cluster) -> Iterator[str]:
         for field in ("up_bps", "down_bps"):
             value = getattr(node.link, field)
             if not (value > 0 and math.isfinite(value)):
-                yield f"node {node.name}: link.{field} is {value:g}, allowed: above 0"
+                yield f"node {node.name}: link.{field} is {value:g}, allowed: above 0 and finite"
         if not _time(node.link.alpha_s):
             yield f"node {node.name}: link.alpha_s is {node.link.alpha_s}, allowed: 0 or more"
         if node.ranks > 1 and not node.intra_bps > 0:
@@ -72,7 +102,7 @@ def cluster_problems(cluster: Cluster) -> Iterator[str]:
         if not _time(node.intra_alpha_s):
             yield f"node {node.name}: intra_alpha_s is {node.intra_alpha_s}, allowed: 0 or more"
         if not (node.speed > 0 and math.isfinite(node.speed)):
-            yield f"node {node.name}: speed is {node.speed:g}, allowed: above 0"
+            yield f"node {node.name}: speed is {node.speed:g}, allowed: above 0 and finite"
     if not cluster.reachable and not any(node.server for node in cluster.nodes):
         yield "cluster: its nodes do not reach one another and none can host a server; set server = true on one"
 
@@ -86,21 +116,36 @@ def profile_problems(profile: Profile) -> Iterator[str]:
         if (cost.codec, cost.device) in seen:
             yield f"{name}: {cost.codec} on {cost.device} stands there twice"
         seen.add((cost.codec, cost.device))
-        if not cost.codec.strip() or cost.rounds < 1:
-            yield f"{name}: codec {cost.codec!r} on {cost.device} has {cost.rounds} rounds, allowed: a name, and 1 or more"
+        where = f"{cost.codec} on {cost.device}"
+        if not CODEC.fullmatch(cost.codec):
+            yield f"{name}: codec {cost.codec!r} on {cost.device} is no codec's name, allowed: such as {DENSE}"
+        if cost.rounds < 1:
+            yield f"{name}: rounds of {where} is {cost.rounds}, allowed: 1 or more"
         for field in ("encode", "decode", "nbytes", "reduced"):
-            if not _line(getattr(cost, field)):
-                yield f"{name}: {field} of {cost.codec} on {cost.device} is negative or not finite"
-        if not (cost.loss >= 0 and math.isfinite(cost.loss)):
-            yield f"{name}: loss of {cost.codec} on {cost.device} is {cost.loss}, allowed: 0 or more"
+            yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(cost, field), f" of {where}"))
+        if cost.nbytes.floor_s == cost.nbytes.slope_s == 0:
+            yield f"{name}: nbytes of {where} is 0 for every size, allowed: above 0"
+        if not _time(cost.loss):
+            yield f"{name}: loss of {where} is {cost.loss}, allowed: 0 or more"
     for field in ("server", "copy", "inside", "across"):
-        if not _line(getattr(profile, field)):
-            yield f"{name}: {field} is negative or not finite"
+        yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(profile, field)))
     if not _time(profile.bucket_s):
         yield f"{name}: bucket_s is {profile.bucket_s}, allowed: 0 or more"
 
 
+def device_problems(profile: Profile, cluster: Cluster) -> Iterator[str]:
+    """A cost on a device that nobody can have would be left out without a word."""
+    nodes = {node.device for node in cluster.nodes}
+    for device in dict.fromkeys(cost.device for cost in profile.codecs):
+        if device not in ("gpu", "cpu", *GPUS, *nodes):
+            near = difflib.get_close_matches(device, ("gpu", "cpu", *GPUS, *nodes), 3, 0.5)
+            yield (f"profile {profile.source!r}: device {device!r} is neither gpu, cpu, a GPU of the tables nor a node's"
+                   + (f", nearest are {', '.join(near)}" if near else ""))
+
+
 def policy_problems(policy: Policy) -> Iterator[str]:
+    if not all(codec.strip() for codec in policy.codecs):
+        yield "policy: codecs has an empty name, allowed: names such as fp16()"
     if not policy.devices or set(policy.devices) - {"gpu", "cpu"}:
         yield f"policy: devices is {', '.join(policy.devices) or 'empty'}, allowed: gpu, cpu"
     if not policy.max_loss >= 0:
@@ -115,5 +160,8 @@ def _time(value: float) -> bool:
     return value >= 0 and math.isfinite(value)
 
 
-def _line(line: Line) -> bool:
-    return _time(line.floor_s) and _time(line.slope_s)
+def _line_problems(field: str, line: Line, of: str = "") -> Iterator[str]:
+    for part in ("floor_s", "slope_s", "error"):
+        value = getattr(line, part)
+        if not _time(value):
+            yield f"{field}.{part}{of} is {value}, allowed: 0 or more and finite"

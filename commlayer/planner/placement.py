@@ -94,17 +94,18 @@ def closed_form(n: int, k: int) -> tuple[float, float, float]:
 
 
 def assign(sizes: Sequence[float], weights: Sequence[float]) -> list[int]:
-    """A server for each bucket: the largest first, each to where the load against the weight stays least. Weight 0 gets none.
+    """A server for each bucket, in order: the one whose load against its weight stays least. Weight 0 gets none.
 
-    Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 times its last bucket.
+    Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 times its last bucket, and
+    that holds at any time: what is ready first keeps all of them busy.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
         raise ValueError(f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
     loads = [0.0] * len(weights)
     able = [s for s, w in enumerate(weights) if w > 0]
     chosen = [0] * len(sizes)
-    for bucket in sorted(range(len(sizes)), key=lambda b: (-sizes[b], b)):
-        server = min(able, key=lambda s: ((loads[s] + sizes[bucket]) / weights[s], s))
-        loads[server] += sizes[bucket]
+    for bucket, size in enumerate(sizes):
+        server = min(able, key=lambda s: ((loads[s] + size) / weights[s], s))
+        loads[server] += size
         chosen[bucket] = server
     return chosen

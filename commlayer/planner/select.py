@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec import structs
 
 from commlayer.planner import fuse, grammar
@@ -12,6 +14,7 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.layout import Layout
 from commlayer.planner.model import Cluster, Node, Policy, Profile
 from commlayer.planner.paths import parse
+from commlayer.planner.placement import shares
 from commlayer.planner.reasons import explained
 from commlayer.planner.search import Found
 from commlayer.planner.simulate import exact_s
@@ -31,6 +34,8 @@ ALIKE = 0.1
 """Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
 EVEN = 0.1
 """Links that differ by no more than this fraction are equal, where it is asked who should host."""
+LEAST_PART = 0.02
+"""Whoever would sum less than this is not worth a server."""
 
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
@@ -46,20 +51,27 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     pays_s = entry.exact_s(found) * (1 + PAYS)
     if _about_s(densest, densest.dense) < pays_s and densest.exact_s(densest.dense) < pays_s:
         entry, found = densest, densest.dense
-    least_s, local_steps = entry.exact_s(found) * (1 - WORTH), 2
-    every = entry
-    while local_steps <= policy.max_local_steps:
+    least_s, every = entry.exact_s(found) * (1 - WORTH), entry
+    for local_steps in _local_steps(policy.max_local_steps):
         # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
         rarer, sparser = _best([(each, kind) for each in [Entry(inputs, every.ways, every.layout, local_steps)]
                                 for kind in (each.searched, each.quick)])
         if rarer.exact_s(sparser) <= least_s:
             entry, found, least_s = rarer, sparser, rarer.exact_s(sparser) * (1 - WORTH)
-        local_steps *= 2
     entry.found = found
     made = entry.emit()
     if policy.staleness and entry.local_steps == 1:
         made = _stale(made, inputs)
     return explained(made, entry)
+
+
+def _local_steps(most: int) -> list[int]:
+    """
+    >>> _local_steps(1), _local_steps(4), _local_steps(6)
+    ([], [2, 4], [2, 4, 6])
+    """
+    doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+    return [*doubled, most] if most > 1 else []
 
 
 def _best(choices: list[tuple[Entry, Found]]) -> tuple[Entry, Found]:
@@ -84,7 +96,7 @@ def _tried(inputs: Inputs) -> list[Entry]:
         if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
             break
         # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
-        prices = Prices(inputs.cluster, inputs.profile, hosts, spread=len(hosts) > 1)
+        prices = Prices(inputs.cluster, inputs.profile, hosts.places, spread=hosts.parts)
         ways = Ways(prices, options(prices, inputs.policy))
         tried += [Entry(inputs, ways, layout) for layout in layouts]
         if _even(inputs.cluster):
@@ -103,7 +115,14 @@ def _layouts(inputs: Inputs) -> list[Layout]:
 
 
 def _finalists(tried: list[Entry]) -> list[Entry]:
-    return sorted(tried, key=lambda entry: entry.quick.step_s)[:FINALISTS]
+    """Of those that share sums by links one besides: how well their transfers fit together only shows in what is written."""
+    ranked = sorted(tried, key=lambda entry: entry.quick.step_s)
+    return [e for e in ranked if not _by_links(e)][:FINALISTS] + [e for e in ranked if _by_links(e)][:1]
+
+
+def _by_links(entry: Entry) -> bool:
+    able = sum(node.server for node in entry.inputs.cluster.nodes)
+    return len(entry.hosts) > 1 and (entry.fitted or len(entry.hosts) < able)
 
 
 def _one_may_do(cluster: Cluster, finalists: list[Entry]) -> bool:
@@ -118,13 +137,27 @@ def _even(cluster: Cluster) -> bool:
     return not rates or max(rates) <= min(rates) * (1 + EVEN)
 
 
-def host_sets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Which nodes could run the servers: all that can; the one with the fastest link."""
+class Hosts(NamedTuple):
+    """Nodes that run servers, and the part of the sums that each has; no parts: there is one."""
+
+    places: tuple[int, ...]
+    parts: tuple[float, ...] = ()
+
+
+def host_sets(cluster: Cluster) -> list[Hosts]:
+    """Who could run the servers: all that can, evenly; those that links ask for, as they ask; the one with the fastest link.
+
+    Evenly, adding and coding sums is shared best; by links, the transfers are.
+    """
     able = [i for i, node in enumerate(cluster.nodes) if node.server]
-    if not able:
-        return [()]
-    fastest = max(able, key=lambda i: (_bps(cluster.nodes[i]), -i))
-    return list(dict.fromkeys([tuple(able), (fastest,)]))
+    if len(able) < 2:
+        return [Hosts(tuple(able))]
+    evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
+    parts = {i: part for i, part in enumerate(shares(cluster).shares) if part >= LEAST_PART}
+    fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
+    alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
+    fastest = Hosts((max(able, key=lambda i: (_bps(cluster.nodes[i]), -i)),))
+    return list(dict.fromkeys([evenly, evenly if alike else fitted, fastest]))
 
 
 def _bps(node: Node) -> float:

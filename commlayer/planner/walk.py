@@ -6,7 +6,7 @@ A decode's price is the number of payloads it must add; that is what makes indiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,9 +73,10 @@ class Walk:
 
     def __init__(
         self, path: Path, groups: Sequence[Group], coded: Sequence[Coded], emit: CodecCost | None, profile: Profile,
-        hosts: Sequence[int], owner: int,
+        hosts: Mapping[int, float], owner: int,
     ) -> None:
-        """`hosts`: the groups whose nodes share the sum; `emit`: the servers' codec; `owner`: who codes what one rank holds."""
+        """`hosts`: the groups whose nodes share the sum, and the part of it that each of their nodes has; `emit`: the servers'
+        codec; `owner`: who codes what one rank holds."""
         self.path, self.profile, self.owner = path, profile, owner
         self.groups, self.coded, self.emit = groups, coded, emit
         self.hosts = hosts
@@ -253,16 +254,15 @@ class Walk:
 
     def _push(self, op: Op) -> None:
         """Every node sends to the hosts, which add in the members' order. Nothing leaves the node that hosts."""
-        share = 1 / sum(self.groups[h].nodes for h in self.hosts)
         self.arrivals = sum(self.groups[g].workers * self.held[g].flows for g in self.workers)
         added: dict[int, tuple[int, ...]] = dict.fromkeys(self.hosts, ())
         for g in self.workers:
             held, group = self.held[g], self.groups[g]
             sent = times(held.nbytes, held.flows)
-            away = 1 - share * group.hosts if g in self.hosts else 1.0
+            away = 1 - self.hosts.get(g, 0.0)
             if away > 0:
                 downs = []
-                for h in self.hosts:
+                for h, share in self.hosts.items():
                     senders = group.workers - (g == h)
                     if senders:
                         down = times(sent, senders * share * 8 / self.groups[h].node.link.down_bps)
@@ -271,12 +271,12 @@ class Walk:
                 self._add(g, op, [up, *downs], self._way(g, held.nbytes if held.coder == "gpu" else ZERO), times(sent, away))
             payloads = group.workers * held.flows * held.pieces
             cost = self.coded[g].up["server"]
-            seconds = plus(
-                Line(cost.decode.floor_s * payloads, cost.decode.slope_s * payloads * held.each * share),
-                Line(self.profile.server.floor_s * payloads, 0.0),
-                times(sent, group.workers * share * self.profile.server.slope_s),
-            )
-            for h in self.hosts:
+            for h, share in self.hosts.items():
+                seconds = plus(
+                    Line(cost.decode.floor_s * payloads, cost.decode.slope_s * payloads * held.each * share),
+                    Line(self.profile.server.floor_s * payloads, 0.0),
+                    times(sent, group.workers * share * self.profile.server.slope_s),
+                )
                 added[h] = (self._step(Op("add", "server"), [(f"server:{self.groups[h].name}", seconds)],
                                        tuple(sorted({*held.last, *added[h]}))),)
         self.summed = tuple(sorted({i for last in added.values() for i in last}))
@@ -285,15 +285,16 @@ class Walk:
         """The hosts code their sums once, or leave them merged, and send them to every node."""
         assert self.emit is not None
         self.returned = True
-        share = 1 / sum(self.groups[h].nodes for h in self.hosts)
         pieces = max(self.held[g].flows for g in self.workers)
         whole = self.emit.nbytes
         done = self.summed
         merged = 1.0
         if op.name == "pull":
-            emit = Line(self.emit.encode.floor_s * pieces, self.emit.encode.slope_s * share)
+            floor_s, slope_s = self.emit.encode.floor_s * pieces, self.emit.encode.slope_s
             done = tuple(
-                self._step(Op("emit", "server"), [(f"server:{self.groups[h].name}", emit)], self.summed) for h in self.hosts
+                self._step(Op("emit", "server"), [(f"server:{self.groups[h].name}", Line(floor_s, slope_s * share))],
+                           self.summed)
+                for h, share in self.hosts.items()
             )
         elif not self.emit.sums:
             # Payloads side by side, unless the sum as floats is smaller.
@@ -304,10 +305,10 @@ class Walk:
             held.pieces, held.each, held.last = merged, held.part, done
             held.size = over(whole, held.part)
             sent = times(held.nbytes, held.flows)
-            away = 1 - share * group.hosts if g in self.hosts else 1.0
+            away = 1 - self.hosts.get(g, 0.0)
             if away > 0:
                 ups = []
-                for h in self.hosts:
+                for h, share in self.hosts.items():
                     receivers = group.workers - (g == h)
                     if receivers:
                         up = times(sent, receivers * share * 8 / self.groups[h].node.link.up_bps)

@@ -178,9 +178,10 @@ def template(steps: Sequence[Step]) -> Template:
 
 
 def _loss(option: Option, of: dict[str, float]) -> float:
+    """A codec's loss is of both ways; where they differ, each has half of its own."""
     losses = [of[bare(codec)] for codec in option.by_node or (option.codec,)]
     up = sum(losses) / len(losses)
-    return max(up, of[bare(option.down)]) if option.down else up
+    return (up + of[bare(option.down)]) / 2 if option.down else up
 
 
 def codec_loss(profile: Profile, codec: str) -> float:
