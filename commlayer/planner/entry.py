@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from commlayer.planner import fuse
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
 from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
-from commlayer.planner.layout import Kind, Layout
+from commlayer.planner.layout import Kind, Layout, Piece
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
 from commlayer.planner.problem import Load, Problem, Way, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
-from commlayer.planner.simulate import pace, tail, urgent
+from commlayer.planner.simulate import pace, tail
 from commlayer.planner.ways import Ways, free
-from commlayer.records import Bucket, Job, Plan, Slice, Timing
+from commlayer.records import Bucket, Job, Plan, Timing
 
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
@@ -47,7 +45,7 @@ class Part(NamedTuple):
 
     origin: int
     """The bucket that was searched, of which this is all or a part."""
-    slices: tuple[Slice, ...]
+    piece: Piece
     option: int
     server: int
     owner: int
@@ -132,11 +130,8 @@ class Entry:
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return found.step_s
         parts = self.parts(found)
-        made = [
-            [placed.template(part.option, part.server, part.owner).way(sum(s.numel for s in part.slices))] for part in parts
-        ]
-        urgencies = [urgent(self.inputs.timing, part.slices) for part in parts]
-        problem = self._problem(placed, made, [part.slices for part in parts], urgencies)
+        made = [[placed.template(part.option, part.server, part.owner).way(part.piece.numel)] for part in parts]
+        problem = self._problem(placed, made, [part.piece for part in parts])
         return schedule(problem).run([0] * len(parts))
 
     def emit(self) -> Plan:
@@ -145,8 +140,8 @@ class Entry:
         buckets = []
         for i, part in enumerate(parts):
             option = self.options[part.option]
-            buckets.append(Bucket(i, part.slices, option.path, option.codec, part.server, part.owner,
-                                  shape_of(job, part.slices), option.down, option.by_node))
+            buckets.append(Bucket(i, part.piece.slices, option.path, option.codec, part.server, part.owner,
+                                  shape_of(job, part.piece.slices), option.down, option.by_node))
         served = any(self.options[part.option].served for part in parts)
         return Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
@@ -157,14 +152,12 @@ class Entry:
         What was priced as spread over all servers is cut into as many parts, so that each has its own.
         """
         made = []
-        for b, (group, size) in enumerate(zip(self.layout.groups, self.layout.sizes, strict=True)):
+        for b, size in enumerate(self.layout.sizes):
             option = self.useful[b][found.choice[b]]
             parts = min(len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES) if self.options[option].served else 1
-            edges = [size * i // parts for i in range(parts + 1)] if parts > 1 else []
-            cut = [fuse.between(group, start, stop) for start, stop in pairwise(edges)] or [group]
-            made += [Part(b, slices, option, 0, 0) for slices in cut]
+            made += [Part(b, piece, option, 0, 0) for piece in self.layout.cut(b, parts)]
         served = [i for i, part in enumerate(made) if self.options[part.option].served]
-        weights = [sum(s.numel for s in made[i].slices) for i in served]
+        weights = [made[i].piece.numel for i in served]
         servers, owners = spread(weights, max(1, len(self.hosts))), spread(weights, self.per_node)
         for i, server, owner in zip(served, servers, owners, strict=True):
             made[i] = made[i]._replace(server=server, owner=owner)
@@ -198,7 +191,7 @@ class Entry:
         codes = [CODES * (option.codec != DENSE) for option in self.options]
         burden = [[sum(way.seconds) + codes[o] for o, way in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, made, strict=True)]
-        problem = self._problem(ways, made, self.layout.groups, self.layout.urgencies)
+        problem = self._problem(ways, made, self.layout.pieces)
         made_schedule = schedule(problem)
 
         def held_up(choice: Sequence[int]) -> set[int]:
@@ -212,7 +205,7 @@ class Entry:
         """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
         job, timing = self.inputs.job, self.inputs.timing
         nodes = self.ways.prices.groups
-        paces = pace(job, timing, self.layout.groups, nodes, self.local_steps)
+        paces = pace(job, timing, [piece.slices for piece in self.layout.pieces], nodes, self.local_steps)
         ends = [max(each.work_s for each in paces)]
         for options, buckets in _alike(self.useful):
             numels = np.array([float(self.layout.sizes[b]) for b in buckets])
@@ -220,13 +213,11 @@ class Entry:
             ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
         return max(ends) + tail(timing, nodes, self.local_steps)
 
-    def _problem(
-        self, ways: Ways, made: Sequence[Sequence[Way]], groups: Sequence[tuple[Slice, ...]], urgencies: Sequence[float],
-    ) -> Problem:
+    def _problem(self, ways: Ways, made: Sequence[Sequence[Way]], pieces: Sequence[Piece]) -> Problem:
         job, timing, _, _, policy = self.inputs
         nodes = ways.prices.groups
-        loads = [Load(each, urgency) for each, urgency in zip(made, urgencies, strict=True)]
-        return flatten(loads, pace(job, timing, groups, nodes, self.local_steps),
+        loads = [Load(each, piece.urgency) for each, piece in zip(made, pieces, strict=True)]
+        return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.local_steps),
                        tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
 
 

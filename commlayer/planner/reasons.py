@@ -21,7 +21,8 @@ SAME = 1e-6
 def explained(plan: Plan, entry: Entry) -> Plan:
     """The same plan with its predictions."""
     job, _, cluster, profile, policy = entry.inputs
-    timeline = simulate(plan, job, cluster, profile, policy)
+    placed = entry.ways.placed.prices
+    timeline = simulate(plan, job, cluster, profile, policy, prices=placed if placed.hosts == plan.hosts else None)
     step_s = per_step(timeline, plan.local_steps)
     bound_s = min(step_s, entry.bound_s() / plan.local_steps)
     told: dict[int, Verdict] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
+from operator import getitem
 from typing import NamedTuple
 
 from commlayer.planner.schedule import Schedule
@@ -112,11 +113,13 @@ class _Search:
         return self.found(self.space.schedule.run(list(choice)), choice)
 
     def found(self, step_s: float, choice: tuple[int, ...]) -> Found:
-        loss = sum(self.space.loss[b][o] for b, o in enumerate(choice))
-        return Found(step_s, loss, sum(self.space.burden[b][o] for b, o in enumerate(choice)), choice)
+        return Found(step_s, self.loss(choice), sum(map(getitem, self.space.burden, choice)), choice)
+
+    def loss(self, choice: Sequence[int]) -> float:
+        return sum(map(getitem, self.space.loss, choice))
 
     def allowed(self, choice: Sequence[int]) -> bool:
-        return sum(self.space.loss[b][o] for b, o in enumerate(choice)) <= self.within
+        return self.loss(choice) <= self.within
 
     def keep(self, found: Found, choice: tuple[int, ...]) -> Found:
         """The better of the two, where the other is within the budget."""

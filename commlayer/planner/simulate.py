@@ -44,9 +44,15 @@ class Timeline(Record, frozen=True):
         return self.step_s - self.compute_s
 
 
-def simulate(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Timeline:
-    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them."""
-    problem, tasks, paces = _lay_out(plan, job, cluster, profile, policy)
+def simulate(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    prices: Prices | None = None,
+) -> Timeline:
+    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them.
+
+    `prices`: of the cluster with the plan's servers, where they are at hand.
+    """
+    problem, tasks, paces = _lay_out(plan, job, cluster, profile, policy, prices)
     step_s, starts, ends = schedule(problem).trace([0] * len(tasks))
     total = len(starts) // problem.steps
     at, begun = 0, 0.0
@@ -73,10 +79,10 @@ def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Po
 
 
 def _lay_out(
-    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
 ) -> tuple[Problem, list[tuple[Task, ...]], tuple[Pace, ...]]:
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    prices = Prices(cluster, profile, hosts_of(plan, cluster))
+    prices = prices or Prices(cluster, profile, hosts_of(plan, cluster))
     tasks = [bucket_tasks(prices, bucket) for bucket in plan.buckets]
     paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, plan.local_steps)
     loads = [
