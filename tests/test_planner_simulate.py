@@ -13,14 +13,14 @@ from schedule_kit import chain, one_node, random_problem
 from commlayer.native import core
 from commlayer.planner.critical import critical
 from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.problem import Load, Pace, Problem, flatten, load_of, way
 from commlayer.planner.schedule import PortableSchedule, schedule
 
 LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
 
 
 def load(*tasks: Task, urgency: float = 0.0, stale: bool = False) -> Load:
-    return Load((way(tasks),), urgency, stale)
+    return load_of((way(tasks),), urgency, stale)
 
 
 def times(problem: Problem) -> tuple[float, list[tuple[float, float]]]:

@@ -14,10 +14,11 @@ from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, s
 from commlayer.planner.layout import Kind, Layout, Piece
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
-from commlayer.planner.problem import Load, Problem, Way, flatten
+from commlayer.planner.problem import Load, Problem, flatten, load_of
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
 from commlayer.planner.simulate import pace, tail
+from commlayer.planner.template import stack
 from commlayer.planner.ways import Ways, free
 from commlayer.records import Bucket, Job, Plan, Timing
 
@@ -130,8 +131,9 @@ class Entry:
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return found.step_s
         parts = self.parts(found)
-        made = [[placed.template(part.option, part.server, part.owner).way(part.piece.numel)] for part in parts]
-        problem = self._problem(placed, made, [part.piece for part in parts])
+        ways = [placed.template(part.option, part.server, part.owner).way(part.piece.numel) for part in parts]
+        loads = [load_of([way], part.piece.urgency) for way, part in zip(ways, parts, strict=True)]
+        problem = self._problem(placed, loads, [part.piece for part in parts])
         return schedule(problem).run([0] * len(parts))
 
     def emit(self) -> Plan:
@@ -186,12 +188,12 @@ class Entry:
 
     def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
         sizes, total = self.layout.sizes, sum(self.layout.sizes)
-        made = _made(ways, useful, sizes)
+        loads, held_s = _loads(ways, useful, self.layout.pieces)
         loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, sizes, strict=True)]
         codes = [CODES * (option.codec != DENSE) for option in self.options]
-        burden = [[sum(way.seconds) + codes[o] for o, way in zip(mine, each, strict=True)]
-                  for mine, each in zip(useful, made, strict=True)]
-        problem = self._problem(ways, made, self.layout.pieces)
+        burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
+                  for mine, each in zip(useful, held_s, strict=True)]
+        problem = self._problem(ways, loads, self.layout.pieces)
         made_schedule = schedule(problem)
 
         def held_up(choice: Sequence[int]) -> set[int]:
@@ -213,23 +215,22 @@ class Entry:
             ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
         return max(ends) + tail(timing, nodes, self.local_steps)
 
-    def _problem(self, ways: Ways, made: Sequence[Sequence[Way]], pieces: Sequence[Piece]) -> Problem:
+    def _problem(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Problem:
         job, timing, _, _, policy = self.inputs
         nodes = ways.prices.groups
-        loads = [Load(each, piece.urgency) for each, piece in zip(made, pieces, strict=True)]
         return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.local_steps),
                        tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
 
 
-def _made(ways: Ways, useful: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Way]]:
-    """By bucket, then by option; those of buckets with the same options are worked out together."""
-    made: list[list[Way]] = [[] for _ in useful]
+def _loads(ways: Ways, useful: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> tuple[list[Load], list[list[float]]]:
+    """By bucket, and the seconds on lanes of each of its options. Those with the same options are priced together."""
+    made: dict[int, tuple[Load, list[float]]] = {}
     for options, buckets in _alike(useful):
-        numels = np.array([float(sizes[b]) for b in buckets])
-        columns = [ways.template(option).ways(numels) for option in options]
-        for b, each in zip(buckets, zip(*columns, strict=True), strict=True):
-            made[b] = list(each)
-    return made
+        stacked = stack([ways.template(option) for option in options], np.array([float(pieces[b].numel) for b in buckets]))
+        for b, seconds, latency, held_s in zip(buckets, stacked.seconds, stacked.latency, stacked.held_s, strict=True):
+            made[b] = Load(stacked.shapes, seconds, latency, pieces[b].urgency), held_s
+    loads, held = zip(*[made[b] for b in range(len(pieces))], strict=True) if pieces else ((), ())
+    return list(loads), list(held)
 
 
 def _alike(useful: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:

@@ -46,9 +46,11 @@ class Way(NamedTuple):
 
 
 class Load(NamedTuple):
-    """One bucket and the ways in which it could be sent."""
+    """One bucket and the ways in which it could be sent: their shapes, and their numbers one way after the other."""
 
-    ways: Sequence[Way]
+    shapes: Sequence[Shape]
+    seconds: Sequence[float]
+    latency: Sequence[float]
     urgency: float = 0.0
     """The smaller, the sooner it goes where several wait: when the next forward pass needs it."""
     stale: bool = False
@@ -88,6 +90,11 @@ class Problem(NamedTuple):
         return len(self.order)
 
 
+def load_of(ways: Sequence[Way], urgency: float = 0.0, stale: bool = False) -> Load:
+    return Load(tuple([way.shape for way in ways]), _chained([way.seconds for way in ways]),
+                _chained([way.latency for way in ways]), urgency, stale)
+
+
 def way(tasks: Sequence[Task]) -> Way:
     """
     >>> way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
@@ -116,9 +123,8 @@ def shape_of(tasks: Sequence[_Placed]) -> Shape:
 
 def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0, priority: bool = True) -> Problem:
     """Everything that a simulation needs, for any choice among the ways."""
-    ways = [way for load in loads for way in load.ways]
     # Buckets that are cut from one model share the shapes of few options.
-    shapes = {id(way.shape): way.shape for way in ways}
+    shapes = {id(shape): shape for load in loads for shape in load.shapes}
     distinct = list(dict.fromkeys(shapes.values()))
     lanes = sorted({lane for shape in distinct for lane in chain.from_iterable(shape.lanes)})
     number = {lane: i for i, lane in enumerate(lanes)}
@@ -127,7 +133,7 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
     lines: dict[Line, int] = {}
     flat = {shape: _flat(shape, number, lines, owner, len(paces)) for shape in distinct}
     of_shape = {key: flat[shape] for key, shape in shapes.items()}
-    alike = [tuple([id(way.shape) for way in load.ways]) for load in loads]
+    alike = [tuple(map(id, load.shapes)) for load in loads]
     of_load = {keys: _joined([of_shape[key] for key in keys]) for keys in set(alike)}
     all_of = _joined([of_load[keys] for keys in alike])
     buckets = range(len(loads))
@@ -142,7 +148,7 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
         bucket_options=_edges(map(len, alike)), option_tasks=_edges(all_of.tasks),
         line_lanes=_edges(len(on) for _, on in lines), line_lane=[number[lane] for _, on in lines for lane in on],
         task_line=all_of.line, task_seconds=_edges(all_of.held),
-        seconds=_chained([way.seconds for way in ways]), latency=_chained([way.latency for way in ways]),
+        seconds=_chained([load.seconds for load in loads]), latency=_chained([load.latency for load in loads]),
         need=all_of.need, task_next=_edges(all_of.followed), next=all_of.next,
         task_gates=_edges(all_of.gated), gate=all_of.gate,
         most_tasks=sum(max(of_load[keys].tasks) for keys in alike),
