@@ -165,7 +165,8 @@ def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
     for mine, other in ((ours[1], theirs[1]), (ours[2], theirs[2])):
         assert [None if math.isnan(t) else t for t in mine] == [None if math.isnan(t) else t for t in other]
     limit = ours[0] * rng.choice((0.5, 1.0, 2.0))
-    for mine, other in zip(native.sweep(choice, [0], limit), twin.sweep(choice, [0], limit), strict=True):
+    swept = native.sweep(choice, [0], limit, rng.choice((math.nan, ours[0])))
+    for mine, other in zip(swept, twin.sweep(choice, [0], limit), strict=True):
         assert mine == other or (mine == math.inf and other > limit * (1 - 1e-8))
 
 

@@ -92,13 +92,16 @@ class Prices:
         served = any(op.name == "push" for op in ops)
         devices = sorted({op.where for op in ops if op.name in CODING})
         codecs = self._codecs(codec, by_node)
-        coded = []
-        for group, name in zip(self.groups, codecs, strict=True):
-            up = {device: self.cost(name, device, group.node) for device in devices} if group.workers else {}
-            back = {d: self.cost(down, d, group.node) for d in devices} if down and group.workers else up
+        kinds = [(name, group.node.device, group.workers > 0) for group, name in zip(self.groups, codecs, strict=True)]
+        nodes = dict(zip(kinds, [group.node for group in self.groups], strict=True))
+        made: dict[tuple[str, str, bool], Coded] = {}
+        for (name, device, works), node in nodes.items():
+            up = {d: self.cost(name, d, node) for d in devices} if works else {}
+            back = {d: self.cost(down, d, node) for d in devices} if down and works else up
             if served:
-                up = {**up, "server": self.cost(name, "cpu", group.node)}
-            coded.append(Coded(up, back))
+                up = {**up, "server": self.cost(name, "cpu", node)}
+            made[name, device, works] = Coded(up, back)
+        coded = [made[kind] for kind in kinds]
         emit, hosts = None, []
         if served:
             hosts = self._served_by(server)

@@ -49,7 +49,8 @@ class Verdict(NamedTuple):
 
 def _verdict(b: int, entry: Entry) -> Verdict:
     mine, now = entry.useful[b], entry.found.choice[b]
-    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], LOOKED_AT * entry.found.step_s)
+    found = entry.found
+    steps = entry.space.schedule.sweep(list(found.choice), [b], LOOKED_AT * found.step_s, found.step_s)
     others = [(s, o) for o, s in enumerate(steps) if o != now and s < math.inf]
     runner_s, runner = min(others, default=(steps[now], -1))
     dense = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec == DENSE]

@@ -162,7 +162,7 @@ class _Search:
 
     def swept(self, found: Found, buckets: Sequence[int], limit: float) -> Iterator[Found]:
         """With each option in turn for all these buckets, where the budget allows it and the step stays within the limit."""
-        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL))
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s)
         for option, step_s in enumerate(steps):
             if step_s <= limit * (1 + EQUAL):
                 choice = _with(found.choice, buckets, option)
@@ -197,7 +197,7 @@ class _Search:
             return found
         for a, b in combinations(self.every, 2):
             for option in range(self.counts[a]):
-                first = found._replace(choice=_with(found.choice, (a,), option))
+                first = found._replace(step_s=math.nan, choice=_with(found.choice, (a,), option))
                 for other in self.swept(first, (b,), found.step_s):
                     found = other if better(other, found) else found
         return found
@@ -208,7 +208,7 @@ class _Search:
             return found
         wanted = []
         for b in sorted(self.space.critical(found.choice)):
-            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s)):
+            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s, found.step_s)):
                 if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
                     wanted.append((step_s, b, option))
         for _, b, option in sorted(wanted)[: TAKERS if len(self.counts) > FEW else None]:
@@ -226,7 +226,7 @@ class _Search:
             offers = []
             for giver in givers[:GIVERS]:
                 losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
-                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s)):
+                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s, step_s)):
                     if losses[o] < now and other_s < found.step_s:
                         made = _with(choice, (giver,), o)
                         offers.append(((other_s - step_s) / (now - losses[o]), losses[o], other_s, made))
