@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,13 +14,15 @@ from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, s
 from commlayer.planner.layout import Kind, Layout, Piece
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
-from commlayer.planner.problem import Load, Problem, flatten, load_of
+from commlayer.planner.problem import Load, Problem, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
 from commlayer.planner.simulate import pace, tail
 from commlayer.planner.template import stack
 from commlayer.planner.ways import Ways, free
 from commlayer.records import Bucket, Job, Plan, Timing
+
+K = TypeVar("K")
 
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
@@ -131,9 +133,9 @@ class Entry:
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return found.step_s
         parts = self.parts(found)
-        ways = [placed.template(part.option, part.server, part.owner).way(part.piece.numel) for part in parts]
-        loads = [load_of([way], part.piece.urgency) for way, part in zip(ways, parts, strict=True)]
-        problem = self._problem(placed, loads, [part.piece for part in parts])
+        pieces = [part.piece for part in parts]
+        loads, _ = _loads(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
+        problem = self._problem(placed, loads, pieces)
         return schedule(problem).run([0] * len(parts))
 
     def emit(self) -> Plan:
@@ -188,7 +190,7 @@ class Entry:
 
     def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
         sizes, total = self.layout.sizes, sum(self.layout.sizes)
-        loads, held_s = _loads(ways, useful, self.layout.pieces)
+        loads, held_s = _loads(ways, [[(option, 0, 0) for option in mine] for mine in useful], self.layout.pieces)
         loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, sizes, strict=True)]
         codes = [CODES * (option.codec != DENSE) for option in self.options]
         burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
@@ -222,20 +224,25 @@ class Entry:
                        tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
 
 
-def _loads(ways: Ways, useful: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> tuple[list[Load], list[list[float]]]:
-    """By bucket, and the seconds on lanes of each of its options. Those with the same options are priced together."""
+def _loads(
+    ways: Ways, useful: Sequence[Sequence[tuple[int, int, int]]], pieces: Sequence[Piece],
+) -> tuple[list[Load], list[list[float]]]:
+    """By bucket, and the seconds on lanes of each of its options; those with the same options are priced together.
+
+    What is useful is an option with a server and an owner.
+    """
     made: dict[int, tuple[Load, list[float]]] = {}
     for options, buckets in _alike(useful):
-        stacked = stack([ways.template(option) for option in options], np.array([float(pieces[b].numel) for b in buckets]))
+        stacked = stack([ways.template(*option) for option in options], np.array([float(pieces[b].numel) for b in buckets]))
         for b, seconds, latency, held_s in zip(buckets, stacked.seconds, stacked.latency, stacked.held_s, strict=True):
             made[b] = Load(stacked.shapes, seconds, latency, pieces[b].urgency), held_s
     loads, held = zip(*[made[b] for b in range(len(pieces))], strict=True) if pieces else ((), ())
     return list(loads), list(held)
 
 
-def _alike(useful: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+def _alike(useful: Sequence[Sequence[K]]) -> list[tuple[tuple[K, ...], list[int]]]:
     """Buckets by their options."""
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[K, ...], list[int]] = {}
     for b, mine in enumerate(useful):
         alike.setdefault(tuple(mine), []).append(b)
     return list(alike.items())
