@@ -22,7 +22,8 @@ def explained(plan: Plan, entry: Entry) -> Plan:
     """The same plan with its predictions."""
     job, _, cluster, profile, policy = entry.inputs
     placed = entry.ways.placed.prices
-    timeline = simulate(plan, job, cluster, profile, policy, prices=placed if placed.hosts == plan.hosts else None)
+    timeline = simulate(plan, job, cluster, profile, policy, spans=False,
+                        prices=placed if placed.hosts == plan.hosts else None)
     step_s = per_step(timeline, plan.local_steps)
     bound_s = min(step_s, entry.bound_s() / plan.local_steps)
     told: dict[int, Verdict] = {}

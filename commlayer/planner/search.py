@@ -113,7 +113,10 @@ class _Search:
         return self.found(self.space.schedule.run(list(choice)), choice)
 
     def found(self, step_s: float, choice: tuple[int, ...]) -> Found:
-        return Found(step_s, self.loss(choice), sum(map(getitem, self.space.burden, choice)), choice)
+        return self.weighed(step_s, self.loss(choice), choice)
+
+    def weighed(self, step_s: float, loss: float, choice: tuple[int, ...]) -> Found:
+        return Found(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice)
 
     def loss(self, choice: Sequence[int]) -> float:
         return sum(map(getitem, self.space.loss, choice))
@@ -166,8 +169,9 @@ class _Search:
         for option, step_s in enumerate(steps):
             if step_s <= limit * (1 + EQUAL):
                 choice = _with(found.choice, buckets, option)
-                if choice != found.choice and self.allowed(choice):
-                    yield self.found(step_s, choice)
+                loss = self.loss(choice)
+                if choice != found.choice and loss <= self.within:
+                    yield self.weighed(step_s, loss, choice)
 
     # ---- local improvement
 

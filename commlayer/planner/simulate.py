@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from commlayer.planner import fuse
 from commlayer.planner.costs import Prices
@@ -47,11 +48,11 @@ class Timeline(Record, frozen=True):
 
 def simulate(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
-    prices: Prices | None = None,
+    prices: Prices | None = None, spans: bool = True,
 ) -> Timeline:
     """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them.
 
-    `prices`: of the cluster with the plan's servers, where they are at hand.
+    `prices`: of the cluster with the plan's servers, where they are at hand. Without `spans` it knows buckets alone.
     """
     problem, templates, paces = _lay_out(plan, job, cluster, profile, policy, prices)
     step_s, starts, ends = schedule(problem).trace([0] * len(templates))
@@ -60,20 +61,23 @@ def simulate(
     if problem.steps > 1:
         # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
         at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(templates))
-    order = [
-        (b, step.op, lanes, nbytes) for b in problem.order for step, lanes, nbytes
-        in zip(templates[b].steps, templates[b].shape.lanes, templates[b].sent(plan.buckets[b].numel), strict=True)
-    ]
-    spans = tuple([
-        Span(b, op, lanes, start_s - begun, end_s - begun, nbytes)
-        for (b, op, lanes, nbytes), start_s, end_s in zip(order, starts[at:], ends[at:], strict=False)
-    ])
+    times = iter(zip(starts[at:], ends[at:], strict=True))
     ready = [max(p.ready_s[b] for p in paces) for b in range(len(templates))]
     done = list(ready)
-    for span in spans:
-        done[span.bucket] = max(done[span.bucket], span.end_s)
+    made = []
+    for b in problem.order:
+        each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, len(templates[b].steps))]
+        done[b] = max([done[b], *[end_s for _, end_s in each]])
+        made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
     compute_s = max(p.work_s for p in paces) + problem.tail
-    return Timeline(step_s, compute_s, tuple(ready), tuple(done), spans)
+    return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(made))
+
+
+def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, float]]) -> list[Span]:
+    return [
+        Span(b, step.op, lanes, start_s, end_s, nbytes) for step, lanes, nbytes, (start_s, end_s)
+        in zip(template.steps, template.shape.lanes, template.sent(numel), times, strict=True)
+    ]
 
 
 def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:

@@ -54,7 +54,8 @@ class Ways:
         kept: dict[int, list[float]] = {}
         for _, level in sorted(levels.items()):
             prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
-            best = {min(level, key=lambda o: (prices[o][i], sum(prices[o]), o)) for i in range(len(prices[level[0]]))}
+            ranked = sorted(level, key=lambda option: sum(prices[option]))
+            best = {min(ranked, key=lambda option: prices[option][i]) for i in range(len(prices[level[0]]))}
             for option in sorted(best):
                 if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
                     kept[option] = prices[option]
