@@ -24,7 +24,7 @@ from commlayer.planner.espresso_cases import run as espresso
 from commlayer.planner.jobs import builtin
 from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.option import DENSE
-from commlayer.planner.problem import Load, Pace, flatten
+from commlayer.planner.problem import Pace, flatten, load_of
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import Space, search
 from commlayer.planner.select import plan
@@ -140,7 +140,7 @@ def _gap(seed: int) -> tuple[float, float]:
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
     made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     paces = tuple(Pace(group.name, ready, work_s) for group in prices.groups)
-    steps = schedule(flatten([Load(each) for each in made], paces, tail_s=0.001))
+    steps = schedule(flatten([load_of(each) for each in made], paces, tail_s=0.001))
     loss = [[ways.losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     burden = [[sum(way.seconds) for way in each] for each in made]
     everything = set(range(len(sizes)))

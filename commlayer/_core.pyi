@@ -205,5 +205,5 @@ class Schedule:
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
         """Seconds of a step, then starts and ends by instance."""
 
-    def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
+    def sweep(self, choice: list[int], buckets: list[int], limit: float, now_s: float = ...) -> list[float]:
         """Seconds of a step with each option in turn for all these buckets; infinity where it is sure to be above limit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.problem import Pace, Problem, flatten, load_of, way
 
 ALONE = ("compute:a", "cpu:a", "compute:b", "cpu:b", "server:0")
 SHARED = ("up:a", "down:a", "up:b", "down:b", "intra:a")
@@ -35,7 +35,7 @@ def random_problem(seed: int, buckets: int = 0) -> Problem:
     rng = random.Random(seed)
     buckets = buckets or rng.randint(1, 8)
     loads = [
-        Load(tuple(way(random_tasks(rng)) for _ in range(rng.randint(1, 4))), rng.choice((0.0, rng.random())),
+        load_of(tuple(way(random_tasks(rng)) for _ in range(rng.randint(1, 4))), rng.choice((0.0, rng.random())),
              rng.random() < 0.2)
         for _ in range(buckets)
     ]

@@ -14,7 +14,7 @@ from fuzz_build import NATIVE, SANITIZE
 from schedule_kit import chain, one_node, random_problem
 
 from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Problem, flatten, way
+from commlayer.planner.problem import Problem, flatten, load_of, way
 from commlayer.planner.schedule import PortableSchedule
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -84,6 +84,6 @@ def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
 
 def test_a_circle_of_tasks_ends_with_an_error(driver: Path) -> None:
     circle = (Task((("up:a", 1.0),), (1,)), Task((("up:a", 1.0),), (0,)))
-    problem = flatten([Load((way(circle), way(chain(("up:a", 1.0)))))], one_node((0.0,), 0.0))
+    problem = flatten([load_of((way(circle), way(chain(("up:a", 1.0)))))], one_node((0.0,), 0.0))
     (bad, *_), (good, *_) = answers(driver, [*fields(problem), line("run", [0]), line("run", [1])])
     assert bad < 0 < good

@@ -15,8 +15,10 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.jobs import builtin
 from commlayer.planner.layout import Layout
 from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.problem import Load, load_of
 from commlayer.planner.select import Hosts, host_sets, plan
 from commlayer.planner.simulate import exact_s
+from commlayer.planner.stack import alone_s, busy_s, stack
 from commlayer.planner.ways import Ways
 
 CLUSTERS = {
@@ -54,9 +56,12 @@ def test_many_sizes_at_once_are_priced_as_each_by_itself(name: str) -> None:
     machines = CLUSTERS[name]
     ways = ways_of(machines, inputs_of(machines), host_sets(machines)[0])
     sizes = [1, 1000, 123_457, 1 << 24]
-    for option in range(len(ways.options)):
-        template = ways.template(option)
-        assert template.ways(np.array(sizes, float)) == [template.way(size) for size in sizes]
+    templates = [ways.template(option) for option in range(len(ways.options))]
+    stacked = stack(templates, np.array(sizes, float))
+    for i, size in enumerate(sizes):
+        each = [template.way(size) for template in templates]
+        assert Load(stacked.shapes, stacked.seconds[i], stacked.latency[i]) == load_of(each)
+        assert stacked.held_s[i] == [sum(way.seconds) for way in each]
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -66,7 +71,7 @@ def test_what_is_left_out_is_beaten_on_every_lane(name: str) -> None:
     sizes = np.array([2.0**19, 2.0**20])
     kept = ways.unbeaten(1 << 19, 1 << 20)
     every = range(len(ways.options))
-    priced = [(ways.template(o).busy_s(sizes), ways.template(o).alone_s(sizes), ways.losses[o]) for o in every]
+    priced = [(busy_s(ways.template(o), sizes), alone_s(ways.template(o), sizes), ways.losses[o]) for o in every]
     zero = np.zeros(2)
 
     def beats(a: int, b: int) -> bool:

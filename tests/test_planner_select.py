@@ -22,7 +22,7 @@ from commlayer.planner.lint import lint
 from commlayer.planner.lower import lower
 from commlayer.planner.model import Cluster, Line, Link, Policy
 from commlayer.planner.option import DENSE
-from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.problem import Pace, Problem, flatten, load_of, way
 from commlayer.planner.schedule import PortableSchedule, schedule
 from commlayer.planner.search import Space, search
 from commlayer.planner.select import plan
@@ -37,7 +37,7 @@ def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]
     """Up to four buckets with up to six options: dense and fast ones with a loss, on one node's lanes."""
     rng = random.Random(seed)
     n = rng.randint(1, 4)
-    loads, loss = [], []
+    choices, loss = [], []
     for _ in range(n):
         sent = rng.uniform(0.2, 2.0)
         ways = [way(chain(("up:a", sent), ("down:a", sent)))]
@@ -47,12 +47,12 @@ def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]
             ratio, code = rng.uniform(0.05, 0.8), rng.uniform(0.05, 0.8)
             ways.append(way(chain((lane, code), ("up:a", sent * ratio), ("down:a", sent * ratio), (lane, code / 2))))
             losses.append(rng.uniform(0.1, 1.0))
-        loads.append(Load(tuple(ways)))
+        choices.append(ways)
         loss.append(losses)
     ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
-    problem = flatten(loads, (Pace("a", ready, 3.0),))
+    problem = flatten([load_of(ways) for ways in choices], (Pace("a", ready, 3.0),))
     made = schedule(problem)
-    burden = [[sum(w.seconds) for w in each.ways] for each in loads]
+    burden = [[sum(w.seconds) for w in ways] for ways in choices]
     space = Space(made, loss, burden, lambda choice: set(range(n)), [[b] for b in range(n)], 1.0 if budget else 1e9)
     return space, problem, [len(each) for each in loss]
 

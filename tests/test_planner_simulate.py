@@ -13,14 +13,14 @@ from schedule_kit import chain, one_node, random_problem
 from commlayer.native import core
 from commlayer.planner.critical import critical
 from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.problem import Load, Pace, Problem, flatten, load_of, way
 from commlayer.planner.schedule import PortableSchedule, schedule
 
 LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
 
 
 def load(*tasks: Task, urgency: float = 0.0, stale: bool = False) -> Load:
-    return Load((way(tasks),), urgency, stale)
+    return load_of((way(tasks),), urgency, stale)
 
 
 def times(problem: Problem) -> tuple[float, list[tuple[float, float]]]:
@@ -230,7 +230,8 @@ def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
     for mine, other in ((ours[1], theirs[1]), (ours[2], theirs[2])):
         assert [None if math.isnan(t) else t for t in mine] == [None if math.isnan(t) else t for t in other]
     limit = ours[0] * rng.choice((0.5, 1.0, 2.0))
-    for mine, other in zip(native.sweep(choice, [0], limit), twin.sweep(choice, [0], limit), strict=True):
+    swept = native.sweep(choice, [0], limit, rng.choice((math.nan, ours[0])))
+    for mine, other in zip(swept, twin.sweep(choice, [0], limit), strict=True):
         assert mine == other or (mine == math.inf and other > limit * (1 - 1e-8))
 
 

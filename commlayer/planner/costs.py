@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer.planner.groups import Group, fold
 from commlayer.planner.model import Cluster, CodecCost, Line, Node, Profile, Task
 from commlayer.planner.paths import CODING, Path, parse
+from commlayer.planner.template import Template, template
 from commlayer.planner.walk import Coded, Step, Walk
 
 WRAPPER = "error_feedback("
@@ -26,18 +26,6 @@ def bare(codec: str) -> str:
     'topk(ratio=0.01)'
     """
     return codec[len(WRAPPER) : -1] if codec.startswith(WRAPPER) and codec.endswith(")") else codec
-
-
-class _Flat(NamedTuple):
-    """A Step as plain numbers: what a bucket's price is computed from."""
-
-    lanes: tuple[tuple[str, float, float], ...]
-    after: tuple[int, ...]
-    latency_floor_s: float
-    latency_slope_s: float
-    op: str
-    nbytes_floor: float
-    nbytes_slope: float
 
 
 class Prices:
@@ -58,7 +46,7 @@ class Prices:
         _check(self.groups)
         self._costs = {(c.codec, c.device): c for c in profile.codecs}
         self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]
-        self._walked: dict[object, tuple[_Flat, ...]] = {}
+        self._templates: dict[object, Template] = {}
         self._steps: dict[object, tuple[Step, ...]] = {}
         self._widest = max(group.node.ranks for group in self.groups)
 
@@ -67,18 +55,23 @@ class Prices:
         by_node: tuple[str, ...] = (),
     ) -> tuple[Task, ...]:
         """The work of one bucket. `down` and `by_node` as in a Bucket; `server` counts through the hosts."""
-        key = (path, codec, server, owner, down, by_node)
-        flat = self._walked.get(key)
-        if flat is None:
-            flat = self._walked[key] = tuple(_flat(step) for step in self.steps(path, codec, server, owner, down, by_node))
+        made = self.template(path, codec, server, owner, down, by_node)
+        way = made.way(numel)
+        seconds = iter(way.seconds)
         return tuple([
-            Task(
-                ((lanes[0][0], lanes[0][1] + lanes[0][2] * numel),) if len(lanes) == 1
-                else tuple([(lane, a + b * numel) for lane, a, b in lanes]),
-                after, la + lb * numel, op, int(na + nb * numel + 0.5),
-            )
-            for lanes, after, la, lb, op, na, nb in flat
+            Task(tuple([(lane, next(seconds)) for lane in lanes]), step.after, latency_s, step.op, nbytes)
+            for step, lanes, latency_s, nbytes in zip(made.steps, way.shape.lanes, way.latency, made.sent(numel), strict=True)
         ])
+
+    def template(
+        self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
+    ) -> Template:
+        """The same for every size."""
+        key = (path, codec, server, owner, down, by_node)
+        made = self._templates.get(key)
+        if made is None:
+            made = self._templates[key] = template(self.steps(*key))
+        return made
 
     def steps(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
@@ -99,13 +92,16 @@ class Prices:
         served = any(op.name == "push" for op in ops)
         devices = sorted({op.where for op in ops if op.name in CODING})
         codecs = self._codecs(codec, by_node)
-        coded = []
-        for group, name in zip(self.groups, codecs, strict=True):
-            up = {device: self.cost(name, device, group.node) for device in devices} if group.workers else {}
-            back = {d: self.cost(down, d, group.node) for d in devices} if down and group.workers else up
+        kinds = [(name, group.node.device, group.workers > 0) for group, name in zip(self.groups, codecs, strict=True)]
+        nodes = dict(zip(kinds, [group.node for group in self.groups], strict=True))
+        made: dict[tuple[str, str, bool], Coded] = {}
+        for (name, device, works), node in nodes.items():
+            up = {d: self.cost(name, d, node) for d in devices} if works else {}
+            back = {d: self.cost(down, d, node) for d in devices} if down and works else up
             if served:
-                up = {**up, "server": self.cost(name, "cpu", group.node)}
-            coded.append(Coded(up, back))
+                up = {**up, "server": self.cost(name, "cpu", node)}
+            made[name, device, works] = Coded(up, back)
+        coded = [made[kind] for kind in kinds]
         emit, hosts = None, {}
         if served:
             hosts = self._served_by(server)
@@ -161,13 +157,6 @@ def _measured_inside(cluster: Cluster, inside: Line) -> Cluster:
         return cluster
     nodes = (structs.replace(n, intra_bps=8 / inside.slope_s, intra_alpha_s=inside.floor_s) for n in cluster.nodes)
     return structs.replace(cluster, nodes=tuple(nodes))
-
-
-def _flat(step: Step) -> _Flat:
-    return _Flat(
-        tuple((lane, line.floor_s, line.slope_s) for lane, line in step.lanes), step.after,
-        step.latency.floor_s, step.latency.slope_s, step.op, step.nbytes.floor_s, step.nbytes.slope_s,
-    )
 
 
 _LIMITS: tuple[tuple[str, Callable[[Node], float], bool], ...] = (

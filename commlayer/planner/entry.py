@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from commlayer.planner import fuse
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
 from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
-from commlayer.planner.layout import Kind, Layout
+from commlayer.planner.layout import Kind, Layout, Piece
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
 from commlayer.planner.placement import assign
-from commlayer.planner.problem import Load, Problem, Way, flatten
+from commlayer.planner.problem import Load, Problem, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
-from commlayer.planner.simulate import pace, tail, urgent
+from commlayer.planner.simulate import pace, tail
+from commlayer.planner.stack import alone_s, stack
 from commlayer.planner.ways import Ways, free
-from commlayer.records import Bucket, Job, Plan, Slice, Timing
+from commlayer.records import Bucket, Job, Plan, Timing
+
+K = TypeVar("K")
 
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
@@ -52,7 +54,7 @@ class Part(NamedTuple):
 
     origin: int
     """The bucket that was searched, of which this is all or a part."""
-    slices: tuple[Slice, ...]
+    piece: Piece
     option: int
     server: int
     owner: int
@@ -142,11 +144,9 @@ class Entry:
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return found.step_s
         parts = self.parts(found)
-        made = [
-            [placed.template(part.option, part.server, part.owner).way(sum(s.numel for s in part.slices))] for part in parts
-        ]
-        urgencies = [urgent(self.inputs.timing, part.slices) for part in parts]
-        problem = self._problem(placed, made, [part.slices for part in parts], urgencies)
+        pieces = [part.piece for part in parts]
+        loads, _ = _loads(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
+        problem = self._problem(placed, loads, pieces)
         return schedule(problem).run([0] * len(parts))
 
     def emit(self) -> Plan:
@@ -155,8 +155,8 @@ class Entry:
         buckets = []
         for i, part in enumerate(parts):
             option = self.options[part.option]
-            buckets.append(Bucket(i, part.slices, option.path, option.codec, part.server, part.owner,
-                                  shape_of(job, part.slices), option.down, option.by_node))
+            buckets.append(Bucket(i, part.piece.slices, option.path, option.codec, part.server, part.owner,
+                                  shape_of(job, part.piece.slices), option.down, option.by_node))
         served = any(self.options[part.option].served for part in parts)
         return Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
@@ -167,17 +167,16 @@ class Entry:
         What was priced as spread over all servers is cut into as many parts, so that each has its own.
         """
         made, bound_for = [], self.ways.prices.spread
-        for b, (group, size) in enumerate(zip(self.layout.groups, self.layout.sizes, strict=True)):
+        for b, size in enumerate(self.layout.sizes):
             option = self.useful[b][found.choice[b]]
             parts = min(len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES) if self.options[option].served else 1
             each = self.fitted and parts == len(self.hosts)
-            edges = [size * i // parts for i in range(parts + 1)] if parts > 1 else []
-            if each:
-                edges = [0, *(int(size * ends) for ends in accumulate(bound_for[:-1])), size]
-            cut = [fuse.between(group, start, stop) for start, stop in pairwise(edges)] or [group]
-            made += [Part(b, slices, option, host if each else ANY, 0) for host, slices in enumerate(cut)]
+            even = [size * i // parts for i in range(1, parts)]
+            ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even
+            made += [Part(b, piece, option, host if each else ANY, 0)
+                     for host, piece in enumerate(self.layout.cut(b, tuple(ends)))]
         served = [i for i, part in enumerate(made) if self.options[part.option].served]
-        weights = {i: sum(s.numel for s in made[i].slices) for i in served}
+        weights = {i: made[i].piece.numel for i in served}
         for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
             made[i] = made[i]._replace(owner=owner)
         free = [i for i in served if made[i].server == ANY]
@@ -208,12 +207,12 @@ class Entry:
 
     def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
         sizes, total = self.layout.sizes, sum(self.layout.sizes)
-        made = _made(ways, useful, sizes)
+        loads, held_s = _loads(ways, [[(option, 0, 0) for option in mine] for mine in useful], self.layout.pieces)
         loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, sizes, strict=True)]
         codes = [CODES * (option.codec != DENSE) for option in self.options]
-        burden = [[sum(way.seconds) + codes[o] for o, way in zip(mine, each, strict=True)]
-                  for mine, each in zip(useful, made, strict=True)]
-        problem = self._problem(ways, made, self.layout.groups, self.layout.urgencies)
+        burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
+                  for mine, each in zip(useful, held_s, strict=True)]
+        problem = self._problem(ways, loads, self.layout.pieces)
         made_schedule = schedule(problem)
 
         def held_up(choice: Sequence[int]) -> set[int]:
@@ -227,38 +226,40 @@ class Entry:
         """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
         job, timing = self.inputs.job, self.inputs.timing
         nodes = self.ways.prices.groups
-        paces = pace(job, timing, self.layout.groups, nodes, self.local_steps)
+        paces = pace(job, timing, [piece.slices for piece in self.layout.pieces], nodes, self.local_steps)
         ends = [max(each.work_s for each in paces)]
         for options, buckets in _alike(self.useful):
             numels = np.array([float(self.layout.sizes[b]) for b in buckets])
-            alone = np.min([self.ways.template(option).alone_s(numels) for option in options], axis=0)
+            alone = np.min([alone_s(self.ways.template(option), numels) for option in options], axis=0)
             ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
         return max(ends) + tail(timing, nodes, self.local_steps)
 
-    def _problem(
-        self, ways: Ways, made: Sequence[Sequence[Way]], groups: Sequence[tuple[Slice, ...]], urgencies: Sequence[float],
-    ) -> Problem:
+    def _problem(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Problem:
         job, timing, _, _, policy = self.inputs
         nodes = ways.prices.groups
-        loads = [Load(each, urgency) for each, urgency in zip(made, urgencies, strict=True)]
-        return flatten(loads, pace(job, timing, groups, nodes, self.local_steps),
+        return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.local_steps),
                        tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
 
 
-def _made(ways: Ways, useful: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Way]]:
-    """By bucket, then by option; those of buckets with the same options are worked out together."""
-    made: list[list[Way]] = [[] for _ in useful]
+def _loads(
+    ways: Ways, useful: Sequence[Sequence[tuple[int, int, int]]], pieces: Sequence[Piece],
+) -> tuple[list[Load], list[list[float]]]:
+    """By bucket, and the seconds on lanes of each of its options; those with the same options are priced together.
+
+    What is useful is an option with a server and an owner.
+    """
+    made: dict[int, tuple[Load, list[float]]] = {}
     for options, buckets in _alike(useful):
-        numels = np.array([float(sizes[b]) for b in buckets])
-        columns = [ways.template(option).ways(numels) for option in options]
-        for b, each in zip(buckets, zip(*columns, strict=True), strict=True):
-            made[b] = list(each)
-    return made
+        stacked = stack([ways.template(*option) for option in options], np.array([float(pieces[b].numel) for b in buckets]))
+        for b, seconds, latency, held_s in zip(buckets, stacked.seconds, stacked.latency, stacked.held_s, strict=True):
+            made[b] = Load(stacked.shapes, seconds, latency, pieces[b].urgency), held_s
+    loads, held = zip(*[made[b] for b in range(len(pieces))], strict=True) if pieces else ((), ())
+    return list(loads), list(held)
 
 
-def _alike(useful: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+def _alike(useful: Sequence[Sequence[K]]) -> list[tuple[tuple[K, ...], list[int]]]:
     """Buckets by their options."""
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[K, ...], list[int]] = {}
     for b, mine in enumerate(useful):
         alike.setdefault(tuple(mine), []).append(b)
     return list(alike.items())

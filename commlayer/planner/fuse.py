@@ -47,10 +47,13 @@ def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...
     found = []
     at = 0
     for part in group:
-        first, last = max(start - at, 0), min(stop - at, part.numel)
+        numel = part.stop - part.start
+        first, last = max(start - at, 0), min(stop - at, numel)
         if first < last:
             found.append(Slice(part.tensor, part.start + first, part.start + last))
-        at += part.numel
+        at += numel
+        if at >= stop:
+            break
     return tuple(found)
 
 

@@ -8,7 +8,11 @@ ZERO = Line(0.0)
 
 
 def plus(*lines: Line) -> Line:
-    return Line(sum(x.floor_s for x in lines), sum(x.slope_s for x in lines))
+    floor_s = slope_s = 0.0
+    for line in lines:
+        floor_s += line.floor_s
+        slope_s += line.slope_s
+    return Line(floor_s, slope_s)
 
 
 def times(line: Line, factor: float) -> Line:

@@ -8,6 +8,7 @@ Whether a collective carries floats or payloads follows from what stands before 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 Scope = Literal["all", "node", "net"]
@@ -46,6 +47,7 @@ def spell(path: Path) -> str:
     return " ".join(map(str, path))
 
 
+@lru_cache(maxsize=1024)
 def parse(text: str, ranks_per_node: int = 1) -> Path:
     """The path that `text` spells, short names included."""
     if text == "service" and ranks_per_node > 1:

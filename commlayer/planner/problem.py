@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from commlayer.planner.model import Task
+
+T = TypeVar("T")
 
 COMPUTE = "compute"
 """The lane of a node's gradients: "compute:NODE". What else runs there delays them."""
@@ -44,9 +46,11 @@ class Way(NamedTuple):
 
 
 class Load(NamedTuple):
-    """One bucket and the ways in which it could be sent."""
+    """One bucket and the ways in which it could be sent: their shapes, and their numbers one way after the other."""
 
-    ways: Sequence[Way]
+    shapes: Sequence[Shape]
+    seconds: Sequence[float]
+    latency: Sequence[float]
     urgency: float = 0.0
     """The smaller, the sooner it goes where several wait: when the next forward pass needs it."""
     stale: bool = False
@@ -86,6 +90,11 @@ class Problem(NamedTuple):
         return len(self.order)
 
 
+def load_of(ways: Sequence[Way], urgency: float = 0.0, stale: bool = False) -> Load:
+    return Load(tuple([way.shape for way in ways]), _chained([way.seconds for way in ways]),
+                _chained([way.latency for way in ways]), urgency, stale)
+
+
 def way(tasks: Sequence[Task]) -> Way:
     """
     >>> way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
@@ -107,22 +116,26 @@ class _Placed(Protocol):
 
 
 def shape_of(tasks: Sequence[_Placed]) -> Shape:
-    lanes = tuple(tuple(lane for lane, _ in task.lanes) for task in tasks)
-    ops = tuple(task.op if on and _shared(on[0]) else "" for task, on in zip(tasks, lanes, strict=True))
-    return Shape(lanes, tuple(task.after for task in tasks), ops)
+    lanes = tuple([tuple([lane for lane, _ in task.lanes]) for task in tasks])
+    ops = tuple([task.op if on and _shared(on[0]) else "" for task, on in zip(tasks, lanes, strict=True)])
+    return Shape(lanes, tuple([task.after for task in tasks]), ops)
 
 
 def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0, priority: bool = True) -> Problem:
     """Everything that a simulation needs, for any choice among the ways."""
-    ways = [way for load in loads for way in load.ways]
-    distinct = list(dict.fromkeys(way.shape for way in ways))
+    # Buckets that are cut from one model share the shapes of few options.
+    shapes = {id(shape): shape for load in loads for shape in load.shapes}
+    distinct = list(dict.fromkeys(shapes.values()))
     lanes = sorted({lane for shape in distinct for lane in chain.from_iterable(shape.lanes)})
     number = {lane: i for i, lane in enumerate(lanes)}
     node_of = {pace.node: i for i, pace in enumerate(paces)}
     owner = [_owner(lane, node_of) for lane in lanes]
     lines: dict[Line, int] = {}
     flat = {shape: _flat(shape, number, lines, owner, len(paces)) for shape in distinct}
-    flats = [flat[way.shape] for way in ways]
+    of_shape = {key: flat[shape] for key, shape in shapes.items()}
+    alike = [tuple(map(id, load.shapes)) for load in loads]
+    of_load = {keys: _joined([of_shape[key] for key in keys]) for keys in set(alike)}
+    all_of = _joined([of_load[keys] for keys in alike])
     buckets = range(len(loads))
     stale = [int(load.stale) for load in loads]
     return Problem(
@@ -132,24 +145,26 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
         order=sorted(buckets, key=lambda b: loads[b].urgency), stale=stale,
         lane_node=[owner[i] if lane.startswith(COMPUTE) else -1 for i, lane in enumerate(lanes)],
         lane_shared=[int(_shared(lane)) for lane in lanes], tail=tail_s,
-        bucket_options=_edges(len(load.ways) for load in loads), option_tasks=_edges(len(f.need) for f in flats),
+        bucket_options=_edges(map(len, alike)), option_tasks=_edges(all_of.tasks),
         line_lanes=_edges(len(on) for _, on in lines), line_lane=[number[lane] for _, on in lines for lane in on],
-        task_line=[i for f in flats for i in f.line], task_seconds=_edges(n for f in flats for n in f.held),
-        seconds=[s for way in ways for s in way.seconds], latency=[s for way in ways for s in way.latency],
-        need=[n for f in flats for n in f.need],
-        task_next=_edges(n for f in flats for n in f.followed), next=[i for f in flats for i in f.next],
-        task_gates=_edges(n for f in flats for n in f.gated), gate=[i for f in flats for i in f.gate],
-        most_tasks=sum(max(len(way.shape.after) for way in load.ways) for load in loads),
+        task_line=all_of.line, task_seconds=_edges(all_of.held),
+        seconds=_chained([load.seconds for load in loads]), latency=_chained([load.latency for load in loads]),
+        need=all_of.need, task_next=_edges(all_of.followed), next=all_of.next,
+        task_gates=_edges(all_of.gated), gate=all_of.gate,
+        most_tasks=sum(max(of_load[keys].tasks) for keys in alike),
     )
-
 
 Line = tuple[str, tuple[str, ...]]
 """What goes over it and its lanes."""
 
 
 class _Flat(NamedTuple):
-    """A shape with lines and nodes by number; held, followed and gated count what each task has in seconds, next and gate."""
+    """Shapes in a row, with lines and nodes by number.
 
+    `tasks` counts those of each shape; held, followed and gated count what each task has in seconds, next and gate.
+    """
+
+    tasks: list[int]
     held: list[int]
     line: list[int]
     need: list[int]
@@ -166,10 +181,9 @@ def _flat(shape: Shape, number: dict[str, int], lines: dict[Line, int], owner: l
         for before in after:
             next_of[before].append(place)
         # A first task waits for the gradients of the nodes whose lanes it holds; a task on no node's lane for all of them.
-        mine = sorted({owner[number[lane]] for lane in lanes} - {-1}) or list(range(nodes))
-        gates.append([] if after else mine)
+        gates.append([] if after else sorted({owner[number[lane]] for lane in lanes} - {-1}) or list(range(nodes)))
     return _Flat(
-        held=[len(lanes) for lanes in shape.lanes],
+        tasks=[len(shape.after)], held=[len(lanes) for lanes in shape.lanes],
         line=[_line(op, lanes, lines) for op, lanes in zip(shape.ops, shape.lanes, strict=True)],
         need=[len(after) + len(gate) for after, gate in zip(shape.after, gates, strict=True)],
         followed=[len(each) for each in next_of], next=[place for each in next_of for place in each],
@@ -177,24 +191,36 @@ def _flat(shape: Shape, number: dict[str, int], lines: dict[Line, int], owner: l
     )
 
 
+def _joined(flats: Sequence[_Flat]) -> _Flat:
+    return _Flat(*[_chained([flat[field] for flat in flats]) for field in range(len(_Flat._fields))])
+
+
 def _line(op: str, lanes: tuple[str, ...], lines: dict[Line, int]) -> int:
     """By number; what goes one after the other. A connection is an op between the same ends."""
-    if not lanes:
-        return -1
+    if not lanes or (op, lanes) in lines:
+        return lines.get((op, lanes), -1)
     shared = [_shared(lane) for lane in lanes]
     if not all(shared) and len(lanes) > 1:
         raise ValueError(f"task {op or lanes}: lanes {', '.join(lanes)} together, allowed: one, or any of {', '.join(SHARED)}")
-    return lines.setdefault((op, lanes), len(lines))
+    lines[op, lanes] = len(lines)
+    return lines[op, lanes]
+
+
+_SHARED = tuple(f"{kind}:" for kind in SHARED)
 
 
 def _shared(lane: str) -> bool:
-    return lane.partition(":")[0] in SHARED
+    return lane.startswith(_SHARED)
 
 
 def _owner(lane: str, node_of: dict[str, int]) -> int:
     """The node of "KIND:NODE" or "KIND:NODE.OWNER"; -1 where it computes nothing."""
     name = lane.partition(":")[2]
     return node_of.get(name, node_of.get(name.rpartition(".")[0], -1))
+
+
+def _chained(lists: Iterable[Sequence[T]]) -> list[T]:
+    return list(chain.from_iterable(lists))
 
 
 def _edges(counts: Iterable[int]) -> list[int]:

@@ -21,7 +21,9 @@ SAME = 1e-6
 def explained(plan: Plan, entry: Entry) -> Plan:
     """The same plan with its predictions."""
     job, _, cluster, profile, policy = entry.inputs
-    timeline = simulate(plan, job, cluster, profile, policy)
+    placed = entry.ways.placed.prices
+    timeline = simulate(plan, job, cluster, profile, policy, spans=False,
+                        prices=placed if placed.hosts == plan.hosts else None)
     step_s = per_step(timeline, plan.local_steps)
     bound_s = min(step_s, entry.bound_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
@@ -48,7 +50,8 @@ class Verdict(NamedTuple):
 
 def _verdict(b: int, entry: Entry) -> Verdict:
     mine, now = entry.useful[b], entry.found.choice[b]
-    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], LOOKED_AT * entry.found.step_s)
+    found = entry.found
+    steps = entry.space.schedule.sweep(list(found.choice), [b], LOOKED_AT * found.step_s, found.step_s)
     others = [(s, o) for o, s in enumerate(steps) if o != now and s < math.inf]
     runner_s, runner = min(others, default=(steps[now], -1))
     dense = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec == DENSE]

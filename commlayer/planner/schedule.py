@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,8 +19,11 @@ class Schedule(Protocol):
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
         """Also when each task starts and ends, by step and then by task in the order of buckets."""
 
-    def sweep(self, choice: list[int], buckets: list[int], limit: float) -> list[float]:
-        """Seconds with each option in turn for all these buckets, which have equally many; infinity if above `limit`."""
+    def sweep(self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan) -> list[float]:
+        """Seconds with each option in turn for all these buckets, which have equally many; infinity if above `limit`.
+
+        `now_s`: what the choice takes as it is, if that is known.
+        """
 
 
 class PortableSchedule:
@@ -36,8 +40,10 @@ class PortableSchedule:
         step_s = twin.run()
         return step_s, twin.start, twin.end
 
-    def sweep(self, choice: Sequence[int], buckets: Sequence[int], limit: float) -> list[float]:
-        del limit
+    def sweep(
+        self, choice: Sequence[int], buckets: Sequence[int], limit: float, now_s: float = math.nan,
+    ) -> list[float]:
+        del limit, now_s
         edges = self.problem.bucket_options
         changed = list(choice)
         found = []

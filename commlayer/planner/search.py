@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
+from operator import getitem
 from typing import NamedTuple
 
 from commlayer.planner.schedule import Schedule
@@ -112,11 +113,16 @@ class _Search:
         return self.found(self.space.schedule.run(list(choice)), choice)
 
     def found(self, step_s: float, choice: tuple[int, ...]) -> Found:
-        loss = sum(self.space.loss[b][o] for b, o in enumerate(choice))
-        return Found(step_s, loss, sum(self.space.burden[b][o] for b, o in enumerate(choice)), choice)
+        return self.weighed(step_s, self.loss(choice), choice)
+
+    def weighed(self, step_s: float, loss: float, choice: tuple[int, ...]) -> Found:
+        return Found(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice)
+
+    def loss(self, choice: Sequence[int]) -> float:
+        return sum(map(getitem, self.space.loss, choice))
 
     def allowed(self, choice: Sequence[int]) -> bool:
-        return sum(self.space.loss[b][o] for b, o in enumerate(choice)) <= self.within
+        return self.loss(choice) <= self.within
 
     def keep(self, found: Found, choice: tuple[int, ...]) -> Found:
         """The better of the two, where the other is within the budget."""
@@ -159,12 +165,13 @@ class _Search:
 
     def swept(self, found: Found, buckets: Sequence[int], limit: float) -> Iterator[Found]:
         """With each option in turn for all these buckets, where the budget allows it and the step stays within the limit."""
-        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL))
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s)
         for option, step_s in enumerate(steps):
             if step_s <= limit * (1 + EQUAL):
                 choice = _with(found.choice, buckets, option)
-                if choice != found.choice and self.allowed(choice):
-                    yield self.found(step_s, choice)
+                loss = self.loss(choice)
+                if choice != found.choice and loss <= self.within:
+                    yield self.weighed(step_s, loss, choice)
 
     # ---- local improvement
 
@@ -194,7 +201,7 @@ class _Search:
             return found
         for a, b in combinations(self.every, 2):
             for option in range(self.counts[a]):
-                first = found._replace(choice=_with(found.choice, (a,), option))
+                first = found._replace(step_s=math.nan, choice=_with(found.choice, (a,), option))
                 for other in self.swept(first, (b,), found.step_s):
                     found = other if better(other, found) else found
         return found
@@ -205,7 +212,7 @@ class _Search:
             return found
         wanted = []
         for b in sorted(self.space.critical(found.choice)):
-            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s)):
+            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s, found.step_s)):
                 if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
                     wanted.append((step_s, b, option))
         for _, b, option in sorted(wanted)[: TAKERS if len(self.counts) > FEW else None]:
@@ -223,7 +230,7 @@ class _Search:
             offers = []
             for giver in givers[:GIVERS]:
                 losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
-                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s)):
+                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s, step_s)):
                     if losses[o] < now and other_s < found.step_s:
                         made = _with(choice, (giver,), o)
                         offers.append(((other_s - step_s) / (now - losses[o]), losses[o], other_s, made))

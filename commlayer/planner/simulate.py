@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from commlayer.planner import fuse
 from commlayer.planner.costs import Prices
 from commlayer.planner.groups import Group
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import Cluster, Policy, Profile, Task
-from commlayer.planner.problem import Load, Pace, Problem, flatten, way
+from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.problem import Pace, Problem, flatten, load_of
 from commlayer.planner.schedule import schedule
+from commlayer.planner.template import Template
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
 
@@ -44,47 +46,59 @@ class Timeline(Record, frozen=True):
         return self.step_s - self.compute_s
 
 
-def simulate(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Timeline:
-    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them."""
-    problem, tasks, paces = _lay_out(plan, job, cluster, profile, policy)
-    step_s, starts, ends = schedule(problem).trace([0] * len(tasks))
+def simulate(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    prices: Prices | None = None, spans: bool = True,
+) -> Timeline:
+    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them.
+
+    `prices`: of the cluster with the plan's servers, where they are at hand. Without `spans` it knows buckets alone.
+    """
+    problem, templates, paces = _lay_out(plan, job, cluster, profile, policy, prices)
+    step_s, starts, ends = schedule(problem).trace([0] * len(templates))
     total = len(starts) // problem.steps
     at, begun = 0, 0.0
     if problem.steps > 1:
         # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
-        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(tasks))
-    order = [(b, task) for b in problem.order for task in tasks[b]]
-    spans = tuple(
-        Span(b, task.op, tuple(lane for lane, _ in task.lanes), starts[at + i] - begun, ends[at + i] - begun, task.nbytes)
-        for i, (b, task) in enumerate(order)
-    )
-    ready = [max(p.ready_s[b] for p in paces) for b in range(len(tasks))]
+        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(templates))
+    times = iter(zip(starts[at:], ends[at:], strict=True))
+    ready = [max(p.ready_s[b] for p in paces) for b in range(len(templates))]
     done = list(ready)
-    for span in spans:
-        done[span.bucket] = max(done[span.bucket], span.end_s)
+    made = []
+    for b in problem.order:
+        each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, len(templates[b].steps))]
+        done[b] = max([done[b], *[end_s for _, end_s in each]])
+        made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
     compute_s = max(p.work_s for p in paces) + problem.tail
-    return Timeline(step_s, compute_s, tuple(ready), tuple(done), spans)
+    return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(made))
+
+
+def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, float]]) -> list[Span]:
+    return [
+        Span(b, step.op, lanes, start_s, end_s, nbytes) for step, lanes, nbytes, (start_s, end_s)
+        in zip(template.steps, template.shape.lanes, template.sent(numel), times, strict=True)
+    ]
 
 
 def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
     """Seconds of one step, without the timeline; of what an exchange costs, each of the steps that share it bears its part."""
-    problem, tasks, _ = _lay_out(plan, job, cluster, profile, policy)
-    return schedule(problem).run([0] * len(tasks)) / plan.local_steps
+    problem, templates, _ = _lay_out(plan, job, cluster, profile, policy)
+    return schedule(problem).run([0] * len(templates)) / plan.local_steps
 
 
 def _lay_out(
-    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
-) -> tuple[Problem, list[tuple[Task, ...]], tuple[Pace, ...]]:
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
+) -> tuple[Problem, list[Template], tuple[Pace, ...]]:
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    prices = Prices(cluster, profile, hosts_of(plan, cluster))
-    tasks = [bucket_tasks(prices, bucket) for bucket in plan.buckets]
+    prices = prices or Prices(cluster, profile, hosts_of(plan, cluster))
+    templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
     paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, plan.local_steps)
     loads = [
-        Load((way(each),), urgent(timing, bucket.slices), bucket.stale)
-        for each, bucket in zip(tasks, plan.buckets, strict=True)
+        load_of([each.way(bucket.numel)], urgent(timing, bucket.slices), bucket.stale)
+        for each, bucket in zip(templates, plan.buckets, strict=True)
     ]
     tail_s = tail(timing, prices.groups, plan.local_steps)
-    return flatten(loads, paces, tail_s=tail_s, priority=policy.priority), tasks, paces
+    return flatten(loads, paces, tail_s=tail_s, priority=policy.priority), templates, paces
 
 
 def per_step(timeline: Timeline, local_steps: int) -> float:
@@ -102,11 +116,10 @@ def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     return able[: plan.servers]
 
 
-def bucket_tasks(prices: Prices, bucket: Bucket) -> tuple[Task, ...]:
+def bucket_template(prices: Prices, bucket: Bucket) -> Template:
     """What the bucket's path costs; errors name the bucket."""
     try:
-        return prices.tasks(bucket.path, bucket.numel, bucket.codec, server=bucket.server, owner=bucket.owner,
-                            down=bucket.down, by_node=bucket.by_node)
+        return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
     except ValueError as error:
         raise ValueError(f"bucket {bucket.id}: {error}") from None
 

@@ -318,6 +318,6 @@ class Walk:
 
     def _way(self, g: int, copied: Line) -> Line:
         """One way between a node and the farthest host, and a payload's copy between the GPU and the socket."""
-        far_s = max(self.groups[h].node.link.alpha_s for h in self.hosts if h != g or self.groups[h].nodes > 1)
-        rounds = max((c.rounds for c in self.coded[g].up.values()), default=1)
+        far_s = max([self.groups[h].node.link.alpha_s for h in self.hosts if h != g or self.groups[h].nodes > 1])
+        rounds = max([c.rounds for c in self.coded[g].up.values()], default=1)
         return plus(Line((self.groups[g].node.link.alpha_s + far_s) * rounds), of(self.profile.copy, copied))

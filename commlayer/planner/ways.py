@@ -4,62 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.lines import ZERO
 from commlayer.planner.model import Profile
 from commlayer.planner.option import Option
-from commlayer.planner.problem import COMPUTE, Shape, Way, shape_of
-from commlayer.planner.walk import Step
+from commlayer.planner.problem import COMPUTE
+from commlayer.planner.stack import Reals, alone_s, busy_s, longest
+from commlayer.planner.template import Template
 
 EDGES = np.exp2(np.arange(32))
 """Elements at the ends of octaves of size."""
-
-Reals = npt.NDArray[np.float64]
-
-
-class Template(NamedTuple):
-    """An option's tasks for every size: a shape, floors and slopes."""
-
-    shape: Shape
-    seconds: tuple[tuple[float, float], ...]
-    latency: tuple[tuple[float, float], ...]
-    nbytes: float
-    """Per element, over all of its transfers on one node's links."""
-
-    def way(self, numel: int) -> Way:
-        return Way(self.shape, [a + b * numel for a, b in self.seconds], [a + b * numel for a, b in self.latency])
-
-    def ways(self, sizes: Reals) -> list[Way]:
-        """The same for many sizes at once."""
-        seconds, latency = _over(self.seconds, sizes).T.tolist(), _over(self.latency, sizes).T.tolist()
-        return [Way(self.shape, s, t) for s, t in zip(seconds, latency, strict=True)]
-
-    def alone_s(self, sizes: Reals) -> Reals:
-        """Seconds on idle lanes, where no task waits for another's lane."""
-        seconds, latency = _over(self.seconds, sizes), _over(self.latency, sizes)
-        zero = np.zeros(len(sizes))
-        ends: list[Reals] = []
-        at = 0
-        for lanes, after, late in zip(self.shape.lanes, self.shape.after, latency, strict=True):
-            begin = _longest([ends[i] for i in after], zero)
-            ends.append(begin + _longest(list(seconds[at : at + len(lanes)]), zero) + late)
-            at += len(lanes)
-        return _longest(ends, zero)
-
-    def busy_s(self, sizes: Reals) -> dict[str, Reals]:
-        """Seconds of each lane."""
-        busy: dict[str, Reals] = {}
-        lanes = (lane for lanes in self.shape.lanes for lane in lanes)
-        for lane, seconds in zip(lanes, _over(self.seconds, sizes), strict=True):
-            busy[lane] = busy[lane] + seconds if lane in busy else seconds
-        return busy
-
 
 class Ways:
     """Options by number, in one cluster with one set of servers."""
@@ -67,7 +25,6 @@ class Ways:
     def __init__(self, prices: Prices, options: Sequence[Option]) -> None:
         self.prices = prices
         self.options = tuple(options)
-        self._made: dict[tuple[int, int, int], Template] = {}
         self._useful: dict[tuple[int, int], list[int]] = {}
         self._unbeaten: dict[tuple[int, int], list[int]] = {}
         self._at_edges: dict[int, list[list[float]]] = {}
@@ -82,12 +39,8 @@ class Ways:
         return Ways(Prices(prices.cluster, prices.profile, prices.hosts), self.options) if prices.spread else self
 
     def template(self, option: int, server: int = 0, owner: int = 0) -> Template:
-        key = (option, server, owner)
-        made = self._made.get(key)
-        if made is None:
-            o = self.options[option]
-            made = self._made[key] = template(self.prices.steps(o.path, o.codec, server, owner, o.down, o.by_node))
-        return made
+        o = self.options[option]
+        return self.prices.template(o.path, o.codec, server, owner, o.down, o.by_node)
 
     def useful(self, least: int, most: int) -> list[int]:
         """A few options for sizes from `least` to `most` elements: of each level of loss those that are best in some respect.
@@ -102,7 +55,8 @@ class Ways:
         kept: dict[int, list[float]] = {}
         for _, level in sorted(levels.items()):
             prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
-            best = {min(level, key=lambda o: (prices[o][i], sum(prices[o]), o)) for i in range(len(prices[level[0]]))}
+            ranked = sorted(level, key=lambda option: sum(prices[option]))
+            best = {min(ranked, key=lambda option: prices[option][i]) for i in range(len(prices[level[0]]))}
             for option in sorted(best):
                 if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
                     kept[option] = prices[option]
@@ -114,14 +68,14 @@ class Ways:
         if (least, most) in self._unbeaten:
             return self._unbeaten[least, most]
         sizes = np.array([float(least), float(most)])
-        busy = [self.template(option).busy_s(sizes) for option in range(len(self.options))]
+        busy = [busy_s(self.template(option), sizes) for option in range(len(self.options))]
         lanes = sorted({lane for each in busy for lane in each})
         column = {lane: 2 * i for i, lane in enumerate(lanes)}
         weights = np.zeros((len(busy), 2 * len(lanes) + 3))
         for option, (row, each) in enumerate(zip(weights, busy, strict=True)):
             for lane, seconds in each.items():
                 row[column[lane] : column[lane] + 2] = seconds
-            row[-3:-1] = self.template(option).alone_s(sizes)
+            row[-3:-1] = alone_s(self.template(option), sizes)
             row[-1] = self.losses[option]
         kept: list[int] = []
         # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
@@ -141,40 +95,20 @@ class Ways:
 
 def _respects(template: Template, sizes: Reals) -> list[list[float]]:
     """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone. By size."""
-    busy = template.busy_s(sizes)
+    busy = busy_s(template, sizes)
     zero = np.zeros(len(sizes))
     of: dict[str, list[Reals]] = {}
     for lane, seconds in busy.items():
         of.setdefault(lane.partition(":")[0], []).append(seconds)
 
     def most(*kinds: str) -> Reals:
-        return _longest([seconds for kind in kinds for seconds in of.get(kind, ())], zero)
+        return longest([seconds for kind in kinds for seconds in of.get(kind, ())], zero)
 
-    alone, busiest = template.alone_s(sizes), _longest(list(busy.values()), zero)
+    alone, busiest = alone_s(template, sizes), longest(list(busy.values()), zero)
     links, gpu = most("up", "down", "intra"), most(COMPUTE)
     respects = [alone, busiest, alone + busiest, links, most("cpu", "server"), gpu + alone, gpu + links]
     found: list[list[float]] = np.stack(respects, axis=1).tolist()
     return found
-
-
-def _over(lines: tuple[tuple[float, float], ...], sizes: Reals) -> Reals:
-    """A row for each line, a column for each size."""
-    values = np.array(lines).reshape(-1, 2)
-    return values[:, :1] + values[:, 1:] * sizes
-
-
-def _longest(each: Sequence[Reals], zero: Reals) -> Reals:
-    found = zero
-    for seconds in each:
-        found = np.maximum(found, seconds)
-    return found
-
-
-def template(steps: Sequence[Step]) -> Template:
-    return Template(
-        shape_of(steps), tuple((line.floor_s, line.slope_s) for step in steps for _, line in step.lanes),
-        tuple((step.latency.floor_s, step.latency.slope_s) for step in steps), sum(step.nbytes.slope_s for step in steps),
-    )
 
 
 def _loss(option: Option, of: dict[str, float]) -> float:

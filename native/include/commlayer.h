@@ -264,8 +264,8 @@ int64_t cml_schedule_scratch(const cml_schedule* in); /* bytes, to be aligned to
  * bit for bit. CML_ERR_ARGUMENT as a double when the tasks of an option wait for one another in a circle. */
 double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end);
 /* out[j]: what cml_schedule_run gives if each of n >= 1 distinct `buckets`, which have equally many options, takes its option
- * j; infinity where that is sure to be above `limit`. choice is left as it was. */
-void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
+ * j; infinity where that is sure to be above `limit`. choice is left as it was; `now` is what it takes, NaN if not known. */
+void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit, double now,
                         void* scratch, double* out);
 
 #ifdef __cplusplus

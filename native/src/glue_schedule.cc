@@ -60,7 +60,7 @@ class Schedule {
     return nb::make_tuple(step_s, start, end);
   }
 
-  Reals sweep(Ints choice, const Ints& buckets, double limit) {
+  Reals sweep(Ints choice, const Ints& buckets, double limit, double now) {
     check(choice);
     if (buckets.empty()) wrong("buckets");
     below("buckets", buckets, 0, in_.buckets);
@@ -70,7 +70,7 @@ class Schedule {
     for (const int32_t b : buckets)
       if (options(b) != options(buckets[0])) wrong("buckets");
     Reals out(static_cast<size_t>(options(buckets[0])));
-    cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), limit, scratch_.data(), out.data());
+    cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), limit, now, scratch_.data(), out.data());
     for (const double step_s : out) told(step_s);
     return out;
   }
@@ -192,7 +192,7 @@ void bind_schedule(nb::module_& m) {
       .def(nb::init<nb::object>(), "problem"_a)
       .def("run", &Schedule::run, "choice"_a)
       .def("trace", &Schedule::trace, "choice"_a)
-      .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a);
+      .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a, "now_s"_a = std::nan(""));
 }
 
 }  // namespace glue

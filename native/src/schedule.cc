@@ -3,6 +3,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace cml {
@@ -347,7 +348,7 @@ extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice
 }
 
 extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
-                                   void* scratch, double* out) {
+                                   double now, void* scratch, double* out) {
   cml::Run run(*in, scratch);
   double* totals = run.totals();
   int32_t* kept = run.kept();
@@ -363,6 +364,10 @@ extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, cons
     for (int64_t b = 0; b < in->buckets; ++b) first = std::min(first, in->ready[node * (in->buckets + 1) + b]);
   const int32_t options = in->bucket_options[buckets[0] + 1] - in->bucket_options[buckets[0]];
   for (int32_t j = 0; j < options; ++j) {
+    if (!std::isnan(now) && std::count(kept, kept + n, j) == n) {
+      out[j] = now;
+      continue;
+    }
     for (int32_t i = 0; i < n; ++i) cml::add_work(*in, in->bucket_options[buckets[i]] + j, 1, totals);
     double most = 0;
     for (int32_t lane = 0; lane < in->lanes; ++lane) most = std::max(most, totals[lane]);

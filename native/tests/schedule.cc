@@ -4,6 +4,7 @@
 #include "commlayer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -99,7 +100,7 @@ void sweep(const Problem& p, int32_t* choice, Words words) {
   const auto n = static_cast<size_t>(p.in.bucket_options[buckets[0] + 1] - p.in.bucket_options[buckets[0]]);
   std::unique_ptr<double[]> out(new double[n]);
   const std::vector<int32_t> before(choice, choice + p.in.buckets);
-  cml_schedule_sweep(&p.in, choice, buckets.get(), static_cast<int32_t>(words.size()), limit, scratch.get(), out.get());
+  cml_schedule_sweep(&p.in, choice, buckets.get(), static_cast<int32_t>(words.size()), limit, NAN, scratch.get(), out.get());
   if (!std::equal(before.begin(), before.end(), choice)) fail("a sweep left another choice behind");
   std::printf("sweep");
   print(out.get(), n);
