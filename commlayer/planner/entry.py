@@ -45,6 +45,10 @@ class Inputs(NamedTuple):
     policy: Policy
 
 
+SHARED = 4
+"""Parts of the model that each server gets: fewer may be shared badly."""
+NEARLY = 0.01
+"""A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
 ANY = -1
 """Server of a part that may go to whichever has least."""
 
@@ -58,6 +62,14 @@ class Part(NamedTuple):
     option: int
     server: int
     owner: int
+
+
+class Written(NamedTuple):
+    """What a choice becomes."""
+
+    seconds: float
+    """Of one step."""
+    parts: list[Part]
 
 
 class Entry:
@@ -74,7 +86,7 @@ class Entry:
         """The choice that emit() writes down."""
         self.useful = self._useful(ways) if useful is None else useful
         self.space = self._space(ways, self.useful)
-        self._exact_s: dict[tuple[int, ...], float] = {}
+        self._written: dict[tuple[int, ...], Written] = {}
 
     @property
     def fitted(self) -> bool:
@@ -135,19 +147,31 @@ class Entry:
 
     def exact_s(self, found: Found) -> float:
         """Seconds of one step of what emit() would write; the search knows buckets that are spread over all servers."""
-        if found.choice not in self._exact_s:
-            self._exact_s[found.choice] = self._as_written_s(found) / self.local_steps
-        return self._exact_s[found.choice]
+        return self._as_written(found).seconds
 
-    def _as_written_s(self, found: Found) -> float:
-        placed = self.ways.placed
+    def parts(self, found: Found) -> list[Part]:
+        """What emit() writes down."""
+        return self._as_written(found).parts
+
+    def _as_written(self, found: Found) -> Written:
+        """Cut no further than servers need to share evenly, since each part has costs of its own; or, where that is shorter, into
+        a part for each server, whose transfers and adding go on at once.
+        """
+        if found.choice not in self._written:
+            best = self._cut(found, SHARED)
+            if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
+                best = min(best, self._cut(found, max(self.layout.sizes)), key=lambda written: written.seconds)
+            self._written[found.choice] = best
+        return self._written[found.choice]
+
+    def _cut(self, found: Found, finely: int) -> Written:
+        parts, placed = self._parts(found, finely), self.ways.placed
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
-            return found.step_s
-        parts = self.parts(found)
+            return Written(found.step_s / self.local_steps, parts)
         pieces = [part.piece for part in parts]
         loads, _ = _loads(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
         problem = self._problem(placed, loads, pieces)
-        return schedule(problem).run([0] * len(parts))
+        return Written(schedule(problem).run([0] * len(parts)) / self.local_steps, parts)
 
     def emit(self) -> Plan:
         """The plan of the choice."""
@@ -161,15 +185,16 @@ class Entry:
         return Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
 
-    def parts(self, found: Found) -> list[Part]:
+    def _parts(self, found: Found, finely: int) -> list[Part]:
         """Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
 
-        What was priced as spread over all servers is cut into as many parts, so that each has its own.
+        What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least.
         """
-        made, bound_for = [], self.ways.prices.spread
+        made, bound_for, total = [], self.ways.prices.spread, sum(self.layout.sizes)
         for b, size in enumerate(self.layout.sizes):
             option = self.useful[b][found.choice[b]]
-            parts = min(len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES) if self.options[option].served else 1
+            parts = -(-size * finely * len(self.hosts) // total) if self.options[option].served else 1
+            parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES))
             each = self.fitted and parts == len(self.hosts)
             even = [size * i // parts for i in range(1, parts)]
             ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even

@@ -45,13 +45,14 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     inputs = Inputs(job, timing, cluster, profile, policy)
     tried = _tried(inputs)
     finalists = _finalists(tried)
-    densest, = _shortest(tried, 1, lambda entry: entry.dense)
     choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
     entry, found = _best(choices)
     entry, found = _best([(entry, found), entry.refined(found)])
     pays_s = entry.exact_s(found) * (1 + PAYS)
-    if _about_s(densest, densest.dense) < pays_s and densest.exact_s(densest.dense) < pays_s:
-        entry, found = densest, densest.dense
+    if able := [each for each in tried if _about_s(each, each.dense) < pays_s]:
+        densest, = _shortest(able, 1, lambda entry: entry.dense)
+        if densest.exact_s(densest.dense) < pays_s:
+            entry, found = densest, densest.dense
     least_s, every = entry.exact_s(found) * (1 - WORTH), entry
     for local_steps in _local_steps(policy.max_local_steps):
         # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
