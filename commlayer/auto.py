@@ -24,7 +24,7 @@ from commlayer.finding import Finder, Found, cluster_of
 from commlayer.looks import Looks, Row
 from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ, spelled
 from commlayer.planner.model import Cluster, Link
-from commlayer.probing import Measured, gathered, homes_of, links_of, probed
+from commlayer.probing import Measured, gathered, homes_of, links_of, pace, probed
 from commlayer.records import Job, Plan, digest
 from commlayer.runtime import grouped
 from commlayer.runtime.timing import timing_of
@@ -300,6 +300,7 @@ class Auto:
         """From now on these links are what is planned for."""
         self._nodes = nodes
         rates = [Rates(link.up_bps, link.down_bps) for link in nodes]
+        pace(self._connection, nodes)
         if self._links is None:
             self._links = Links(rates)
         self._links.planned = tuple(rates)

@@ -1,4 +1,4 @@
-"""All ranks measure the links between them and tell each other. Knows a connection's servers and groups; plans nothing."""
+"""All ranks measure the links between them, tell each other, and keep to what they carry. Plans nothing."""
 
 from __future__ import annotations
 
@@ -75,6 +75,16 @@ def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
     # What others received from there is its own way up, what they sent is its way down.
     best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
+
+
+def pace(made: Connection, links: Sequence[Link]) -> None:
+    """Sends no faster than these carry, from now on: this rank its part, and the servers on its node."""
+    groups = _groups(made)
+    assert made.uplink is not None
+    up_bps = links[groups.node].up_bps
+    made.uplink.pace(up_bps / groups.ranks_per_node)
+    if groups.local == 0:
+        made.uplink.pace_servers(groups.node, up_bps)
 
 
 def _groups(made: Connection) -> Groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import queue
 import time
 
 import pytest
@@ -134,6 +135,19 @@ def test_a_server_answers_probes_of_any_allowed_size() -> None:
             answer = transport.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
             transport.send(SERVER_BASE, header, b"x" * nbytes)
             assert bytes(transport.wait(answer, 1e12).body) == bytes(nbytes)
+
+
+def test_a_server_hears_what_its_link_carries() -> None:
+    hub, heard = Hub(), queue.SimpleQueue[float]()
+    member, here = hub.transport(0), hub.transport(SERVER_BASE)
+    server = SumServer(Summation(0, 1, {}, {}), here, [0], stall_s=60.0, pace=heard.put)
+    try:
+        for bps in (20_000_000, 0, 2**63):
+            member.send(SERVER_BASE, Header(Kind.PACE, 1, used=bps))
+            assert heard.get(timeout=20.0) == bps
+    finally:
+        server.close()
+        member.close()
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -77,7 +77,7 @@ class Serving:
         self._world = world
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, range(world), stall_s=min(STALL_S, self._config.deadline_s / 4),
-                                 recycle=self._transport.pool.give, replan=self._replan)
+                                 recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace)
         self._ready.set()
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:

@@ -35,6 +35,8 @@ class Uplink:
         self._membership: Membership | None = None
         self.transport: Transport
         self.recycle: Callable[[memoryview], None]
+        self.pace: Callable[[float], None]
+        """So much this end's link carries out; 0: nobody knows."""
 
     def connect(self, address: str, request: messages.Join) -> None:
         """Takes a seat, waits for everyone, dials every server of the view."""
@@ -42,6 +44,7 @@ class Uplink:
         self._membership = membership = client.join(address, request, self._config, self._failed)
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
         transport = TcpTransport(hello)
+        self.pace = transport.pace
         self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
         try:
             addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}
@@ -116,6 +119,12 @@ class Uplink:
         handle = self.transport.recv(peer, key(header._replace(kind=Kind.PROBE_OK)))
         handle.on_done(lambda answer: done(answer.error()))
         self.transport.send(peer, header, bytes(up_nbytes))
+
+    def pace_servers(self, node: int, bps: float) -> None:
+        """As `pace`, of the servers on that node."""
+        for server in self.view.servers:
+            if server.node == node:
+                self.transport.send(SERVER_BASE + server.id, self._header(Kind.PACE, 0)._replace(used=int(bps)))
 
     def send_plan(self, server: int, plan: bytes, generation: int, *, undo: bool) -> None:
         """The server goes over to that plan, between steps. ValueError with its reason if it cannot."""

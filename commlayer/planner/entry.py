@@ -154,8 +154,8 @@ class Entry:
         return self._as_written(found).parts
 
     def _as_written(self, found: Found) -> Written:
-        """Cut no further than servers need to share evenly, since each part has costs of its own; or, where that is shorter, into
-        a part for each server, whose transfers and adding go on at once.
+        """Cut no further than servers need to share evenly, since each part has costs of its own; or, where that is shorter,
+        into a part for each server, whose transfers and adding go on at once.
         """
         if found.choice not in self._written:
             best = self._cut(found, SHARED)

@@ -14,6 +14,7 @@ from commlayer.transport import framing, mailbox
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.pacing import Pacer
 from commlayer.transport.protocol import Header, Kind, Message, peer_name
 
 INLINE_NBYTES = 64 << 10
@@ -22,6 +23,7 @@ INLINE_NBYTES = 64 << 10
 _LAST = 1 << 32
 """After every step: where BYE waits its turn."""
 _ONCE = frozenset((Kind.HELLO, Kind.WELCOME))
+_PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
 _sockets: set[socket.socket] = set()
 """All open ones. A forked child (a DataLoader worker) closes its copies, else a dead trainer would seem connected."""
@@ -55,6 +57,10 @@ class _Outgoing:
         self._packed = framing.pack(header, len(self._body))
         self._left: list[memoryview] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return len(self._body)
+
     def write(self, sock: socket.socket, flags: int) -> bool:
         """One system call's worth. Whether all is out."""
         if self._left is None:
@@ -72,9 +78,10 @@ class Connection:
     """Made connected; start() begins. `ended` is called once, when it is over."""
 
     def __init__(
-        self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None],
+        self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
     ) -> None:
         self.peer = peer
+        self._pacer = pacer
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._work = threading.Condition()
         self._queue: list[tuple[int, int, int, _Outgoing]] = []
@@ -137,6 +144,7 @@ class Connection:
     def _send_loop(self) -> None:
         while (frame := self._next()) is not None:
             try:
+                self._pace(frame)
                 while not frame.write(self._sock, 0):
                     pass
                 if frame.header.kind == Kind.BYE:
@@ -150,6 +158,12 @@ class Connection:
                 self._busy = False
             mailbox.sent(frame.operation, frame.header)
         self._leave()
+
+    def _pace(self, frame: _Outgoing) -> None:
+        if frame.header.kind in _PROBES:
+            self._pacer.lift(self._sock)
+        elif frame.nbytes > INLINE_NBYTES:
+            self._pacer.begins(self._sock)
 
     def _next(self) -> _Outgoing | None:
         with self._work:
@@ -218,6 +232,7 @@ class Connection:
             self._users -= 1
             left = self._users
         if left == 0:
+            self._pacer.lift(self._sock)
             drop(self._sock)
 
     def join(self, deadline: float) -> bool:

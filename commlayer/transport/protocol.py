@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     PROBE_OK = 12  # server -> worker: that many zeros
     PLAN = 13  # worker -> server, between steps: the plan of the generation that the header names
     PLAN_OK = 14  # server -> worker: from now on that plan is summed, or why not (UTF-8 body)
+    PACE = 15  # worker -> server on its own node: `used` bit/s go out by their link
 
 
 class Flag(enum.IntFlag):

@@ -72,8 +72,10 @@ class SumServer:
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
+        pace: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan."""
+        """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
+        hears how many bit/s this machine's link carries out."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
@@ -83,6 +85,7 @@ class SumServer:
         """By member: its probes under way, and how many bytes they have asked for."""
         self._failing = threading.Lock()
         self._replan, self._switching = replan, threading.Lock()
+        self._pace = pace
         self._failed: CommError | None = None
         self._failed_s = 0.0
         self._closing = threading.Event()
@@ -130,6 +133,9 @@ class SumServer:
             return self._core.restore(message)
         if kind == Kind.PROBE:
             return [self._echo(message)]
+        if kind == Kind.PACE:
+            self._pace(float(message.header.used))
+            return []
         if kind == Kind.PLAN and self._replan is not None:
             return [self._switch(message)]
         raise CorruptFrame(f"{Kind(kind).name} is not for a server", peer=peer_name(message.peer))

@@ -15,6 +15,7 @@ from commlayer.transport.connection import Connection, drop, watch
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Admit, Hello, same_job
 from commlayer.transport.mailbox import Mailbox
+from commlayer.transport.pacing import Pacer
 from commlayer.transport.pool import Pool
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
 
@@ -53,6 +54,7 @@ class TcpTransport:
         self.hello = hello
         self.pool = pool or Pool()
         self._admit, self._settings = admit, settings
+        self._pacer = Pacer()
         self._mailbox = Mailbox(settings.max_kept_nbytes)
         self._lock = threading.Condition()  # notified when a rank is free again
         self._connections: dict[int, Connection] = {}
@@ -191,7 +193,7 @@ class TcpTransport:
     def _connect(self, sock: socket.socket, peer: int, reader: Reader) -> None:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
-        connection = Connection(sock, peer, self._mailbox, reader, self._ended)
+        connection = Connection(sock, peer, self._mailbox, reader, self._ended, self._pacer)
         with self._lock:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer))
@@ -208,6 +210,10 @@ class TcpTransport:
     def limit_kept(self, nbytes: int) -> None:
         """As Settings.max_kept_nbytes, once it is known what peers have reason to send."""
         self._mailbox.max_kept_nbytes = nbytes
+
+    def pace(self, bps: float) -> None:
+        """So much this end's link carries out, as far as is known (0: unknown): connections that send much at once share it."""
+        self._pacer.follow(bps)
 
     # ---- the five methods
 

@@ -1,0 +1,111 @@
+"""What the pacer tells the kernel, and that frames and caps go together on real connections."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from commlayer.transport.hello import Hello
+from commlayer.transport.pacing import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+from commlayer.transport.tcp import TcpTransport
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are paced on Linux only")
+BPS = 80e6
+MUCH = bytes(1 << 20)
+
+
+def cap(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE)
+
+
+def part(n: int) -> int:
+    return int(SLACK * BPS / 8 / n)
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
+    """Three connections over TCP: our end, and one that reads nothing."""
+    made = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(3):
+            ours = socket.create_connection(listener.getsockname())
+            made.append((ours, listener.accept()[0]))
+    yield made
+    for pair in made:
+        for sock in pair:
+            sock.close()
+
+
+def stuff(sock: socket.socket) -> None:
+    """Fills both ends' buffers, so that much waits."""
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.send(MUCH)
+        except BlockingIOError:
+            return
+
+
+def test_nothing_is_capped_before_a_rate_is_known(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    before, pacer = cap(pairs[0][0]), Pacer()
+    pacer.begins(pairs[0][0])
+    assert cap(pairs[0][0]) == before
+
+
+def test_who_sends_at_once_shares_and_who_is_alone_has_all(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    (a, _), (b, _), (c, _) = pairs
+    pacer = Pacer()
+    pacer.follow(BPS)
+    pacer.begins(a)
+    assert cap(a) == part(1)
+    pacer.begins(b)
+    assert cap(b) == part(1), "nothing waits at a"
+    stuff(a)
+    stuff(b)
+    pacer.begins(c)
+    assert [cap(sock) for sock in (a, b, c)] == [part(3)] * 3
+    pacer.lift(c)
+    assert cap(c) == UNLIMITED
+    pacer.begins(b)
+    assert (cap(a), cap(b)) == (part(2), part(2))
+    pacer.follow(0.0)
+    assert {cap(sock) for sock in (a, b, c)} == {UNLIMITED}
+    pacer.begins(a)
+    assert cap(a) == UNLIMITED
+
+
+def test_a_connection_that_is_gone_takes_no_part(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    (a, _), (b, _), _ = pairs
+    pacer = Pacer()
+    pacer.follow(BPS)
+    stuff(a)
+    pacer.begins(a)
+    a.close()
+    pacer.begins(b)
+    assert cap(b) == part(1)
+
+
+def test_large_frames_are_paced_and_probes_are_not() -> None:
+    ours, theirs = TcpTransport(Hello("job", 0)), TcpTransport(Hello("job", SERVER_BASE))
+    try:
+        deadline = time.monotonic() + 20.0
+        ours.dial(SERVER_BASE, theirs.listen(), deadline)
+        sock = ours._connections[SERVER_BASE]._sock
+        unpaced = cap(sock)
+        ours.pace(BPS)
+        for kind, nbytes, expected in (
+            (Kind.DATA, 1000, unpaced), (Kind.DATA, len(MUCH), part(1)),
+            (Kind.PROBE, len(MUCH), UNLIMITED), (Kind.DATA, len(MUCH), part(1)),
+        ):
+            sent = ours.send(SERVER_BASE, Header(kind), MUCH[:nbytes])
+            ours.wait(sent, deadline)
+            assert len(theirs.wait(theirs.recv(0), deadline).body) == nbytes
+            assert cap(sock) == expected, kind
+    finally:
+        ours.close()
+        theirs.close()
