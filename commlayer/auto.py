@@ -200,6 +200,8 @@ class Auto:
         self._measured = gathered(made, row)
         self._finder.measured(steps)
         self._plan_for(links_of(made, self._measured))
+        assert self._links is not None
+        self._say(f"links carry {spelled(self._links.planned)}")
         if made.rank == 0:
             self._start_planning(worker.plan)
         if self._looks is None and not self._keep:

@@ -81,7 +81,7 @@ class Connection:
         self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
     ) -> None:
         self.peer = peer
-        self._pacer = pacer
+        self._pacer = None if sock.getpeername()[0] == sock.getsockname()[0] else pacer  # one machine has no link to share
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._work = threading.Condition()
         self._queue: list[tuple[int, int, int, _Outgoing]] = []
@@ -160,6 +160,8 @@ class Connection:
         self._leave()
 
     def _pace(self, frame: _Outgoing) -> None:
+        if self._pacer is None:
+            return
         if frame.header.kind in _PROBES:
             self._pacer.lift(self._sock)
         elif frame.nbytes > INLINE_NBYTES:
@@ -232,7 +234,8 @@ class Connection:
             self._users -= 1
             left = self._users
         if left == 0:
-            self._pacer.lift(self._sock)
+            if self._pacer is not None:
+                self._pacer.lift(self._sock)
             drop(self._sock)
 
     def join(self, deadline: float) -> bool:
