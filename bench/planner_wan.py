@@ -17,8 +17,8 @@ HOSTS = 4
 ONE_WAY_S = 0.015
 PRICED_STEPS = 10
 """Steps that are measured and priced come first; times are of later ones."""
-SETTLE_STEPS = 45
-"""Within them "auto" measures, plans and goes over."""
+SETTLE_STEPS = 60
+"""Within them "auto" measures, plans, goes over, perhaps back, and tries to do without compression."""
 
 
 class Net(NamedTuple):

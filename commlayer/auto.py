@@ -13,18 +13,16 @@ import threading
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
-from commlayer.config import host_port
 from commlayer.connect import Connection, switch
 from commlayer.errors import CommError
-from commlayer.finding import Finder, Found, cluster_of
+from commlayer.finding import Finder, Found, Verdict, cluster_of
 from commlayer.looks import Looks, Row
-from commlayer.observe import Again, Drift, Links, Meter, Rates, counters_towards, differ, spelled
+from commlayer.observe import Again, Drift, Links, Rates, differ, spelled
 from commlayer.planner.model import Cluster, Link
-from commlayer.probing import Measured, gathered, homes_of, links_of, pace, probed
+from commlayer.probing import Measured, gathered, homes_of, links_of, meter_of, pace, probed
 from commlayer.records import Job, Plan, digest
 from commlayer.runtime import grouped
 from commlayer.runtime.timing import timing_of
@@ -49,6 +47,8 @@ TRIED = 5
 """Steps under a new plan that tell what came of it, after one that warms up."""
 WORSE = 0.1
 """If they take longer than before by this fraction, all go back."""
+PLAIN = 0.5
+"""If a plan without compression would be longer by no more than this fraction, by prices that err as much, it is tried."""
 
 NOTHING, SWITCH, MEASURE, PROBE = 0, 1, 2, 3
 
@@ -60,17 +60,6 @@ def auto_of(connection: Connection) -> Auto | None:
     if not connection.auto or worker is None or groups is None or single or not worker.plan.servers:
         return None
     return Auto(connection, worker.job)
-
-
-class Verdict(NamedTuple):
-    """What planning found: seconds of a step."""
-
-    measured_s: float
-    """Under the plan in force, as all ranks measured it."""
-    priced_s: float
-    """Under the same plan, by the prices that the new one was made with."""
-    found_s: float
-    """Under the best plan found, by those prices."""
 
 
 class Auto:
@@ -112,7 +101,10 @@ class Auto:
         self._trial: list[float] | None = None
         """Seconds of the first steps since planning was over; what they say of it follows."""
         self._kept = False
-        self._before_s = 0.0
+        self._before_s, self._worse = 0.0, WORSE
+        self._late = 1.0  # so many times as long as predicted steps took under the last plan that was tried
+        self._plain: Found | None = None
+        """On rank 0: without compression, to be tried when the pace of what was found is known."""
         self.verdicts: list[Verdict] = []
         """On rank 0. See `settle`."""
         connection.on_shares.append(self.shares_changed)
@@ -178,13 +170,26 @@ class Auto:
         assert plan is not None
         if self._kept:
             self._drift = Drift(step_s, usual=True)
+            self._try_plain(step_s)
             return
-        worse = self._before is not None and step_s > (1 + WORSE) * self._before_s
+        worse = self._before is not None and step_s > (1 + self._worse) * self._before_s
         self._say(f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
                   f"{1e3 * self._before_s:.1f} ms were taken before{': back to that' if worse else ''}")
         if worse:
             self._found, self._drift, self._kept = self._before, None, True
-        self._before = None
+        else:
+            if self._worse == 0.0:  # tried for its pace, whatever was predicted
+                self._drift = Drift(step_s, usual=True)
+            self._try_plain(step_s)
+        self._before, self._late = None, max(1.0, step_s / plan.step_s) if plan.step_s else 1.0
+
+    def _try_plain(self, step_s: float) -> None:
+        """What prices cannot tell apart, a few steps can."""
+        plain, self._plain, basis = self._plain, None, self._connection.basis
+        if plain is not None and basis is not None and plain.plan.step_s <= (1 + PLAIN) * step_s:
+            self._say(f"tries the plan without compression, {1e3 * plain.plan.step_s:.1f} ms by the same prices")
+            self._found = plain._replace(present=basis.plan, present_price=self._connection.price or plain.present_price)
+            self._kept, self._before_s, self._worse = False, step_s, 0.0
 
     def _begin_planning(self, worker: Worker) -> None:
         """All ranks: probe links, tell each other; rank 0 goes on alone."""
@@ -198,7 +203,7 @@ class Auto:
         step_s = median(s.marks["end"] for s in steps)
         row = Measured(timing.forward_s + timing.backward_s, step_s, *probed(made, (1 - GROUPS_SHARE) * self._probe_s))
         self._measured = gathered(made, row)
-        self._finder.measured(steps)
+        self._finder.measured(steps, median(row.step_s for row in self._measured))
         self._plan_for(links_of(made, self._measured))
         assert self._links is not None
         self._say(f"links carry {spelled(self._links.planned)}")
@@ -208,12 +213,9 @@ class Auto:
             self._begin_looks()
 
     def _begin_looks(self) -> None:
-        made, groups = self._connection, self._connection.groups
-        assert groups is not None
-        assert made.uplink is not None
-        counters = counters_towards([host_port(s.address) for s in made.uplink.view.servers]) if groups.local == 0 else None
-        self._looks = Looks(groups.timeout_s, Meter(counters) if counters is not None else None)
-        made.beside.append(self._looks.close)
+        assert self._connection.groups is not None
+        self._looks = Looks(self._connection.groups.timeout_s, meter_of(self._connection))
+        self._connection.beside.append(self._looks.close)
 
     # ---- links that change
 
@@ -351,12 +353,13 @@ class Auto:
             self._say("found a plan, but meanwhile somebody has changed the one in force")
             self._stale = True
             return
-        self._plan_s = found.took_s
+        self._plan_s, self._worse, self._plain = found.took_s, WORSE, found.without
         self._connection.price = found.present_price
-        self.verdicts.append(Verdict(measured_s, found.present_s, found.plan.step_s))
+        self.verdicts.append(Verdict(measured_s, found.alone_s, found.plan.step_s))
         said = (f"a plan of {len(found.plan.buckets)} buckets for {1e3 * found.plan.step_s:.1f} ms a step; the one in force "
                 f"takes {1e3 * measured_s:.1f} ms, {1e3 * found.present_s:.1f} ms by the same prices")
-        if 1.0 - found.plan.step_s / found.present_s < WORTH or self._keep:
+        least_s = found.plan.step_s * self._late
+        if least_s > (1.0 - WORTH) * found.present_s or self._keep:
             self._kept, self._trial = True, []
             self._connection.basis = found.basis._replace(plan=found.present)
             self._say(f"kept the plan in force: found {said}")

@@ -12,9 +12,12 @@ from msgspec import structs
 from commlayer import bounds, planner
 from commlayer.compressors import parse
 from commlayer.connect import Connection
+from commlayer.crowded import dearer, factor
 from commlayer.observe import Step
 from commlayer.planner.costs import bare
+from commlayer.planner.default import COLLECTIVE_NBYTES
 from commlayer.planner.model import Basis, Cluster, Inputs, Line, Link, Node, Policy, Profile
+from commlayer.planner.option import DENSE
 from commlayer.planner.tables import codec_loss
 from commlayer.price import communication
 from commlayer.probing import Measured, homes_of
@@ -35,13 +38,28 @@ class Found(NamedTuple):
     """For the servers that run."""
     present: Plan
     present_s: float
+    alone_s: float
+    """Of the plan in force, by prices that know nothing of a crowd; see crowded.py."""
     price: Price
     present_price: Price
     took_s: float
+    without: Found | None = None
+    """The same with the plan that sends gradients as they are, through collectives."""
 
     @property
     def plan(self) -> Plan:
         return self.basis.plan
+
+
+class Verdict(NamedTuple):
+    """What planning found: seconds of a step."""
+
+    measured_s: float
+    """Under the plan in force, as all ranks measured it."""
+    priced_s: float
+    """Under the same plan, by prices that this figure did not go into."""
+    found_s: float
+    """Under the best plan found, by prices fitted to it."""
 
 
 class Finder:
@@ -51,24 +69,32 @@ class Finder:
         self._connection = connection
         self._profile: Profile | None = None
         self._steps: list[Step] = []
+        self._step_s = self._crowd = 0.0
 
-    def measured(self, steps: list[Step]) -> None:
-        """Steps under the plan in force; what was measured before is old."""
-        self._profile, self._steps = None, steps
+    def measured(self, steps: list[Step], step_s: float) -> None:
+        """Steps under the plan in force, and how long all ranks took; what was measured before is old."""
+        self._profile, self._steps, self._step_s, self._crowd = None, steps, step_s, 0.0
 
     def find(self, current: Plan, known: Plan | None, job: Job, cluster: Cluster, collectives: grouped.Grouped) -> Found:
         """`current` is in force; `known`: the same as the planner has it, if it is the planner's."""
         if self._profile is None:
             self._profile = _profile(current, self._steps, collectives, bounds.codecs(self._connection))
         begin = time.perf_counter()
-        profile, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
-        made = planner.plan(job, cluster, profile, policy)
+        alone, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
         present = known or at_home(current, homes_of(self._connection))
-        present_s = planner.simulate(present, job, cluster, profile, policy).step_s
+
+        def present_s(crowd: float) -> float:
+            return planner.simulate(present, job, cluster, dearer(alone, crowd), policy).step_s
+
+        self._crowd = self._crowd or factor(self._step_s, present_s)
+        profile = dearer(alone, self._crowd)
+        made = planner.plan(job, cluster, profile, policy)
         price, present_price = (_price(plan, job, cluster, profile, policy) for plan in (made, present))
         answer = on_servers(made, homes_of(self._connection))
         basis = Basis(made, Inputs(job, cluster, profile, policy))
-        return Found(basis, answer, present, present_s, price, present_price, time.perf_counter() - begin)
+        found = Found(basis, answer, present, present_s(self._crowd), present_s(1.0), price, present_price, 0.0)
+        without = _without(found)
+        return found._replace(took_s=time.perf_counter() - begin, without=without)
 
 
 def at_home(plan: Plan, homes: Sequence[int]) -> Plan:
@@ -107,7 +133,21 @@ def cluster_of(
     return Cluster(tuple(nodes))
 
 
-def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Price:
+def _without(found: Found) -> Found | None:
+    """Nothing, where that is what is in force."""
+    made_from = found.basis.inputs
+    inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    plain = planner.default_plan(
+        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.answer.ranks_per_node,
+        fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
+    )
+    if plain.buckets == found.present.buckets:
+        return None
+    plain = structs.replace(plain, step_s=planner.simulate(plain, *inputs).step_s)
+    return found._replace(basis=found.basis._replace(plan=plain), answer=plain, price=_price(plain, *inputs))
+
+
+def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
     priced = communication(plan, job, cluster, profile, policy)
     return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from commlayer.config import host_port
 from commlayer.connect import Connection
+from commlayer.observe import Meter, counters_towards
 from commlayer.planner.model import Link
 from commlayer.runtime import probe
 from commlayer.transport.groups import Groups
@@ -75,6 +77,15 @@ def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
     # What others received from there is its own way up, what they sent is its way down.
     best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
+
+
+def meter_of(made: Connection) -> Meter | None:
+    """Of what this node's link carries: on one of its ranks, where the system counts it."""
+    assert made.uplink is not None
+    if _groups(made).local:
+        return None
+    counters = counters_towards([host_port(server.address) for server in made.uplink.view.servers])
+    return None if counters is None else Meter(counters)
 
 
 def pace(made: Connection, links: Sequence[Link]) -> None:

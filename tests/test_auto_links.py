@@ -15,7 +15,7 @@ from attach_kit import Run, Setting, coordinators, data, mlp, play
 from pool_kit import pool
 from torch import nn
 
-from commlayer import auto
+from commlayer import probing
 from commlayer.looks import Looks
 from commlayer.observe import links
 from commlayer.observe.links import PAYLOAD
@@ -54,7 +54,7 @@ def train(run: Run, steps: int, slow_from: int, again: int) -> dict[str, Any]:
     """Steps of 30 ms; from one on they take long on a slow line, as long as that plan lasts; later it is quick again."""
     line = Line(HIGH_BPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "counters_towards", lambda _peers: line.counters)
+        patch.setattr(probing, "counters_towards", lambda _peers: line.counters)
         patch.setattr(links, "CONFIRMED_S", CONFIRMED_S)
         model = mlp()
         wrapped = run.wrap(model)

@@ -21,6 +21,8 @@ CHUNKS = 8
 """Of what may be under way to a server. More would cost more processor time than bytes on fast links."""
 LEAST_NBYTES, MOST_NBYTES = 1 << 10, 1 << 20
 """Of a chunk."""
+LEAST_ROUND_TRIP_S = 0.02
+"""However near servers are, threads of busy machines answer no sooner."""
 STRETCH = 0.4
 """Of the time: how long a rate is taken over."""
 NEARLY_ALL = 0.9
@@ -79,7 +81,8 @@ class _Way:
     """One direction: how much is under way to whom, and what has gone through when."""
 
     def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
-        self._way, self._round_trip_s, self._first_nbytes = way, round_trip_s, first_nbytes
+        self._way, self._first_nbytes = way, first_nbytes
+        self._round_trip_s = max(round_trip_s, LEAST_ROUND_TRIP_S)
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[Arrival] = []
         self._recent = 0
@@ -102,7 +105,7 @@ class _Way:
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._round_trip_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
-        room = max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES)
+        room = min(max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES), CHUNKS * MOST_NBYTES)
         nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
         for server in self._to:
             while self._to[server] + nbytes <= room:
