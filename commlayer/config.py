@@ -25,6 +25,7 @@ Text = Annotated[str, msgspec.Meta(description="text")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
+Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 to 65536, -1: by host name")]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
@@ -50,8 +51,9 @@ class Config(Record, frozen=True):
     """
     insecure: Flag = False
     servers: Servers = "one"
-    node: Count = 0
-    """Which machine a server of this process shares; workers under torchrun count their own."""
+    node: Node = -1
+    """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
+    torchrun count their own."""
     batch: Weight = 1.0
     """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
     ranks_per_node: Count = 0

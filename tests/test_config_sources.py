@@ -46,13 +46,13 @@ def test_the_first_source_that_names_a_field_wins(sources: tuple[str, ...], tmp_
     environ = {"COMMLAYER_DEADLINE_S": "12"} if "environment" in sources else {}
     config = read({"deadline_s": 11} if "argument" in sources else None, environ, tmp_path)
     assert config.deadline_s == values[sources[0]]
-    assert config.node == (3 if "file" in sources else 0), "a field is taken from the source that has it"
+    assert config.node == (3 if "file" in sources else -1), "a field is taken from the source that has it"
 
 
 def test_a_config_given_as_argument_counts_whole_and_is_checked() -> None:
     assert read(Config(node=2), {"COMMLAYER_NODE": "5", "COMMLAYER_DEADLINE_S": "5"}) == Config(node=2)
-    with pytest.raises(RecordError, match="node: got -1 from argument node"):
-        read(Config(node=-1))
+    with pytest.raises(RecordError, match="node: got -2 from argument node"):
+        read(Config(node=-2))
 
 
 def test_the_file_may_be_named_and_must_then_exist(tmp_path: Path) -> None:

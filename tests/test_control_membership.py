@@ -59,6 +59,20 @@ def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
         assert after(state, early)[1].plan == PLAN
 
 
+@pytest.mark.parametrize(("servers", "nodes"), [
+    ([("host1", ANY), ("elsewhere", ANY), ("elsewhere", ANY), ("farther", ANY)], [1, 2, 2, 3]),
+    ([("host0", 1), ("elsewhere", 0)], [1, 0]),
+    ([("elsewhere", ANY), ("there", 5)], [6, 5]),
+])
+def test_servers_are_where_they_say_else_with_their_machines_workers_else_on_nodes_of_their_own(
+    servers: list[tuple[str, int]], nodes: list[int],
+) -> None:
+    asked = [server(number, rank=number, name=name, node=node) for number, (name, node) in enumerate(servers)]
+    _, reply = after(State(0, len(asked)), *asked, worker(0, world=2), worker(1, world=2))
+    assert reply.view is not None
+    assert [s.node for s in reply.view.servers] == nodes
+
+
 @given(st.permutations(range(6)))
 def test_the_view_does_not_depend_on_who_came_first(order: list[int]) -> None:
     requests = [server(0), server(1, rank=1), *(worker(i, world=4) for i in range(4))]

@@ -197,9 +197,20 @@ def _completed(state: State) -> State:
     seated = sorted(state.places.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
     members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
-    servers = tuple(ServerInfo(p.rank, p.join.address, p.join.node) for p in seated if p.join.kind == "server")
+    servers = _housed([p for p in seated if p.join.kind == "server"], workers)
     plan = workers[0].join.plan
     return msgspec.structs.replace(state, view=View(1, members, servers, digest_of(plan)), plan=plan)
+
+
+def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
+    """On the nodes that they name; else where their machine's workers are, or on nodes behind all others."""
+    nodes = {p.join.name: p.join.node for p in reversed(workers)}
+    named = [p.join.node for p in (*servers, *workers)]
+    made = []
+    for p in servers:
+        node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
+        made.append(ServerInfo(p.rank, p.join.address, node))
+    return tuple(made)
 
 
 def _seat(state: State, place: Place) -> Seat:

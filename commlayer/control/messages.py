@@ -39,6 +39,7 @@ class Join(Record, frozen=True):
     world: int = 0
     """0: as many as the coordinator was told."""
     node: int = 0
+    """Of a server ANY: the node whose workers have its `name`, else one of its own."""
     job: str = ""
     """Digest of the worker's Job."""
     plan: bytes = b""
@@ -97,7 +98,7 @@ def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"",
                 sent, plan_digest or digest_of(plan))
 
 
-def server(address: str, node: int = 0, number: int = ANY) -> Join:
+def server(address: str, node: int = ANY, number: int = ANY) -> Join:
     """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan."""
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
                 address=address)
