@@ -47,6 +47,8 @@ class Inputs(NamedTuple):
 
 SHARED = 4
 """Parts of the model that each server gets: fewer may be shared badly."""
+LEAST_NBYTES = 16 << 10
+"""Of a part, where it is tried whether a bucket should be cut for every server."""
 NEARLY = 0.01
 """A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
 ANY = -1
@@ -191,10 +193,11 @@ class Entry:
         What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least.
         """
         made, bound_for, total = [], self.ways.prices.spread, sum(self.layout.sizes)
+        least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
         for b, size in enumerate(self.layout.sizes):
             option = self.useful[b][found.choice[b]]
             parts = -(-size * finely * len(self.hosts) // total) if self.options[option].served else 1
-            parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // SPREAD_NBYTES))
+            parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // least_nbytes))
             each = self.fitted and parts == len(self.hosts)
             even = [size * i // parts for i in range(1, parts)]
             ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even
