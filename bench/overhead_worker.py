@@ -25,6 +25,8 @@ from commlayer import planner
 from commlayer.runtime.measure import job_of
 
 DEADLINE = timedelta(seconds=120)
+COMPARED = 20
+"""Steps after which ways are compared. Later a ReLU that rounding has turned on in one of them alone sets them apart."""
 
 
 class Way(NamedTuple):
@@ -82,8 +84,13 @@ def many(layers: int, width: int) -> Callable[[], nn.Module]:
     return make
 
 
-def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: int, warmup: int) -> dict[str, dict[str, Any]]:
+Told = tuple[dict[str, dict[str, Any]], float]
+"""Times by way, and how far apart the ways were after some steps."""
+
+
+def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: int, warmup: int) -> Told:
     """Every way takes a step, then every way the next one. A barrier before each step, so that none pays for another's lag."""
+    disagreement = 0.0
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     told: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
     for number in range(warmup + steps):
@@ -96,7 +103,9 @@ def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: in
             if number >= warmup:
                 told[name]["step_s"].append(time.perf_counter() - begin)
                 told[name]["cpu_s"].append(time.process_time() - cpu)
-    return told
+        if number + 1 == min(COMPARED, warmup + steps):
+            disagreement = agree(ways)
+    return told, disagreement
 
 
 def agree(ways: dict[str, Way]) -> float:
@@ -168,13 +177,13 @@ def main() -> int:
         make = partial(build, args.model)
         ways = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
         width = MODELS[args.model][0]
-        told = paired(ways, width, 32, 10, args.steps, args.warmup)
+        told, disagreement = paired(ways, width, 32, 10, args.steps, args.warmup)
     else:
         # The same bytes in 64 buckets and in 4: what is different is the number of buckets.
         equal = many(64, 64)
         ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
-        told = paired(ways, 64, 2, 64, args.steps, args.warmup)
-    answer = {"rank": dist.get_rank(), "ways": told, "disagreement": agree(ways),
+        told, disagreement = paired(ways, 64, 2, 64, args.steps, args.warmup)
+    answer = {"rank": dist.get_rank(), "ways": told, "disagreement": disagreement,
               "nbytes": sum(p.numel() * 4 for p in next(iter(ways.values())).model.parameters())}
     print(json.dumps(answer), flush=True)
     dist.barrier()
