@@ -48,6 +48,14 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
+def _on_one_machine(sock: socket.socket) -> bool:
+    """Its two ends, which then have no link to share."""
+    try:
+        return bool(sock.getpeername()[0] == sock.getsockname()[0])
+    except OSError:  # the peer is gone already, as its reader will say
+        return True
+
+
 class _Outgoing:
     """A frame that is queued or partly on the wire."""
 
@@ -81,7 +89,7 @@ class Connection:
         self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
     ) -> None:
         self.peer = peer
-        self._pacer = None if sock.getpeername()[0] == sock.getsockname()[0] else pacer  # one machine has no link to share
+        self._pacer = None if _on_one_machine(sock) else pacer
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._work = threading.Condition()
         self._queue: list[tuple[int, int, int, _Outgoing]] = []
