@@ -189,7 +189,7 @@ WAITED = "(PeerLost|DeadlineExceeded): worker 1: "
 def test_misuse_raises_on_every_rank_and_hangs_none(what: str, said: list[str], path: str) -> None:
     setting = Setting("module") if path == "service" else Setting("module", servers=0, plan="auto", ranks_per_node=2)
     with coordinators(1, WORLD, setting.servers, deadline_s=2.0) as made:
-        setting = setting._replace(addresses=tuple(m.address for m in made), fields=(("deadline_s", 2.0),))
+        setting = setting._replace(addresses=tuple(m.address for m in made), fields=(("deadline_s", 4.0),))
         results = pool(WORLD).call(misuse, setting, what)
     for rank in range(WORLD):
         first, again = results[rank]
