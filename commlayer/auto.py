@@ -353,7 +353,7 @@ class Auto:
             self._say("found a plan, but meanwhile somebody has changed the one in force")
             self._stale = True
             return
-        self._plan_s, self._worse, self._plain = found.took_s, WORSE, found.without
+        self._plan_s, self._worse, self._plain = found.took_s, WORSE, None if self._keep else found.without
         self._connection.price = found.present_price
         self.verdicts.append(Verdict(measured_s, found.alone_s, found.plan.step_s))
         said = (f"a plan of {len(found.plan.buckets)} buckets for {1e3 * found.plan.step_s:.1f} ms a step; the one in force "

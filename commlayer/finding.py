@@ -83,6 +83,7 @@ class Finder:
         alone, policy = bounds.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
         present = known or at_home(current, homes_of(self._connection))
 
+        @functools.cache
         def present_s(crowd: float) -> float:
             return planner.simulate(present, job, cluster, dearer(alone, crowd), policy).step_s
 

@@ -56,8 +56,8 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     least_s, every = entry.exact_s(found) * (1 - WORTH), entry
     for local_steps in _local_steps(policy.max_local_steps):
         # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
-        rarer, sparser = _best([(each, kind) for each in [Entry(inputs, every.ways, every.layout, local_steps)]
-                                for kind in (each.searched, each.quick)])
+        rarer = Entry(inputs, every.ways, every.layout, local_steps)
+        rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
         if rarer.exact_s(sparser) <= least_s:
             entry, found, least_s = rarer, sparser, rarer.exact_s(sparser) * (1 - WORTH)
     entry.found = found
