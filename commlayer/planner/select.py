@@ -123,7 +123,7 @@ def _finalists(tried: list[Entry]) -> list[Entry]:
 
 
 def _shortest(tried: list[Entry], most: int, which: Callable[[Entry], Found]) -> list[Entry]:
-    """By what would be written of them, which may take longer than what was searched, by a quarter where parts are many."""
+    """By what would be written of them, which takes some per cent longer than what was searched, and not all alike."""
     found: list[tuple[float, int, Entry]] = []
     for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).step_s)):
         kind = which(entry)
