@@ -29,9 +29,11 @@ def worker_state(connection: Connection) -> dict[str, Any]:
         return {}
     if worker.error is None:
         worker.drain()
+        worker.undone()
     tensors = {
         f"{flow.bucket.id}.{name}": tensor for flow in worker.coded for name, tensor in snapshot(flow.state).items()
     }
+    tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
     tensors |= {f"carry.{flow.bucket.id}": flow.carry.clone() for flow in worker.flows if flow.carry is not None}
     for flow in worker.flows:
         if flow.held is not None:
@@ -65,6 +67,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
     if connection.local is not None:
         connection.local.restore(state["tensors"])
     worker.step = int(state["step"])
+    worker.total = float(state["tensors"].get("total", worker.total))
 
 
 def save(connection: Connection, directory: Path) -> None:
@@ -76,15 +79,15 @@ def save(connection: Connection, directory: Path) -> None:
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
         worker.drain()
+        undone = worker.undone()
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
             for bucket in _summed_by(worker.plan, server):
-                data = uplink.fetch_state(server, bucket.id, undo=worker.undone)
+                data = uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             files[f"server-{server}"] = tensors
-    # Every server has heard of an abandoned step, so from here on nobody may tell them again, whatever becomes of the files.
-    worker.settle()
+    worker.heard()  # on all ranks, though one told each server
     with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
         files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
         directory.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from commlayer.observe import Stale
 from commlayer.planner.model import Basis
 from commlayer.planner.trim import without_buffers
 from commlayer.records import Job, Plan
+from commlayer.runtime.handover import hand_over
 from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
@@ -198,7 +199,7 @@ def _worker(made: Connection, plan: Plan, job: Job, device: torch.device, genera
     assert made.uplink is not None
     codecs = {b.id: codec_of(b, made.rank // plan.ranks_per_node) for b in plan.buckets}
     return Worker(
-        job, plan, codecs, device, rank=made.rank, generation=generation, groups=made.groups,
+        job, plan, codecs, device, rank=made.rank, members=made.world, generation=generation, groups=made.groups,
         transport=made.uplink.transport, recycle=made.uplink.recycle, explain=made.explain,
     )
 
@@ -235,21 +236,22 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: uplink.Uplink,
         per_node = groups.ranks_per_node
         _check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.steps_locally)
     new = _worker(made, agreed, old.job, old.device, old.generation + 1)
-    told = False
+    told, undone = False, old.undone()
     try:
         groups.barrier()  # the last step is over on all ranks, so nothing is on its way to a server
         told = True
         with together(groups, "switch()"):
             for server in range(servers):
                 if server % made.world == made.rank:
-                    link.send_plan(server, records.encode(agreed), new.generation, undo=old.undone)
+                    mine = {b.id: undone[b.id] for b in old.plan.buckets if b.server == server and b.id in undone}
+                    link.send_plan(server, records.encode(agreed), new.generation, mine)
     except Exception as error:
         new.close()
         if told and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
     made.plan, made.basis = agreed, None
-    new.take_over(old)
+    hand_over(old, new)
     made.follow(new)
     old.close()
 

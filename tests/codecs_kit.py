@@ -150,7 +150,7 @@ class Cluster:
         self.finite: list[bool] = []
 
     def step(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        codec, result = self.codec, memoryview(b"")
+        codec, result, self.xs = self.codec, memoryview(b""), list(xs)
         for r, acc in enumerate(self.accs):
             self.payloads = []
             for x, state, out in zip(xs, self.states, self.rooms, strict=True):
@@ -165,8 +165,8 @@ class Cluster:
 
     def undo(self) -> None:
         """An abandoned step, in the order in which the runtime does it."""
-        for state in self.states:
-            self.codec.undo(state)
+        for state, x in zip(self.states, self.xs, strict=True):
+            self.codec.undo(state, x)
         self.codec.undo_server(self.server)
 
     def kept(self) -> torch.Tensor:

@@ -46,7 +46,8 @@ class Rig:
 
     def worker(self, rank: int, transport: Any) -> Worker:
         codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
-        worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, transport=transport)
+        worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=len(self.transports),
+                        transport=transport)
         for s in range(self.plan.servers):
             follow_stalls(transport, SERVER_BASE + s, 1, lambda said: worker.stalled(said.bucket, said.step, said.missing))
         return worker

@@ -48,24 +48,41 @@ def test_fused_equals_general(codec: Codec, backend: str, n: int) -> None:
 
 @pytest.mark.parametrize("codec", WRAPPED, ids=str)
 @pytest.mark.parametrize("n", [1, 700, 20_011])
-def test_undo_gives_back_what_was_sent_and_only_once(codec: Codec, n: int) -> None:
+def test_undo_leaves_what_was_owed_before_and_only_once(codec: Codec, n: int) -> None:
     state = codec.init(Spec((n,)))
     out = kit.room(codec, Spec((n,)))
-    codec.undo(state)
+    codec.undo(state, torch.zeros(n))
     assert not state["residual"].any()
     for step in range(4):
-        x = kit.noise(n, step)
-        wanted = state["residual"] + x
+        codec.start(kit.noise(n, 20 + step), state, out)
+        x, wanted = kit.noise(n, step), state["residual"].clone()
         codec.start(x, state, out)
-        codec.undo(state)
+        codec.undo(state, x)
         torch.testing.assert_close(state["residual"], wanted, rtol=1e-6, atol=1e-6)
         once = state["residual"].clone()
-        codec.undo(state)
+        codec.undo(state, x)
         assert torch.equal(state["residual"], once)
 
 
 @pytest.mark.parametrize("codec", WRAPPED, ids=str)
-def test_a_non_finite_step_keeps_the_finite_part(codec: Codec) -> None:
+def test_some_elements_can_be_taken_back_alone(codec: Codec) -> None:
+    n = 700
+    state, out, x = codec.init(Spec((n,))), kit.room(codec, Spec((n,))), kit.noise(n, 1)
+    codec.start(kit.noise(n), state, out)
+    before = state["residual"].clone()
+    codec.start(x, state, out)
+    after = state["residual"].clone()
+    codec.undo(state, x, [(10, 60), (300, 301)])
+    codec.undo(state, x, [(600, 700)])
+    back = torch.zeros(n, dtype=torch.bool)
+    for start, stop in ((10, 60), (300, 301), (600, 700)):
+        back[start:stop] = True
+    torch.testing.assert_close(state["residual"], torch.where(back, before, after), rtol=1e-6, atol=1e-6)
+    assert torch.equal(state["residual"][~back], after[~back])
+
+
+@pytest.mark.parametrize("codec", WRAPPED, ids=str)
+def test_a_non_finite_step_is_taken_back_whole(codec: Codec) -> None:
     n = 6000
     state = codec.init(Spec((n,)))
     kit.encode(codec, kit.noise(n), state)
@@ -75,10 +92,8 @@ def test_a_non_finite_step_keeps_the_finite_part(codec: Codec) -> None:
     for _ in range(2):
         out = torch.empty(n)
         assert not codec.decode(kit.encode(codec, x, state), state, out)
-        old = torch.where(torch.isfinite(x), old + x, old)
-        torch.testing.assert_close(state["residual"], old, rtol=0, atol=0)
-        codec.undo(state)
-        assert torch.equal(state["residual"], old)
+        codec.undo(state, x)
+        torch.testing.assert_close(state["residual"], old, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", WRAPPED, ids=str)
@@ -90,10 +105,8 @@ def test_an_abandoned_step_loses_and_doubles_nothing(codec: Codec, flag: bool) -
     put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(9):
         xs = [kit.noise(n, 10 * step + i) for i in range(3)]
-        put += torch.stack(xs).double().sum(0)
         abandoned = step % 3 == 1
         if flag and abandoned:
-            put[7] -= xs[1][7]
             xs[1][7] = float("nan")
         sums = cluster.step(xs)
         assert cluster.finite[0] is not (flag and abandoned)
@@ -101,6 +114,7 @@ def test_an_abandoned_step_loses_and_doubles_nothing(codec: Codec, flag: bool) -
             cluster.undo()
             cluster.undo()
         else:
+            put += torch.stack(xs).double().sum(0)
             got += sums[0].double()
     torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-4, atol=1e-4)
 
@@ -115,7 +129,8 @@ def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
     assert cluster.finite == [False, False]
     cluster.undo()
     assert torch.equal(cluster.server["residual"], before)
-    assert bool((cluster.states[0]["residual"] > 1e38).all())
+    assert bool(cluster.states[0]["residual"].isfinite().all())
+    assert not bool((cluster.states[0]["residual"] > 1.0).any()), "nothing enormous stays behind"
 
 
 def test_a_start_that_fails_gives_back_nothing_of_the_step_before() -> None:
@@ -125,7 +140,7 @@ def test_a_start_that_fails_gives_back_nothing_of_the_step_before() -> None:
     old = state["residual"].clone()
     with pytest.raises((ValueError, RuntimeError)):
         codec.start(torch.ones(99), state, kit.room(codec, Spec((100,))))
-    codec.undo(state)
+    codec.undo(state, torch.zeros(100))
     assert torch.equal(state["residual"], old)
 
 
@@ -141,7 +156,7 @@ def test_a_restored_state_goes_on_bit_for_bit(codec: Codec) -> None:
     fresh = codec.init(spec)
     kit.encode(codec, kit.noise(n, 77), fresh)
     restore(fresh, saved)
-    codec.undo(fresh)
+    codec.undo(fresh, torch.zeros(n))
     for step in range(5, 9):
         assert bytes(kit.encode(codec, kit.noise(n, step), state)) == bytes(kit.encode(codec, kit.noise(n, step), fresh))
     first, second = snapshot(state), snapshot(fresh)

@@ -71,15 +71,14 @@ def test_error_feedback_conserves_bit_for_bit_through_undo_and_non_finite_steps(
     put, got = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
     for step in range(12):
         xs = [kit.noise(N, 2 * step + i) for i in range(2)]
-        put += sum(x.double() for x in xs)
         if step == 5:
-            put[7] -= xs[1][7].double()
             xs[1][7] = float("nan")
         sums = cluster.step(xs)
         assert cluster.finite == [step != 5] * 2
         if step in (2, 5):
             cluster.undo()
         else:
+            put += sum(x.double() for x in xs)
             got += sums[0].double()
     assert set(cluster.server) == {"inner"}, "a SUM comes back as it is: the server keeps nothing"
     torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-5, atol=1e-5)

@@ -64,6 +64,7 @@ class Both:
 
     def start(self, x: torch.Tensor) -> tuple[bytes, list[str]]:
         """The payload, after checking that both made the same; and the kernels that made it."""
+        self.x = x
         with kernels.use("native"):
             nbytes = self.codec.start(x, self.host, self.out)
         with running(self.n) as launcher:
@@ -84,9 +85,9 @@ class Both:
         return mine
 
     def undo(self) -> None:
-        self.codec.undo(self.host)
+        self.codec.undo(self.host, self.x)
         with running(self.n):
-            self.codec.undo(self.there)
+            self.codec.undo(self.there, self.x.to(DEVICE))
         self.check()
 
     def after_nothing(self) -> None:

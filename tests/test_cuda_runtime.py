@@ -39,7 +39,7 @@ class DeviceRig(Rig):
     def worker(self, rank: int, transport: Any) -> Worker:
         device = DEVICE if self.on_device else torch.device("cpu")
         codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
-        return Worker(self.job, self.plan, codecs, device, rank=rank, transport=transport)
+        return Worker(self.job, self.plan, codecs, device, rank=rank, members=len(self.transports), transport=transport)
 
 
 def train(codec: str, *, on_device: bool) -> list[list[list[torch.Tensor]]]:

@@ -12,6 +12,7 @@ from runtime_kit import Rig, job, step
 from commlayer.compressors import codec_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
+from commlayer.runtime.handover import hand_over
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
 
@@ -35,7 +36,7 @@ def test_a_skipped_step_still_owes_what_it_carried(skipped: bool) -> None:
         got = [g for g in step(rig.workers[0], list(put)) if g is not None]
         before = rig.workers[0]
         after = alone(dense())
-        after.take_over(before)
+        hand_over(before, after)
     zeros = [torch.zeros(shape) for shape in SHAPES]
     if skipped:
         broken: list[torch.Tensor | None] = [zeros[0].clone(), zeros[1].clone(), torch.full((5,), float("inf"))]

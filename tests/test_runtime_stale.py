@@ -106,20 +106,20 @@ def test_the_one_who_is_missing_is_named_with_the_step_and_what_was_sent_is_give
         assert isinstance(error, DeadlineExceeded)
         assert (error.peer, error.step) == ("worker 1", 1)
         flow = rig.workers[0].flows[0]
-        put = [gradients(0, rig, s)[flow.bucket.slices[0].tensor] for s in (0, 1)]
+        put = gradients(0, rig, 0)[flow.bucket.slices[0].tensor]
         (debt,) = [d for d in flow.debts() if d.tensor == flow.bucket.slices[0].tensor]
         span = slice(debt.start, debt.stop)
-        assert put[0] is not None
-        assert put[1] is not None
-        sent = put[0].view(-1)[span] + put[1].view(-1)[span] - debt.values
-        # A tenth went with step 0; what went with step 1 nobody used, so it is owed.
+        assert put is not None
+        sent = put.view(-1)[span] - debt.values
+        # A tenth went with step 0; step 1 is abandoned, so what is owed is what it was before.
         assert 0 < int((sent.abs() > 1e-6).sum()) <= 0.12 * sent.numel()
 
 
 @pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.2)", "int8(block=64)"])
 @pytest.mark.parametrize("where", ["fresh", "late"])
 def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) -> None:
-    """One gradient is not finite. Late results of the steps before and after come through once, or stay owed."""
+    """One gradient is not finite. Late results of the steps before and after come through once, or stay owed; what a skipped
+    step itself brought is dropped, as everywhere."""
     bad = 2
     made = plan(codec, "some", down="identity()")
     late = {b.id for b in made.buckets if b.stale}
@@ -147,23 +147,22 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
         results = on_ranks(WORLD, run)
         steps = [s for s in range(STEPS + 1) if all(t is None or bool(t.isfinite().all()) for t in results[0][0][s])]
         # The late bucket's own step goes through; the one that would have used its result is skipped, no other.
-        assert steps == [s for s in range(STEPS + 1) if s != (bad if where == "fresh" else bad + 1)]
+        skipped = bad if where == "fresh" else bad + 1
+        assert steps == [s for s in range(STEPS + 1) if s != skipped]
         for bucket in (b for b in made.buckets if b.id in late):
             for part in bucket.slices:
                 put, got = torch.zeros(part.numel), torch.zeros(part.numel)
                 for s in range(STEPS):
                     rows = [g.view(-1)[part.start : part.stop] for r in range(WORLD)
                             if (g := gradients(r, rig, s)[part.tensor]) is not None]
-                    if where == "late" and s == bad and codec == "identity()" and bucket.slices[0] == spoil:
-                        continue  # nobody keeps what an identity could not bring
+                    if s == skipped or (where == "late" and s == bad and bucket.slices[0] == spoil):
+                        continue
                     put += sum(rows, torch.zeros(part.numel))
                 for s in steps:
                     if (t := results[0][0][s][part.tensor]) is not None:
                         got += WORLD * t.reshape(-1)[part.start : part.stop]
                 got += sum(owed[part.tensor][part.start : part.stop] for _, owed in results)
-                # Rank 1 had no finite number in that one place, so there its gradient of that step is lost.
-                hurt = where == "late" and bucket.slices[0] == spoil and part == spoil
-                torch.testing.assert_close(got[int(hurt):], put[int(hurt):], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(got, put, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("change", "per_node", "said"), [

@@ -70,14 +70,10 @@ def test_what_is_applied_and_owed_is_what_was_put_in(codec: str, broken: bool) -
             finite = not broken or number != BROKEN[0]
             assert all(bool(t.isfinite().all()) == finite for t in same)
             assert not finite or all(torch.equal(t, same[0]) for t in same)
-        if codec == "identity()" and broken:
-            continue  # keeps nothing back: a step that is skipped is lost
         applied = sum(same[0] for same in per_step if bool(same[0].isfinite().all()))
         got = WORLD * applied + sum(r["owed"][tensor] for r in results)
-        # A sum inside the node is as infinite as one of its parts, so its other ranks' gradients are gone with it.
-        lost = {BROKEN[1]} if PATHS[tensor // 3].startswith("encode") else {2, 3}
         put = [g.view(-1) for rank in range(WORLD) for n in range(STEPS) if (g := gradients(rank, n, False)[tensor]) is not None
-               and not (broken and n == BROKEN[0] and rank in lost)]
+               and not (broken and n == BROKEN[0])]  # a step that is skipped is dropped, as torch alone drops it
         torch.testing.assert_close(got, sum(put), rtol=1e-4, atol=1e-4)
 
 

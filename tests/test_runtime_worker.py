@@ -134,10 +134,7 @@ def test_mass_is_conserved_over_scales_and_skips() -> None:
         for rank in range(world):
             for s in range(steps):
                 for total, g in zip(put_in, gradients(rank, rig, s), strict=True):
-                    kept = g.clone()
-                    if s % 9 == 4 and rank == s % 2 and g.shape == shapes[s % 2]:
-                        kept.view(-1)[s] = 0.0
-                    total += kept.double()
+                    total += g.double() if s % 9 != 4 else 0.0  # a skipped step is dropped
         assert skipped == other == 22
         left = [torch.zeros(s, dtype=torch.float64) for s in shapes]
         for flows in [w.flows for w in rig.workers]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.transport.loopback import Hub, Loopback
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
 from commlayer.transport.service import Summation
 from commlayer.transport.summing import Stalled, SumServer, stalled_key
 
@@ -23,7 +23,7 @@ from commlayer.transport.summing import Stalled, SumServer, stalled_key
 class Doubles:
     """Ops over one float64 per payload; the residual is what emitting as float32 keeps back, so undo has something to do."""
 
-    codec, bound = 7, 8
+    codec, bound, in_means = 7, 8, False
 
     def __init__(self, rounds: int = 1) -> None:
         self.rounds, self.residual, self.last = rounds, 0.0, (0.0, 0.0)
@@ -46,7 +46,7 @@ class Doubles:
         out[:8] = struct.pack("<d", sent)
         return 8
 
-    def undo(self) -> None:
+    def undo(self, slices: int) -> None:
         """The members take back what they sent: the residual is what it was before that step."""
         added, sent = self.last
         self.residual, self.last = self.residual - added + sent, (0.0, 0.0)
@@ -166,10 +166,10 @@ def test_undo_gives_back_the_last_result_once_and_all_must_say_it() -> None:
         core.push(push(m, 0.1), 0.0)
     assert ops.residual != 0.0
     for m in range(2):
-        core.push(push(m, 2.0, 1, flags=Flag.UNDO), 0.0)
+        core.push(push(m, 2.0, 1, undone=1), 0.0)
     assert (ops.last, ops.residual) == ((4.0, 4.0), 0.0)  # nothing is left of the step before
-    core.push(push(0, 1.0, 2, flags=Flag.UNDO), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 1: disagrees"):
+    core.push(push(0, 1.0, 2, undone=1), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 1: applied all of the step before, worker 0 did not apply some averages"):
         core.push(push(1, 1.0, 2), 0.0)
 
 
@@ -226,7 +226,7 @@ def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[
     assert do(ask(kind, 1, 4, struct.pack("<d", 1.0), generation=0)) == []
     core.push(push(0, 1.0), 0.0)
     with pytest.raises(CorruptFrame, match=f"worker 1: {kind.name} while step 0 is being summed"):
-        do(ask(kind, 1, 4, struct.pack("<d", 1.0), flags=Flag.UNDO if kind == Kind.STATE_GET else 0))
+        do(ask(kind, 1, 4, struct.pack("<d", 1.0), undone=int(kind == Kind.STATE_GET)))
     assert ops.residual == 3.0
     core.push(push(1, 1.0), 0.0)
     assert len(core.push(push(2, 1.0), 0.0)) == 3, "the sum under way was not disturbed"

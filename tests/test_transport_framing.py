@@ -19,7 +19,7 @@ from commlayer.transport.protocol import Flag, Header, Kind
 GOLDEN = Path(__file__).parent / "golden" / "frames"
 
 FULL = Header(Kind.PUSH, generation=7, step=123456, bucket=42, part=2, parts=5, round=1, codec=9, sender=3, order=17,
-              flags=Flag.UNDO, weight=0.75, used=(1 << 63) | 5)
+              flags=Flag.AGAIN, weight=0.75, used=(1 << 63) | 5, total=1.5, undone=(1 << 62) | 3)
 CASES = {
     "data-empty": (Header(Kind.DATA), b""),
     "push-full": (FULL, bytes(range(256))),
@@ -51,12 +51,12 @@ def test_golden_bytes(name: str) -> None:
 
 def test_the_documented_offsets() -> None:
     data = wire(FULL, b"abc")
-    assert HEADER_NBYTES == 56
-    assert data[:8] == b"CML1" + bytes([1, Kind.PUSH, Flag.UNDO, 1])
+    assert HEADER_NBYTES == 68
+    assert data[:8] == b"CML2" + bytes([2, Kind.PUSH, Flag.AGAIN, 1])
     assert struct.unpack_from("<IIIHHHH", data, 8) == (7, 123456, 42, 2, 5, 3, 17)
     assert data[28:32] == bytes([9, 0, 0, 0])
-    assert struct.unpack_from("<Qf", data, 32) == ((1 << 63) | 5, 0.75)
-    assert struct.unpack_from("<III", data, 44) == (3, crc.crc32c(b"abc"), crc.crc32c(data[:52]))
+    assert struct.unpack_from("<QQff", data, 32) == ((1 << 63) | 5, (1 << 62) | 3, 0.75, 1.5)
+    assert struct.unpack_from("<III", data, 56) == (3, crc.crc32c(b"abc"), crc.crc32c(data[:64]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +123,7 @@ def test_a_large_body_lands_in_memory_of_the_allocator() -> None:
 
 def reheaded(data: bytes) -> bytes:
     """With a header crc that is right for what the header now says."""
-    return data[:52] + struct.pack("<I", crc.crc32c(data[:52])) + data[56:]
+    return data[:64] + struct.pack("<I", crc.crc32c(data[:64])) + data[68:]
 
 
 def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
@@ -136,7 +136,7 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
-    (4, 2, "frame version 2, here 1"),
+    (4, 3, "frame version 3, here 2"),
     (5, 0, "unknown kind 0"),
     (5, 77, "unknown kind 77"),
     (6, 0x80, "flags 0x80"),
@@ -200,23 +200,24 @@ def test_garbage_never_yields_a_frame(data: bytes) -> None:
         assert reader.state is State.ERROR
 
 
-@given(st.binary(min_size=52, max_size=52), st.binary(max_size=64))
+@given(st.binary(min_size=64, max_size=64), st.binary(max_size=64))
 @settings(max_examples=200, deadline=None)
 def test_a_checksummed_random_header_is_refused_or_read_back(head: bytes, tail: bytes) -> None:
     """The CRC hides most of the header checks from the fuzz above; here it is always right."""
-    data = b"CML1\x01" + head[5:]
+    data = b"CML2\x02" + head[5:]
     try:
         header, nbytes, check = framing.decode(memoryview(data + struct.pack("<I", crc.crc32c(data))), 1 << 32)
     except CorruptFrame:
         return
-    if header.weight == header.weight:  # a NaN has many spellings
-        assert framing.encode(header, nbytes, check)[:52] == data
+    if header.weight == header.weight and header.total == header.total:  # a NaN has many spellings
+        assert framing.encode(header, nbytes, check)[:64] == data
     reader = Reader(64)
     with pytest.raises(CorruptFrame):
         reader.feed(framing.encode(header, len(tail) + 65, check) + tail)
 
 
-@pytest.mark.parametrize("field", ["generation", "step", "bucket", "part", "round", "codec", "sender", "order", "used"])
+@pytest.mark.parametrize("field", ["generation", "step", "bucket", "part", "round", "codec", "sender", "order", "used",
+                                   "undone"])
 def test_what_does_not_fit_its_field_is_our_bug(field: str) -> None:
     for value in (-1, 1 << 64):
         with pytest.raises(ValueError, match="does not fit"):

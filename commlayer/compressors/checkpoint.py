@@ -73,7 +73,7 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any
 def _forget(state: State) -> None:
     """A restored state has sent nothing that could be undone."""
     for name, value in state.items():
-        if name in ("_sent", "_added"):
+        if name in ("_sent", "_added", "_moved"):
             state[name] = None
         elif isinstance(value, dict):
             _forget(value)

@@ -19,7 +19,7 @@ allocates them, whose memory reaches to the next multiple of 4 bytes. The bytes 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,6 +34,14 @@ Buffer = Out | bytes | bytearray
 
 State = dict[str, Any]
 """What changes from step to step, by name: tensors and plain numbers, so that a checkpoint is a walk over it."""
+
+
+Cut = Sequence[tuple[int, int]] | None
+"""Some elements of a bucket, as ranges in order; None: all."""
+
+
+def ranges(cut: Cut, numel: int) -> Sequence[tuple[int, int]]:
+    return [(0, numel)] if cut is None else cut
 
 
 class Round(enum.Enum):
@@ -94,12 +102,16 @@ class Codec(Protocol):
         """
         ...
 
-    def undo(self, state: State) -> None:
-        """Gives back what the last `start` sent, for a step that was abandoned: residual += sent. Twice does it once."""
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        """Takes back the last `start` where its result was not applied: what is owed there is what it was before.
+
+        `x` is what `start` was given, unchanged; the payload is as it was, too. Of all elements, twice does it once; of some,
+        each is named at most once.
+        """
         ...
 
-    def undo_server(self, state: State) -> None:
-        """Takes back the last `emit`: the server's residual is what it was before, since each worker takes back what it sent.
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        """Takes back the last `emit` likewise, since each worker takes back what it sent.
 
         Called before the first `add` of the next step, while accumulator and payload of that emit are as they were.
         """

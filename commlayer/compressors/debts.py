@@ -7,11 +7,12 @@ for the same elements, whatever path and codec they take then: nothing is sent f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Cut, State
 from commlayer.records import Slice
 
 
@@ -51,6 +52,14 @@ def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterato
         if low < high:
             yield Debt(s.tensor, s.start + low - at, values[low - start : high - start])
         at += s.numel
+
+
+def cut_of(slices: Sequence[Slice], word: int) -> Cut:
+    """The elements of the slices whose bits are set, in a bucket of these slices."""
+    if word == (1 << len(slices)) - 1:
+        return None
+    edges = [0, *accumulate(s.numel for s in slices)]
+    return [(edges[i], edges[i + 1]) for i in range(len(slices)) if word >> i & 1]
 
 
 def pay(debts: Sequence[Debt], slices: Sequence[Slice]) -> torch.Tensor | None:

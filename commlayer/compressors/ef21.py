@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
-from commlayer.compressors.feedback import Limited
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
+from commlayer.compressors.feedback import Limited, add_where
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
@@ -61,16 +61,16 @@ class EF21(Wrapper, frozen=True):
         out.copy_(state["held"])
         return True
 
-    def undo(self, state: State) -> None:
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
         if state["_sent"] is not None:
             self.inner.decode(state["_sent"], state["inner"], state["_scratch"])
-            state["estimate"] -= state["_scratch"]
-            state["_sent"] = None
+            add_where(state["estimate"], state["_scratch"].neg_(), cut)
+            state["_sent"] = None if cut is None else state["_sent"]
 
-    def undo_server(self, state: State) -> None:
+    def undo_server(self, state: State, cut: Cut = None) -> None:
         if state["_added"] is not None:
-            state["estimate"] -= state["_added"]
-            state["_added"] = None
+            add_where(state["estimate"], -state["_added"], cut)
+            state["_added"] = None if cut is None else state["_added"]
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         state["_added"] = None

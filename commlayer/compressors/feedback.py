@@ -12,7 +12,7 @@ import msgspec.structs
 import torch
 
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
 from commlayer.compressors.oneround import accumulator, check_numel, spell
 from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.records import Spec
@@ -54,8 +54,11 @@ class ErrorFeedback(Wrapper, frozen=True):
     """Payloads are the inner codec's.
 
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory, which
-    must stay unchanged until the next `start` (`emit`) or `undo` (`undo_server`). A server's state also points to the last
-    accumulator, which must stay unchanged until `undo_server` or the next `add`.
+    must stay unchanged until the next `start` (`emit`) or `undo` (`undo_server`); empty between the rounds of a step, when
+    nothing is carried yet. A server's state also points to the last accumulator, which must stay unchanged until
+    `undo_server` or the next `add`.
+
+    Taking back is arithmetic, not a copy from before: residual + sent - x, exact to a rounding of x.
     """
 
     name: ClassVar[str] = "error_feedback"
@@ -82,11 +85,10 @@ class ErrorFeedback(Wrapper, frozen=True):
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        state["_sent"] = None  # what the last step sent was delivered: a step that fails from here on must not give it back
+        state["_sent"] = None  # what the last step sent was applied: a step that fails from here on must not take it back
         _check(self.name, "x", x, state)
         nbytes = self._start(x, state, out)
-        if len(self.rounds) == 1:
-            state["_sent"] = out[:nbytes]
+        state["_sent"] = out[: nbytes if len(self.rounds) == 1 else 0]
         return nbytes
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
@@ -101,22 +103,27 @@ class ErrorFeedback(Wrapper, frozen=True):
         _check(self.name, "out", out, state)
         return bool(self.inner.decode(result, state["inner"], out))
 
-    def undo(self, state: State) -> None:
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
         if state["_sent"] is None:
             return
+        back = state["residual"] if cut is None else torch.zeros_like(state["residual"])
         if len(self.rounds) == 1:
-            add_back(self.inner, state["_sent"], state["residual"])
-        else:
+            add_back(self.inner, state["_sent"], back)
+        elif len(state["_sent"]):
             self.inner.sent(state["inner"], state["_scratch"])
-            state["residual"] += state["_scratch"]
-        state["_sent"] = None
+            back += state["_scratch"]
+        back -= x if kernels.all_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)  # what is not finite no residual has taken up
+        _settle(state, back, cut)
 
-    def undo_server(self, state: State) -> None:
+    def undo_server(self, state: State, cut: Cut = None) -> None:
         if state.get("_sent") is None:
             return
-        state["residual"] -= state["_added"]
-        self.inner.add(0, state["_sent"], accumulator(state["residual"]), first=False)
-        state["_sent"] = state["_added"] = None
+        back = state["residual"] if cut is None else torch.zeros_like(state["residual"])
+        back -= state["_added"]
+        self.inner.add(0, state["_sent"], accumulator(back), first=False)
+        _settle(state, back, cut)
+        if cut is None:
+            state["_added"] = None
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if not self._lossy_emit():
@@ -178,6 +185,20 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
 
 def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
     inputs.check(name, what, tensor, state["residual"].numel(), state["residual"].device)
+
+
+def _settle(state: State, back: torch.Tensor, cut: Cut) -> None:
+    """Ends an undo: of all elements `back` is the residual itself."""
+    if cut is None:
+        state["_sent"] = None
+    else:
+        add_where(state["residual"], back, cut)
+
+
+def add_where(into: torch.Tensor, values: torch.Tensor, cut: Cut) -> None:
+    """into += values on those elements."""
+    for start, stop in ranges(cut, into.numel()):
+        into[start:stop] += values[start:stop]
 
 
 def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:

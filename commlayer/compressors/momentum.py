@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, kernels
-from commlayer.compressors.codec import Buffer, Codec, Out, State
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State, ranges
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.picking import Placed
 from commlayer.compressors.wrapper import Wrapper, check_codec, check_plain, check_share
@@ -25,17 +25,25 @@ class Momentum(Wrapper, frozen=True):
 
     name: ClassVar[str] = "momentum"
     feedback_inside: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     beta: float
 
     def init(self, spec: Spec) -> State:
-        return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec)}
+        return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec), "_moved": False}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
-        if kernels.all_finite(x):
+        state["_moved"] = kernels.all_finite(x)
+        if state["_moved"]:
             x = accelerate(state["velocity"], self.beta, x)
         return int(self.inner.start(x, state["inner"], out))
+
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        self.inner.undo(state["inner"], state["velocity"] if state["_moved"] else x, cut)
+        if state["_moved"]:
+            brake(state["velocity"], self.beta, x, cut)
+            state["_moved"] = cut is not None
 
 
 class MomentumCorrection(Wrapper, frozen=True):
@@ -68,9 +76,7 @@ class MomentumCorrection(Wrapper, frozen=True):
         inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
         if not kernels.all_finite(x):
             return self.feedback.start(x, state, out)
-        velocity = state["velocity"]
-        if self.clip is not None and (norm := float(torch.linalg.vector_norm(x, dtype=torch.float64))) > self.clip:
-            x = x * (self.clip / norm)
+        velocity, x = state["velocity"], self._clipped(x)
         if self.nesterov:
             feed = accelerate(velocity, 1.0, x).mul_(self.beta) + x
         else:
@@ -81,15 +87,31 @@ class MomentumCorrection(Wrapper, frozen=True):
         velocity[places] = 0.0
         return nbytes
 
-    def undo(self, state: State) -> None:
-        if state["_sent"] is not None and state["_masked"] is not None:
-            places, values = state["_masked"]
-            state["velocity"][places] = values
-        state["_masked"] = None
-        self.feedback.undo(state)
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        if state["_sent"] is None or state["_masked"] is None:
+            self.feedback.undo(state, x, cut)
+            return
+        places, values = state["_masked"]
+        velocity, x = state["velocity"], self._clipped(x)
+        moved = velocity.index_copy(0, places, values)
+        self.feedback.undo(state, moved + x if self.nesterov else moved, cut)
+        if self.nesterov:
+            brake(moved, self.beta, torch.zeros_like(x))
+            brake(moved, 1.0, x)
+        else:
+            brake(moved, self.beta, x)
+        for start, stop in ranges(cut, velocity.numel()):
+            velocity[start:stop] = moved[start:stop]
+        if cut is None:
+            state["_masked"] = None
 
-    def undo_server(self, state: State) -> None:
-        self.feedback.undo_server(state)
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        self.feedback.undo_server(state, cut)
+
+    def _clipped(self, x: torch.Tensor) -> torch.Tensor:
+        if self.clip is not None and (norm := float(torch.linalg.vector_norm(x, dtype=torch.float64))) > self.clip:
+            return x * (self.clip / norm)
+        return x
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         return self.feedback.emit(r, acc, state, out)
@@ -104,6 +126,13 @@ def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Te
     if not kernels.all_finite(velocity):
         velocity.clamp_(-MOST, MOST)
     return velocity
+
+
+def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, cut: Cut = None) -> None:
+    """The reverse of `accelerate`. Its rounding grows by 1 / beta here and shrinks by beta with the next step."""
+    for start, stop in ranges(cut, velocity.numel()):
+        part = velocity[start:stop]
+        part.copy_((part - x[start:stop]) / beta if beta else torch.zeros_like(part))
 
 
 def momentum(inner: Codec, beta: float = 0.9) -> Momentum:

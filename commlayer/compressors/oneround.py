@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from commlayer.compressors import payload
-from commlayer.compressors.codec import Buffer, Out, Round, State
+from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
 from commlayer.records import Spec
 
 NAN = float("nan")
@@ -82,10 +82,10 @@ class OneRound(msgspec.Struct, frozen=True):
         self.apply(self.check(head, out.numel()), out, assign=True)
         return True
 
-    def undo(self, state: State) -> None:
-        """Keeps nothing back, so there is nothing to give back."""
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        """Keeps nothing back, so there is nothing to take back."""
 
-    def undo_server(self, state: State) -> None:
+    def undo_server(self, state: State, cut: Cut = None) -> None:
         """As `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, payload
-from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.oneround import NAN, OneRound, accumulator, check_numel
 from commlayer.compressors.several import SeveralRounds
@@ -111,10 +111,10 @@ class Partition(Wrapper, frozen=True):
         for body, into in zip(self._split(payload_, out.numel()) or [], self._cut(out), strict=False):
             add_back(self.inner, body, into)
 
-    def undo(self, state: State) -> None:
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
         """The inner codec keeps nothing back."""
 
-    def undo_server(self, state: State) -> None:
+    def undo_server(self, state: State, cut: Cut = None) -> None:
         """As `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> Any:

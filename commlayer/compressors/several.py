@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Out, Round, State
+from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
 from commlayer.compressors.oneround import spell
 
 HEADER = payload.HEADER_NBYTES
@@ -48,10 +48,10 @@ class SeveralRounds(msgspec.Struct, frozen=True):
         """What a result of round r says, checked in full, or None of a flagged one. Changes nothing."""
         raise NotImplementedError
 
-    def undo(self, state: State) -> None:
-        """Keeps nothing back, so there is nothing to give back."""
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        """Keeps nothing back, so there is nothing to take back."""
 
-    def undo_server(self, state: State) -> None:
+    def undo_server(self, state: State, cut: Cut = None) -> None:
         """As `undo`."""
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.dense import Identity
 from commlayer.compressors.ef21 import EF21
 from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
@@ -60,11 +60,11 @@ class TwoWay(msgspec.Struct, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         return bool(_bare(self.down).decode(result, {}, out))
 
-    def undo(self, state: State) -> None:
-        self.up.undo(state["up"])
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        self.up.undo(state["up"], x, cut)
 
-    def undo_server(self, state: State) -> None:
-        self.down.undo_server(state["down"])
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        self.down.undo_server(state["down"], cut)
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return self.up.zeros(spec, r)

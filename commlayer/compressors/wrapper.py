@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.oneround import spell
 from commlayer.records import Spec
 
@@ -60,11 +60,11 @@ class Wrapper(msgspec.Struct, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         return bool(self.inner.decode(result, state["inner"], out))
 
-    def undo(self, state: State) -> None:
-        self.inner.undo(state["inner"])
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        self.inner.undo(state["inner"], x, cut)
 
-    def undo_server(self, state: State) -> None:
-        self.inner.undo_server(state["inner"])
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        self.inner.undo_server(state["inner"], cut)
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return self.inner.zeros(spec, r)

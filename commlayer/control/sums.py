@@ -10,7 +10,7 @@ import safetensors.torch
 
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.debts import Debt, owed, pay, spread
+from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
@@ -25,6 +25,8 @@ class CodecOps:
         seed(self._state, job, bucket.id, SERVER)
         self.in_updates = in_updates(codec)
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
+        self.in_means = codec.keeps
+        self._undone = 0
 
     def zeros(self, r: int) -> Any:
         return self._codec.zeros(self._spec, r)
@@ -33,11 +35,14 @@ class CodecOps:
         self._codec.add(r, payload, acc, first=first)
 
     def emit(self, r: int, acc: Any, out: memoryview) -> int:
+        self._undone = 0
         return self._codec.emit(r, acc, self._state, out)
 
-    def undo(self) -> None:
-        if not self._bucket.stale:  # what a step skips of late results, workers keep
-            self._codec.undo_server(self._state)
+    def undo(self, slices: int) -> None:
+        """Of the last result. A slice that is named twice is taken back once."""
+        if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
+            self._undone |= fresh
+            self._codec.undo_server(self._state, cut_of(self._bucket.slices, fresh))
 
     def debts(self) -> list[Debt]:
         """What this server still owes, by tensor elements."""

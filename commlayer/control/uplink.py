@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from commlayer.config import Config, check_plain_text, host_port
 from commlayer.control import client, messages
@@ -14,7 +14,7 @@ from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, PeerLost, RecordError
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summing import Stalled, follow_stalls
 from commlayer.transport.tcp import TcpTransport
 
@@ -102,9 +102,9 @@ class Uplink:
         """Why that peer left, or nothing if it is there as far as the coordinator has said."""
         return "" if self._membership is None else self._membership.left.get(peer, "")
 
-    def fetch_state(self, server: int, bucket: int, *, undo: bool) -> bytes:
+    def fetch_state(self, server: int, bucket: int, undone: int) -> bytes:
         """A server's codec state of a bucket; see Summation.snapshot."""
-        header = self._header(Kind.STATE_GET, bucket)._replace(flags=Flag.UNDO if undo else Flag.NONE)
+        header = self._header(Kind.STATE_GET, bucket)._replace(undone=undone)
         return bytes(self._ask(server, header, b"", Kind.STATE).body)
 
     def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
@@ -126,9 +126,14 @@ class Uplink:
             if server.node == node:
                 self.transport.send(SERVER_BASE + server.id, self._header(Kind.PACE, 0)._replace(used=int(bps)))
 
-    def send_plan(self, server: int, plan: bytes, generation: int, *, undo: bool) -> None:
-        """The server goes over to that plan, between steps. ValueError with its reason if it cannot."""
-        header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.UNDO if undo else Flag.NONE)
+    def send_plan(self, server: int, plan: bytes, generation: int, undone: Mapping[int, int]) -> None:
+        """The server goes over to that plan, between steps. ValueError with its reason if it cannot.
+
+        `undone`: by bucket of the plan before, what of the last step was not applied.
+        """
+        for bucket, slices in undone.items():
+            self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
+        header = self._header(Kind.PLAN, 0)._replace(generation=generation)
         answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode()
         if answer:
             raise ValueError(f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")

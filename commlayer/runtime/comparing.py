@@ -1,6 +1,6 @@
 """Compares, on a piece of a bucket, what was sent and what came back with the exact gradients. Knows flows and groups.
 
-It looks between the end of a step's exchange and its commit: then `x` holds the sum that came back, the gradients are as they
+It looks between the end of a step's exchange and its commit: then `y` holds the sum that came back, the gradients are as they
 were, and what is kept back is the residual. So nothing is copied on the way of a gradient, and only looking costs.
 """
 
@@ -122,7 +122,7 @@ def everywhere(of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float)
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)
     if of.flow.carried is not None:
         return NOTHING_SAID
-    return dots(mine, of.flow.x[of.start : of.stop])
+    return dots(mine, of.flow.y[of.start : of.stop])
 
 
 def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> Dots:

@@ -9,8 +9,8 @@ import torch
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
-from commlayer.compressors.debts import Debt, owed, spread
-from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.debts import Debt, cut_of, owed, spread
+from commlayer.compressors.feedback import add_where, in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 from commlayer.runtime.held import Held
@@ -18,14 +18,19 @@ from commlayer.runtime.held import Held
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
 ALIGN = 64
+TINY = 1e-30
+"""In place of a weight of nothing, which ends the step with an error."""
 
 
 class Flow:
     """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
 
     The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
-    the device and `host` is its pinned twin that codecs read and write; on CPU they are one. Where the codec runs on the device
+    the device and `host` is its pinned twin that codecs read; on CPU they are one. Where the codec runs on the device
     there is no twin, and only payloads cross, those that go and those that come each through pinned memory.
+
+    The sum comes back into `y`. That is `x` again, unless the codec keeps something back: then what it was given stays, so
+    that a step whose average was not applied can be taken back without a copy of the residual.
     """
 
     def __init__(
@@ -38,6 +43,8 @@ class Flow:
         self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
         self.buffer = job.tensors[bucket.slices[0].tensor].buffer
         self.in_updates = bucket.path != "allreduce" and in_updates(codec)
+        self.in_means = bucket.path != "allreduce" and codec.keeps
+        """Whether gradients are coded as parts of the mean, so that what is owed is worth the same when weights change."""
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
@@ -50,7 +57,15 @@ class Flow:
         self.all = host if on_host else torch.empty(floats, device=device)
         self.x = self.all[: self.numel]
         self.tail = self.all[self.numel :]
-        self.views = self.views_of(self.x)
+        self.host_y, self.all_y = self.host, self.all
+        if coded and self.in_means:
+            back = _aligned(0, floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
+            self.host_y = back.view(torch.float32)[: self.numel]
+            if on_host or self.on_device:
+                self.all_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
+        self.y = self.all_y[: self.numel]
+        self.tail_y = self.all_y[self.numel :]
+        self.views, self.views_y = self.views_of(self.x), self.views_of(self.y)
         self.held = Held(self) if bucket.stale else None
         if coded:
             self.state = codec.init(self.spec)
@@ -70,6 +85,12 @@ class Flow:
         """The elements and the state of each encode whose debts are this worker's to pay."""
         self.carry: torch.Tensor | None = None
         """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
+        self.carried: torch.Tensor | None = None
+        """What of that went with the last gradients."""
+        self.unapplied = 0
+        """One bit per slice: the average of the last exchange was not applied there."""
+        self.undone = 0
+        """The same, taken back here; the server still has to hear of it."""
         self.rewind()
         self.reset()
 
@@ -87,9 +108,9 @@ class Flow:
         self.step = 0
         self.started = self.done = False
         self.finite = True
-        self.carried: torch.Tensor | None = None
-        """What of an earlier plan's debts went with this step's gradients."""
         self.weight, self.used = 0.0, 0
+        self.total = 0.0
+        """The weight of all workers that this exchange's gradients were taken as a part of."""
 
     def views_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The slices in memory like x, in the shapes of their tensors."""
@@ -112,9 +133,9 @@ class Flow:
                 pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
         return pairs
 
-    def gather(self, factor: float, weight: float) -> None:
+    def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """x = gradients times factor; zeros where there is none, and everywhere if they weigh nothing (a mean over no samples
-        is NaN, and NaN times 0 would stay it)."""
+        is NaN, and NaN times 0 would stay it). `worth` is what a debt of 1 is in x."""
         used = 0
         for i, (view, tensor) in enumerate(zip(self.views, self.sources, strict=True)):
             if tensor is not None:
@@ -126,24 +147,24 @@ class Flow:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
         if factor != 1.0:
             self.x.mul_(factor)
-        if self.carry is not None:
-            self.x += self.carry.to(self.x.device)
-            self.carried, self.carry = self.carry, None
+        self.carried, self.carry = self.carry, None
+        if self.carried is not None:
+            self.x += self.carried.to(self.x.device) * worth
         self.used, self.weight = used, weight
 
-    def write_tail(self) -> None:
-        """Puts used and weight where a collective will sum them."""
+    def write_tail(self, tail: torch.Tensor) -> None:
+        """Puts used and weight where a collective will sum them, or share them."""
         flags = [float(self.used >> i & 1) for i in range(self.nslices)]
-        self.tail.copy_(torch.tensor([*flags, self.weight]))
+        tail.copy_(torch.tensor([*flags, self.weight]))
 
     def read_used(self) -> None:
         """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
         if any(source is None for source in self.sources):
-            self.used = sum(1 << i for i, flag in enumerate(self.tail[:-1].tolist()) if flag > 0)
+            self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
-        return scale / (self.tail[-1].item() if self.x.device.type == "cpu" else self.tail[-1])
+        return scale / (self.tail_y[-1].item() if self.x.device.type == "cpu" else self.tail_y[-1])
 
     def op(self, coding: str) -> str:
         """"encode" or "decode" as paths spell it."""
@@ -160,26 +181,40 @@ class Flow:
             torch.cuda.current_stream(self.x.device).synchronize()
         return nbytes
 
+    def restart(self, total: float) -> int:
+        """Round 0 anew, as parts of another total weight than that first taken."""
+        x = self.coded_x
+        self.codec.undo(self.state, x)
+        carried = 0.0 if self.carried is None else self.carried.to(x.device)
+        x.sub_(carried).mul_(self.total / total).add_(carried)
+        self.total = total
+        return self.encode()
+
+    @property
+    def coded_x(self) -> torch.Tensor:
+        """What the codec is given."""
+        return self.x if self.on_device else self.host
+
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
 
     def decode(self, result: memoryview) -> None:
         """The last round's result to x."""
         if not self.on_device:
-            self.finite = self.codec.decode(result, self.state, self.host)
+            self.finite = self.codec.decode(result, self.state, self.host_y)
             return
         nbytes = result.nbytes
         if nbytes > self.bound:
             raise CorruptFrame(f"result of {nbytes} bytes, at most {self.bound} are possible")
         self._pinned[1][:nbytes].numpy().data[:] = result
         self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
-        self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.x)
+        self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = x times factor, in one pass; None leaves out a slice. Buffers stay what they are if x is not finite."""
-        pairs = self.parts(targets, self.views)
+        """targets = y times factor, in one pass; None leaves out a slice. Buffers stay what they are if y is not finite."""
+        pairs = self.parts(targets, self.views_y)
         if self.buffer:
-            finite = torch.isfinite(self.x).all()  # stays on the device: the host waits for nothing
+            finite = torch.isfinite(self.y).all()  # stays on the device: the host waits for nothing
             for view, target in pairs:
                 target.detach().copy_(torch.where(finite, (view * factor).to(target.dtype), target.detach()))
             return
@@ -187,28 +222,43 @@ class Flow:
             torch.mul(view, factor, out=target.detach())
 
     def debts(self) -> list[Debt]:
-        """What this worker owes on the bucket's elements, as views of the states and of what is still to be carried."""
+        """What this worker owes on the bucket's elements, in the unit of residuals: see Units.worth."""
         found = [] if self.carry is None else list(spread(self.bucket.slices, 0, self.carry))
         for (low, high), state in self.coders:
             if (values := owed(state, high - low)) is not None:
                 found += spread(self.bucket.slices, low, values)
         return found
 
-    def keep_carried(self) -> None:
-        """The step is skipped: what it carried is owed again, unless a residual has taken it up."""
-        if self.carried is not None and (self.bucket.path == "allreduce" or not self.codec.keeps):
-            self.carry = self.carried
+    def judge(self, *, finite: bool) -> None:
+        """The step is over. A slice that nobody used is applied nowhere, nor is anything of a step that is not finite."""
+        unused = 0 if self.held is not None else self.all_slices & ~self.used  # a late result is still under way: see Held.take
+        self.unapplied = unused if finite else self.all_slices
+        if self.held is None and self.carried is not None and finite and (left := 1.0 - self._paid()):
+            self.carry = torch.zeros_like(self.carried)
+            add_where(self.carry, self.carried * left, cut_of(self.bucket.slices, self.used))
 
-    def skip(self, *, undo: bool) -> None:
-        """The step is none for the optimizer. `undo`: what codecs sent is to be given back."""
-        if self.held is None:
-            if undo and self.coded:
-                self.undo()
-            self.keep_carried()
+    def _paid(self) -> float:
+        """The part of what was carried that reached the mean: all of it, if all workers weighed what was taken for granted."""
+        if self.bucket.path == "service":
+            return 1.0 if self.in_means else self.total / self.weight
+        return self.total / max(float(self.tail_y[-1]), TINY)
 
-    def undo(self) -> None:
-        if self.started:
-            self.codec.undo(self.state)
+    @property
+    def all_slices(self) -> int:
+        return (1 << self.nslices) - 1
+
+    def take_back(self) -> int:
+        """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""
+        back, self.unapplied = self.unapplied, 0
+        if back:
+            cut = cut_of(self.bucket.slices, back)
+            if self.coded:
+                self.codec.undo(self.state, self.coded_x, cut)
+            if self.carried is not None:
+                self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
+                add_where(self.carry, self.carried, cut)
+            self.undone |= back
+        return back
 
 
 def slice_shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:

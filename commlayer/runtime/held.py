@@ -1,12 +1,12 @@
 """A stale bucket's results, from their arrival to the step that uses them. Knows one flow; no peers, no optimizer.
 
-The bucket's exchange of step t runs on behind that step. Its result lies in the flow's x until the flow is pushed again, moves
+The bucket's exchange of step t runs on behind that step. Its result lies in the flow's y until the flow is pushed again, moves
 here then, and is written with the averages of step t + 1. So a flow has one exchange under way at a time, codecs see their
 steps in order, and every rank uses the same result in the same step.
 
-A step that the optimizer skips keeps its late results for the next one that it does not skip; they add up. A late result that
-is not finite goes back to the workers' residuals at once, and makes the step that would have used it one to skip: unless the
-step that it belongs to was skipped already.
+A result that was written but not applied (the optimizer skipped the step, or gradients were cleared) is held again and added
+to the next. What such a step itself coded is taken back, as with buckets that are in time. A late result that is not finite is
+taken back, too, and makes the step that would have used it one to skip: unless the step that it belongs to was skipped already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from commlayer.compressors.debts import Debt, spread
+from commlayer.compressors.codec import ranges
+from commlayer.compressors.debts import Debt, cut_of, spread
 
 if TYPE_CHECKING:
     from commlayer.runtime.flow import Flow
@@ -35,10 +36,12 @@ class Held:
         self._flow = flow
         self.x = torch.zeros_like(flow.x)
         self._views = flow.views_of(self.x)
-        self.weight, self._used = 0.0, 0
-        self._full = self._spoilt = self._skipped = False
+        self.weight = 0.0
+        self._slices = self._written = 0
+        """One bit per slice: what is held to be used, and what was written and may come back."""
+        self._spoilt = self._skipped = False
         self._unread = False
-        """Whether the flow's x holds a result that has not been taken."""
+        """Whether the flow's y holds a result that has not been taken."""
         self._lock = threading.Lock()
         self._here = threading.Event()
         self._here.set()
@@ -56,7 +59,7 @@ class Held:
         start()
 
     def arrived(self) -> None:
-        """The flow's x holds a result."""
+        """The flow's y holds a result."""
         with self._lock:
             self._unread = True
             start, self._next = self._next, None
@@ -78,66 +81,90 @@ class Held:
         return True
 
     def take(self) -> None:
-        """Makes room in the flow's x. After the step that the result belongs to."""
+        """Makes room in the flow's y. After the step that the result belongs to."""
+        flow = self._flow
+        dropped, flow.unapplied = flow.unapplied, 0
+        self._slices |= dropped & self._written
+        self._written &= ~dropped
         if not self._unread:
             return
         self._unread = False
-        flow = self._flow
         if not flow.finite:
-            flow.undo()
-            flow.keep_carried()
             self._spoilt = self._spoilt or not self._skipped
-        elif self._full and self.weight:
-            self.x.mul_(flow.weight / self.weight).add_(flow.x)
-            self.weight, self._used = flow.weight, self._used | flow.used
-        else:
-            self.x.copy_(flow.x)
-            self.weight, self._used, self._full = flow.weight, flow.used, True
+            dropped = flow.all_slices
+        flow.unapplied = dropped | flow.all_slices & ~flow.used
+        self._add(flow.used & ~flow.unapplied)
+        flow.take_back()
+
+    def _add(self, slices: int) -> None:
+        """y's slices, beside or on top of what is held."""
+        flow = self._flow
+        if not slices:
+            return
+        if self._slices and not flow.in_means:  # in means all results are of one unit
+            self.x.mul_(flow.weight / self.weight)
+        for start, stop in ranges(cut_of(flow.bucket.slices, slices & self._slices), flow.numel):
+            self.x[start:stop] += flow.y[start:stop]
+        for start, stop in ranges(cut_of(flow.bucket.slices, slices & ~self._slices), flow.numel):
+            self.x[start:stop] = flow.y[start:stop]
+        self.weight = flow.weight
+        self._slices |= slices
 
     # ---- its use
 
     @property
     def full(self) -> bool:
         """Whether there is something to use."""
-        return self._full
+        return self._slices > 0
 
     @property
     def used(self) -> int:
         """Slices that get something written: none before the first result, so that optimizers leave them alone."""
-        return (1 << self._flow.nslices) - 1 if self._spoilt else self._used if self._full else 0
+        return self._flow.all_slices if self._spoilt else self._slices
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
         """targets = what is held times factor, zeros where that is nothing. False: it is NaN, and the step one to skip."""
+        self._forget_others()
         for view, target in self._flow.parts(targets, self._views):
-            if self._full and not self._spoilt:
+            if self._slices and not self._spoilt:
                 torch.mul(view, factor, out=target.detach())
             else:
                 target.detach().fill_(NAN if self._spoilt else 0.0)
         return not self._spoilt
 
+    def _forget_others(self) -> None:
+        """What was written in an earlier step and not held again."""
+        for start, stop in ranges(cut_of(self._flow.bucket.slices, self._flow.all_slices & ~self._slices), self._flow.numel):
+            self.x[start:stop] = 0.0
+
     def settle(self, *, applied: bool) -> None:
         """After a commit: whether the optimizer got it."""
         self._spoilt, self._skipped = False, not applied
-        self._full = self._full and not applied
+        self._written = self._slices if applied else 0
+        self._slices = 0 if applied else self._slices
 
-    def debts(self, weight: float) -> list[Debt]:
+    def debts(self, weight: float, members: int) -> list[Debt]:
         """What is held, as something that each worker owes in proportion to its weight."""
-        return list(spread(self._flow.bucket.slices, 0, self.x * (weight / self.weight))) if self._full and self.weight else []
+        if not self._slices or not self.weight:
+            return []
+        self._forget_others()
+        worth = 1.0 if self._flow.in_means else members / self.weight
+        return list(spread(self._flow.bucket.slices, 0, self.x * (worth * weight / self.weight)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint, with nothing under way or unread."""
-        flags = [bool(self._used >> i & 1) for i in range(self._flow.nslices)]
         told = {"spoilt": torch.tensor(self._spoilt)}
-        if not self._full:
+        if not self._slices:
             return told
+        flags = [bool(self._slices >> i & 1) for i in range(self._flow.nslices)]
         weight = torch.tensor(self.weight, dtype=torch.float64)
         return told | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The reverse; of nothing: as before the first step."""
         self._spoilt = bool(tensors.get("spoilt", False))
-        self._full = "x" in tensors
-        if self._full:
+        self._slices = self._written = 0
+        if "x" in tensors:
             self.x.copy_(tensors["x"])
             self.weight = float(tensors["weight"])
-            self._used = sum(1 << i for i, flag in enumerate(tensors["used"].tolist()) if flag)
+            self._slices = sum(1 << i for i, flag in enumerate(tensors["used"].tolist()) if flag)

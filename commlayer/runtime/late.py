@@ -44,6 +44,6 @@ class Late:
         for _, held in self._held:
             held.take()
 
-    def debts(self, weight: float) -> list[tuple[Flow, Debt]]:
+    def debts(self, weight: float, members: int) -> list[tuple[Flow, Debt]]:
         """What is held, as debts of a worker of that weight."""
-        return [(flow, debt) for flow, held in self._held for debt in held.debts(weight)]
+        return [(flow, debt) for flow, held in self._held for debt in held.debts(weight, members)]

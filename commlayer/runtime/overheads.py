@@ -50,6 +50,7 @@ class _Idle:
     """A server's codec that does nothing, so that what is left of its work is taking and sending. Results are zeros."""
 
     rounds = 1
+    in_means = False
 
     def __init__(self, spec: Spec) -> None:
         codec = identity()
@@ -69,7 +70,7 @@ class _Idle:
             out[: self.bound] = self._zeros
         return self.bound
 
-    def undo(self) -> None:
+    def undo(self, slices: int) -> None:
         """Nothing is kept back."""
 
     def snapshot(self) -> bytes:

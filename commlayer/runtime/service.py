@@ -29,10 +29,9 @@ class Step(Protocol):
     counters: Counters
     recorder: Recorder
 
-    @property
-    def undone(self) -> bool: ...
-
     def gather(self, flow: Flow) -> None: ...
+
+    def hear(self, total: float) -> None: ...
 
     def gathered(self, flow: Flow) -> None: ...
 
@@ -92,11 +91,10 @@ class Service:
         worker = self._worker
         assert self._transport is not None
         server = SERVER_BASE + flow.bucket.server
-        # No step takes back a late result: see Held.
-        flags = Flag.UNDO if worker.undone and flow.held is None else Flag.NONE
+        undone, flow.undone = flow.undone, 0
         header = Header(
-            Kind.PUSH, worker.generation, flow.step, flow.bucket.id, round=r, codec=flow.codec.id,
-            sender=worker.rank, order=flow.order, flags=flags, weight=flow.weight, used=flow.used,
+            Kind.PUSH, worker.generation, flow.step, flow.bucket.id, round=r, codec=flow.codec.id, sender=worker.rank,
+            order=flow.order, weight=flow.weight, used=flow.used, total=flow.total if flow.in_means else 0.0, undone=undone,
         )
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
@@ -114,7 +112,20 @@ class Service:
             self._worker.latch(error)
             return
         self._worker.recorder.add(EXCHANGE, flow.bucket.id, begin)
-        self._decode.put(lambda: self._take(flow, r, handle))
+        if handle.message().header.flags & Flag.AGAIN:
+            self._encode.put(lambda: self._code_again(flow, handle.message().header.weight))
+        else:
+            self._decode.put(lambda: self._take(flow, r, handle))
+
+    def _code_again(self, flow: Flow, total: float) -> None:
+        """Encode lane. The workers together weigh something else than this one had taken for granted."""
+        worker = self._worker
+        if worker.error is not None:
+            return
+        worker.hear(total)
+        with self._staging.lane(flow):
+            nbytes = flow.restart(total)
+        self._send(flow, 0, nbytes)
 
     def _take(self, flow: Flow, r: int, handle: Handle) -> None:
         """Decode lane."""

@@ -19,9 +19,12 @@ from commlayer.records import Plan
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.programme import Place, compile_path, stages_of
-from commlayer.runtime.stagedflow import Error, StagedFlow
+from commlayer.runtime.stagedflow import FOREVER_S, Error, StagedFlow
 from commlayer.transport.channels import Channels
 from commlayer.transport.groups import GROUP, Groups, Pending
+
+TINY = 1e-30
+"""Where no worker weighs anything: the step ends with an error that says so."""
 
 
 class Staged:
@@ -36,6 +39,8 @@ class Staged:
         stages = max((len(f.segments) for f in flows.values()), default=0)
         self._lanes = [Lane(f"stage-{j}", latch) for j in range(stages)]
         self._tails: tuple[torch.Tensor, Pending] | None = None
+        self._in_means = any(f.flow.in_means for f in flows.values())
+        self._weights: tuple[torch.Tensor, Pending] | None = None
 
     @classmethod
     def of(
@@ -59,6 +64,21 @@ class Staged:
              for f in flows},
             groups, channels, latch, failed, recorder,
         )
+
+    def weigh(self, weight: float) -> None:
+        """A step begins: what codes parts of the mean must know the weight of all before it codes. Ahead of all else."""
+        if self._groups is not None and self._in_means:
+            total = torch.tensor([weight], device=self._groups.device)
+            self._weights = total, self._groups.allreduce(total)
+
+    def _to_means(self, flow: Flow) -> None:
+        """Lane of stage 0: x, which was taken as a part of the sum, becomes one of the mean."""
+        assert self._groups is not None
+        assert self._weights is not None
+        total, pending = self._weights
+        pending.wait(FOREVER_S, self._failed)
+        if (part := self._groups.world / max(float(total), TINY)) != 1.0:
+            flow.x.mul_(part)
 
     def begin(self, flow: Flow, done: Callable[[], None]) -> None:
         """x of that flow is gathered. Called in plan order; `done` runs when the sum is in x."""
@@ -89,6 +109,8 @@ class Staged:
         if self._failed() is not None:
             return
         try:
+            if stage == 0 and flow.flow.in_means:
+                self._to_means(flow.flow)
             flow.advance(stage, self._failed, self.recorder)
         except CorruptFrame as error:
             raise CorruptFrame(error.what, peer=GROUP, bucket=flow.flow.bucket.id) from None
@@ -102,9 +124,10 @@ class Staged:
         for flow in self._flows.values():
             flow.reset()
 
-    def undo(self) -> None:
-        for flow in self._flows.values():
-            flow.undo()
+    def undo(self, flow: Flow, slices: int) -> None:
+        """What of its last exchange was not applied."""
+        if (staged := self._flows.get(flow.bucket.id)) is not None:
+            staged.undo(slices)
 
     def drain(self, timeout_s: float) -> bool:
         return all(lane.drain(timeout_s) for lane in self._lanes)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from commlayer.compressors import seed
-from commlayer.compressors.codec import Codec, Round, State
+from commlayer.compressors.codec import Codec, Cut, Round, State
+from commlayer.compressors.debts import cut_of
 from commlayer.compressors.oneround import accumulator
 from commlayer.compressors.reducing import Reduced
 from commlayer.errors import CorruptFrame
@@ -35,6 +36,8 @@ class _Coder(NamedTuple):
     spec: Spec
     state: State
     acc: dict[str, Any] | None
+    given: torch.Tensor
+    """A copy of what the codec was given, if it keeps something back: x goes on to hold sums."""
 
 
 class _Under(NamedTuple):
@@ -78,7 +81,8 @@ class StagedFlow:
             spec = self.flow.spec if numel == self.flow.numel else Spec((numel,))
             state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
             seed(state, f"{job} {step.number} {span[0]}", self.flow.bucket.id, step.sender)
-            coders.append(_Coder(span, spec, state, None if step.first else accumulator(torch.zeros(spec.numel))))
+            acc = None if step.first else accumulator(torch.zeros(spec.numel))
+            coders.append(_Coder(span, spec, state, acc, torch.zeros(numel if step.first and self._codec.keeps else 0)))
         self._coders[step.number] = coders
         self._slots[step.number] = torch.zeros((len(coders), 1, self._slot_nbytes(step.widest)), dtype=torch.uint8)
 
@@ -89,6 +93,8 @@ class StagedFlow:
     def advance(self, stage: int, failed: Error, recorder: Recorder) -> None:
         """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
         bucket = self.flow.bucket.id
+        if stage == 0:
+            self._started.clear()
         if self._under is not None:
             self._under.pending.wait(FOREVER_S, failed)
             self._under.then()
@@ -108,16 +114,19 @@ class StagedFlow:
 
     def reset(self) -> None:
         """Before a step."""
-        self._started.clear()
         self._round = 0
         self._under = None
 
-    def undo(self) -> None:
-        """Gives back what the step sent. Before the next step."""
+    def undo(self, slices: int) -> None:
+        """Takes back the last step where it was not applied. Before the next one."""
+        cut = cut_of(self.flow.bucket.slices, slices)
         for step in self._started:
             for coder in self._coders[step.number]:
-                (self._codec.undo if step.first else self._codec.undo_server)(coder.state)
-        self._started.clear()
+                mine = within(cut, coder.span)
+                if step.first:
+                    self._codec.undo(coder.state, coder.given, mine)
+                else:
+                    self._codec.undo_server(coder.state, mine)
 
     # ---- local steps
 
@@ -128,6 +137,8 @@ class StagedFlow:
             room = slot.numpy().data[LENGTH_NBYTES:]
             x = self._x(coder.span)
             if coder.acc is None:
+                if coder.given.numel():
+                    coder.given.copy_(x)
                 nbytes = self._codec.start(x, coder.state, room)
             else:
                 coder.acc["sum"].copy_(x)
@@ -248,6 +259,14 @@ class _All(Pending):
     def wait(self, deadline: float, failed: Error = lambda: None) -> None:
         for work in self._works:
             work.wait(deadline, failed)
+
+
+def within(cut: Cut, span: Range) -> Cut:
+    """Those elements of a bucket that lie in the span, counted from its start."""
+    low, high = span
+    if cut is None:
+        return None
+    return [(max(a, low) - low, min(b, high) - low) for a, b in cut if max(a, low) < min(b, high)]
 
 
 def _payload(slot: torch.Tensor) -> memoryview:

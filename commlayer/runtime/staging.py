@@ -63,7 +63,7 @@ class Staging:
         """Queues the way back; `join` orders the training stream behind it."""
         if self._back is not None and not flow.on_device:
             with torch.cuda.stream(self._back):
-                flow.x.copy_(flow.host, non_blocking=True)
+                flow.y.copy_(flow.host_y, non_blocking=True)
 
     def way_back(self) -> contextlib.AbstractContextManager[object]:
         """The stream on which results come to the device."""

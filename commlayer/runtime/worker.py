@@ -9,7 +9,6 @@ later call raises the same error.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.debts import Debt, pay
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
@@ -31,6 +29,7 @@ from commlayer.runtime.service import Service
 from commlayer.runtime.staged import Staged
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.stopwatch import Stopwatch
+from commlayer.runtime.units import Units
 from commlayer.runtime.whole import whole
 from commlayer.transport.groups import GROUP, Groups, Pending
 from commlayer.transport.protocol import Transport
@@ -39,20 +38,26 @@ DRAIN_S = 5.0
 """How long a failed step waits for a lane to end the call it is in, before residuals are put right."""
 
 
-class Worker:
+def _nothing() -> None:
+    """Nobody watches."""
+
+
+class Worker(Units):
     """One rank's execution of one plan in one view."""
 
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
-        *, rank: int = 0, generation: int = 1, transport: Transport | None = None, groups: Groups | None = None,
-        recycle: Callable[[memoryview], None] = lambda _: None, explain: Callable[[BaseException], BaseException] = lambda e: e,
+        *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
+        groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
+        explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
-        """`recycle` takes back the bodies of results that have been decoded; `explain` may know a better error for one."""
+        """`members` workers are in the view (0: those of the groups). `recycle` takes back the bodies of results that have been
+        decoded; `explain` may know a better error for one."""
         self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
+        super().__init__(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
         self._groups = groups
         self._explain = explain
         self._local = rank % plan.ranks_per_node
-        self._shared = plan.ranks_per_node > 1
         self.counters = Counters()
         on_device = device_buckets(plan, codecs, device)
         self.flows = [
@@ -60,8 +65,8 @@ class Worker:
                  rank=rank, on_device=b.id in on_device)
             for i, b in enumerate(plan.buckets)
         ]
-        # Whether a step that turns out non-finite must be given back. The same on all ranks.
-        self._tracked = any(codecs[b.id].keeps for b in plan.buckets if b.path != "allreduce")
+        self.tracked = any(flow.in_means for flow in self.flows)
+        """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
         self._by_tensor: list[list[tuple[Flow, int]]] = [[] for _ in job.tensors]
         for flow in self.flows:
             for i, s in enumerate(flow.bucket.slices):
@@ -82,10 +87,9 @@ class Worker:
         """Where the forward pass needs each tensor, as far as it was seen."""
         self._abandoned = False
         self.step = 0
-        self.weight = 1.0
-        self.scale = 1.0
-        self.rate = 1.0
-        self._undone = False
+        self._begun = False
+        self.settle: Callable[[], None] = _nothing
+        """Who watches what becomes of averages tells it of those that were cleared: see `cleared`."""
         self._deadline_s = 0.0
         self.recorder = Recorder()
         self.stopwatch = Stopwatch(device)
@@ -114,6 +118,9 @@ class Worker:
                              "module with sparse=False")
         if gradient is not None and not gradient.is_contiguous() and len(self._by_tensor[tensor]) > 1:
             gradient = gradient.contiguous()  # a cut tensor is read by element ranges
+        if not self._begun:
+            self._begun = True
+            self._staged.weigh(self.weight)
         mark = self._staging.mark()
         for flow, i in self._by_tensor[tensor]:
             flow.sources[i] = gradient
@@ -148,25 +155,22 @@ class Worker:
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
         finite = True
-        look = self._tracked or bool(self.late) or any(flow.carried is not None for flow in self.flows)
+        look = self.tracked or bool(self.late) or any(flow.carried is not None for flow in self.flows)
         with whole(targets, self._is_cut) as into:
             for flow in self.flows:
                 if flow.held is not None:
                     continue
                 if look and not flow.coded:
                     # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
-                    flow.finite = bool(torch.isfinite(flow.x[0] if flow.bucket.path == "service" else flow.x).all())
+                    flow.finite = bool(torch.isfinite(flow.y[0] if flow.bucket.path == "service" else flow.y).all())
                 if flow.buffer and not flow.finite:
                     continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
                 finite = finite and flow.finite
                 flow.commit(self._factor(flow, flow.weight), [into[s.tensor] for s in flow.bucket.slices])
             finite = self.late.commit(self._factor, into) and finite
-        # What the optimizer will skip is given back. The servers learn it with the next step's frames.
-        self._undone = self._tracked and not finite
-        for flow in () if finite else self.flows:
-            flow.skip(undo=self._undone)
-        if self._undone:
-            self._staged.undo()
+        self._check_total()
+        for flow in self.flows:  # it is taken back ahead of the next exchange, and servers learn it with that
+            flow.judge(finite=finite)
         self.late.settle(applied=finite)
         self.step += 1
         self.counters.steps += 1
@@ -174,14 +178,21 @@ class Worker:
         self.recorder.next()
         self.stopwatch.start()
 
+    def _check_total(self) -> None:
+        """What all weigh is known now."""
+        weight = next((f.weight if f.held is None else f.held.weight for f in self._service if f.in_means), 0.0)
+        if weight and self.misled(weight):
+            error = ValueError(f"step {self.step}: weight(total=...) said that all workers weigh {self.total:g}, they weigh "
+                               f"{weight:g}: give the sum over all of them, or leave it out")
+            self.latch(error)
+            raise error
+
     def _is_cut(self, tensor: int) -> bool:
         return len(self._by_tensor[tensor]) > 1
 
     def _factor(self, flow: Flow, weight: float) -> float | torch.Tensor:
-        """From the weighted sum to the average."""
-        scale = self._scale_of(flow)
-        with contextlib.suppress(ZeroDivisionError):
-            return scale / weight if flow.bucket.path == "service" else flow.over_weight(scale)
+        if (average := self.average(flow, weight)) is not None:
+            return average
         error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
                            "give one a weight")
         self.latch(error)
@@ -213,6 +224,7 @@ class Worker:
     def _reset(self) -> None:
         for flow in self.flows:
             flow.reset()
+        self._begun = False
         self._seen = [False] * len(self.job.tensors)
         self._conductor.reset()
         self._pending.clear()
@@ -228,14 +240,9 @@ class Worker:
         """Whether it begins with a collective: an all-reduce, or the sum inside the node."""
         return flow.bucket.path != "service" or self._shared
 
-    def _scale_of(self, flow: Flow) -> float:
-        """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
-
-        So may a change of the learning rate: codecs that say so have it inside.
-        """
-        return 1.0 if flow.buffer else self.scale / self.rate if flow.in_updates else self.scale
-
     def _dispatch(self, flow: Flow) -> None:
+        if flow.held is None:
+            self._take_back(flow)
         if not self._collective(flow):
             self._to_servers.push(flow)
             return
@@ -249,7 +256,7 @@ class Worker:
         """Called in plan order, on the thread that ran the last hook."""
         self._staging.catch_up(flow)
         self.gather(flow)
-        flow.write_tail()
+        flow.write_tail(flow.tail)
         staged = flow.bucket.path not in ("service", "allreduce")
         if self._groups is None:  # alone: the sum is what it is
             if staged:
@@ -267,14 +274,6 @@ class Worker:
             self._to_servers.push(flow, pending)
         else:
             self._pending[flow.bucket.id] = pending
-
-    def gather(self, flow: Flow) -> None:
-        """Gradients to x."""
-        flow.gather(self.factor(flow), self.weight)
-
-    def factor(self, flow: Flow) -> float:
-        """From a gradient to what is coded of it."""
-        return self.weight / self._scale_of(flow)
 
     def finished(self, flow: Flow) -> None:
         """Its sum is in x."""
@@ -310,12 +309,12 @@ class Worker:
             shares = []
             for flow in self._service:
                 if flow.bucket.owner == self._local:
-                    flow.write_tail()
-                shares.append((flow, time.perf_counter(), self._groups.broadcast(flow.all, flow.bucket.owner)))
+                    flow.write_tail(flow.tail_y)
+                shares.append((flow, time.perf_counter(), self._groups.broadcast(flow.all_y, flow.bucket.owner)))
             for flow, issued, share in shares:
                 share.wait(deadline, lambda: self.error)
                 self.recorder.add("node.broadcast", flow.bucket.id, issued)
-                flow.weight = float(flow.tail[-1])
+                flow.weight = float(flow.tail_y[-1])
                 flow.read_used()
 
     # ---- what the session and checkpoints ask
@@ -323,10 +322,6 @@ class Worker:
     def begins(self) -> bool:
         """Whether the next gradient is the first of its step."""
         return not any(self._seen)
-
-    def _unit_of(self, flow: Flow) -> float:
-        """What a gradient is multiplied with before it is coded, besides weight and loss scale."""
-        return self.rate if flow.in_updates else 1.0
 
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
@@ -340,27 +335,31 @@ class Worker:
         """The flows that this worker encodes."""
         return self._mine + self._by_stages
 
-    @property
-    def undone(self) -> bool:
-        """Whether the servers still have to hear that the last step was abandoned."""
-        return self._undone
+    def cleared(self, tensor: int) -> None:
+        """The average that the last step wrote for this tensor was thrown away."""
+        for flow, i in self._by_tensor[tensor]:
+            flow.unapplied |= 1 << i
 
-    def take_over(self, before: Worker) -> None:
-        """Goes on where a worker of the plan before stopped, and owes what it owed."""
-        self.step, self.weight, self.scale, self.rate = before.step, before.weight, before.scale, before.rate
-        owing = [(flow, debt) for flow in before.flows for debt in flow.debts()]
-        owing += before.late.debts(before.weight)
-        debts = [Debt(d.tensor, d.start, d.values / self._unit_of(flow)) for flow, d in owing]
+    def undone(self) -> dict[int, int]:
+        """By bucket, what of the last step was not applied and servers have not heard, between steps. The same on all ranks."""
+        self.settle()
         for flow in self.flows:
-            paid = pay(debts, flow.bucket.slices)
-            flow.carry = None if paid is None else paid * self._unit_of(flow)
-        self.counters, self.stopwatch = before.counters, before.stopwatch
-        self.recorder = self._staged.recorder = before.recorder
-        self.reorder(before.places)
+            if flow.held is None:
+                self._take_back(flow)
+        return {flow.bucket.id: flow.undone for flow in self._service if flow.undone}
 
-    def settle(self) -> None:
-        """The servers have heard it by another way than the next step's frames."""
-        self._undone = False
+    def heard(self) -> None:
+        """The servers have heard it."""
+        for flow in self._service:
+            flow.undone = 0
+
+    def _take_back(self, flow: Flow) -> None:
+        if back := flow.take_back():
+            self._staged.undo(flow, back)
+
+    def record(self, recorder: Recorder) -> None:
+        """Goes on recording there."""
+        self.recorder = self._staged.recorder = recorder
 
     # ---- failure
 
@@ -387,9 +386,9 @@ class Worker:
             self.error = self._explain(self.error)
             # A lane that is stuck may be inside a codec: then its residual cannot be put right.
             if self._to_servers.drain(DRAIN_S) and self._staged.drain(DRAIN_S):
-                for flow in self._mine:
-                    flow.undo()
-                self._staged.undo()
+                for flow in self.flows:
+                    flow.unapplied |= flow.all_slices if flow.started else 0
+                    self._take_back(flow)
         raise self.error
 
     def close(self) -> None:

@@ -14,13 +14,13 @@ from commlayer.errors import CorruptFrame
 from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import Flag, Header, Kind
 
-MAGIC = b"CML1"
-VERSION = 1
+MAGIC = b"CML2"
+VERSION = 2
 DEFAULT_MAX_NBYTES = 256 << 20
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
 
-_LAYOUT = struct.Struct("<4s4B3I4HB3sQf3I")
+_LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
 _CRC = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 _CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
@@ -77,7 +77,7 @@ def pack(header: Header, body_nbytes: int) -> bytes:
     try:
         fixed = _LAYOUT.pack(
             MAGIC, VERSION, h.kind, h.flags, h.round, h.generation, h.step, h.bucket, h.part, h.parts, h.sender, h.order,
-            h.codec, b"", h.used, h.weight, body_nbytes, 0, 0,
+            h.codec, b"", h.used, h.undone, h.weight, h.total, body_nbytes, 0, 0,
         )
     except (struct.error, OverflowError) as error:
         raise ValueError(f"{header} with a body of {body_nbytes} bytes does not fit a frame header: {error}") from None
@@ -96,7 +96,7 @@ def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise CorruptFrame("the header's checksum does not match")
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
-     codec, reserved, used, weight, nbytes, crc, _) = _LAYOUT.unpack(data)
+     codec, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
         raise CorruptFrame(f"frame version {version}, here {VERSION}: install the same commlayer on all machines")
     if kind not in _KINDS:
@@ -105,7 +105,8 @@ def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
         raise CorruptFrame(f"flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
     if nbytes > max_nbytes:
         raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")
-    header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used)
+    header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used, total,
+                    undone)
     return header, nbytes, crc
 
 

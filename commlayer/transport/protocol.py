@@ -35,13 +35,14 @@ class Kind(enum.IntEnum):
     PLAN = 13  # worker -> server, between steps: the plan of the generation that the header names
     PLAN_OK = 14  # server -> worker: from now on that plan is summed, or why not (UTF-8 body)
     PACE = 15  # worker -> server on its own node: `used` bit/s go out by their link
+    UNDO = 16  # worker -> server, between steps and ahead of PLAN: what a PUSH would say in `undone`
 
 
 class Flag(enum.IntFlag):
     """Bits of Header.flags."""
 
     NONE = 0
-    UNDO = 1  # PUSH: the sender abandoned the step before; the server gives its last result back to its residual
+    AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, which the header gives
 
 
 class Header(NamedTuple):
@@ -62,6 +63,10 @@ class Header(NamedTuple):
     weight: float = 0.0
     used: int = 0
     """One bit per slice of the bucket: the sender has a gradient for it. A server ors them."""
+    total: float = 0.0
+    """PUSH: the weight of all workers that the payload was coded as a part of; 0 where its codec keeps nothing back."""
+    undone: int = 0
+    """One bit per slice: the last result was not applied there. The server takes it back into its residual."""
 
 
 Key = tuple[int, int, int, int, int, int]

@@ -10,6 +10,7 @@ error is this server's own, and what it was summing is lost.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -32,13 +33,18 @@ class Ops(Protocol):
     @property
     def bound(self) -> int: ...
 
+    @property
+    def in_means(self) -> bool:
+        """Whether payloads must be coded as parts of all workers' weight: see `Header.total`."""
+        ...
+
     def zeros(self, r: int) -> Any: ...
 
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
 
     def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
 
-    def undo(self) -> None: ...
+    def undo(self, slices: int) -> None: ...
 
     def snapshot(self) -> bytes: ...
 
@@ -83,7 +89,8 @@ class _Cell:
         self.first: int | None = None  # who contributed first
         self.step, self.round, self.next = step, r, 0
         self.early: dict[int, Message] = {}
-        self.weight, self.used, self.order, self.undo, self.since = 0.0, 0, 0, 0, 0.0
+        self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
+        self.totals: set[float] = set()
 
     def here(self) -> set[int]:
         return {*self.members[: self.next], *self.early} if self.open else set()
@@ -148,8 +155,8 @@ class Summation:
             raise _breach(message, "is no member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
             raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
-        if h.codec != ops.codec or not 0.0 <= h.weight < float("inf"):
-            raise _breach(message, f"codec {h.codec} with weight {h.weight}")
+        if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
+            raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
         if len(message.body) > ops.bound:
             raise _breach(message, f"{len(message.body)} bytes, at most {ops.bound} for this bucket")
 
@@ -175,11 +182,12 @@ class Summation:
         while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
             message = cell.early.pop(cell.members[cell.next])
             h = message.header
-            first, undo = cell.next == 0, h.flags & Flag.UNDO
-            if not first and undo != cell.undo:
-                raise _breach(message, "disagrees on whether the step before was abandoned")
-            if first and undo and r == 0:
-                ops.undo()  # before `add`, which overwrites what was summed in that step
+            first = cell.next == 0
+            if not first and h.undone != cell.undone:
+                raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
+                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike")
+            if first and h.undone and r == 0:
+                ops.undo(h.undone)  # before `add`, which overwrites what was summed in that step
             try:
                 ops.add(r, message.body, cell.accs[r], first)
             except (CorruptFrame, ValueError) as error:
@@ -187,9 +195,24 @@ class Summation:
             cell.next += 1
             cell.weight += h.weight
             cell.used |= h.used
-            cell.order, cell.undo = h.order, undo
+            cell.order, cell.undone = h.order, h.undone
+            cell.totals.add(h.total)
             release(message)
-        return self._emit(cell) if cell.next == len(cell.members) else []
+        if cell.next < len(cell.members):
+            return []
+        return self._again(cell) if self._misjudged(cell) else self._emit(cell)
+
+    def _misjudged(self, cell: _Cell) -> bool:
+        """Whether some member coded its part of another weight than that of all: then old debts would be paid twice or half."""
+        total = as_float32(cell.weight)
+        return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
+
+    def _again(self, cell: _Cell) -> list[Reply]:
+        """Nothing has been emitted, so all can code the same step again, now that the weight of all is known."""
+        header = Header(Kind.RESULT, self.generation, cell.step, cell.bucket, codec=cell.ops.codec, sender=self.peer,
+                        order=cell.order, flags=Flag.AGAIN, weight=cell.weight, used=cell.used)
+        cell.begin(cell.step, 0)
+        return [Reply(member, header, b"") for member in cell.members]
 
     def _emit(self, cell: _Cell) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
@@ -206,10 +229,13 @@ class Summation:
             cell.rest(step + 1)
         return [Reply(member, header, body) for member in cell.members]
 
-    def undo(self) -> None:
-        """All members have abandoned the last step, and no PUSH will say so."""
-        for cell in self.cells.values():
-            cell.ops.undo()
+    def undo(self, message: Message) -> None:
+        """No PUSH will say what of the last step was not applied."""
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            if h.generation == self.generation:
+                self._between(cell, message)
+                cell.ops.undo(h.undone)
 
     def busy(self) -> bool:
         """Whether a contribution waits for others."""
@@ -227,16 +253,16 @@ class Summation:
         return found
 
     def snapshot(self, message: Message) -> list[Reply]:
-        """The codec state between two steps. With UNDO it first gives the last result back, as a PUSH with that flag would."""
+        """The codec state between two steps, without what of the last one was not applied."""
         cell, h = self._cell(message), message.header
         with cell.lock:
             if h.generation < self.generation:
                 return []
             self._between(cell, message)
-            if h.flags & Flag.UNDO:
-                cell.ops.undo()
+            if h.undone:
+                cell.ops.undo(h.undone)
             state = cell.ops.snapshot()
-        return [Reply(message.peer, h._replace(kind=Kind.STATE, flags=0, sender=self.peer), state)]
+        return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
 
     def restore(self, message: Message) -> list[Reply]:
         """Takes up saved state, whole or not at all. The next contribution is of the message's step; results are forgotten."""
@@ -256,6 +282,15 @@ class Summation:
     def _between(self, cell: _Cell, message: Message) -> None:
         if cell.open:
             raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+
+
+def _applied(undone: int) -> str:
+    return "did not apply some averages" if undone else "applied all"
+
+
+def as_float32(weight: float) -> float:
+    """As it is in a header, so that both ends compare the same number."""
+    return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
 def _breach(message: Message, what: str) -> CorruptFrame:

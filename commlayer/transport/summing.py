@@ -15,7 +15,7 @@ import msgspec
 
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.records import Record
-from commlayer.transport.protocol import Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
+from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.service import Reply, Stall, Summation
 
 log = logging.getLogger("commlayer")
@@ -131,6 +131,9 @@ class SumServer:
             return self._core.snapshot(message)
         if kind == Kind.STATE:
             return self._core.restore(message)
+        if kind == Kind.UNDO:
+            self._core.undo(message)
+            return []
         if kind == Kind.PROBE:
             return [self._echo(message)]
         if kind == Kind.PACE:
@@ -161,8 +164,6 @@ class SumServer:
                 answer = "a sum is under way"
             else:
                 assert self._replan is not None
-                if h.flags & Flag.UNDO:
-                    self._core.undo()
                 try:
                     self._core = self._replan(bytes(message.body), h.generation)
                 except (ValueError, CommError) as error:

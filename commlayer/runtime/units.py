@@ -1,0 +1,85 @@
+"""From gradients to what is coded, and from what came back to averages: weights, loss scale, learning rate. Moves nothing.
+
+What codecs keep back is owed in parts of the mean, without loss scale: then no change of weights or scale changes what an old
+debt is worth. For that all workers' weight must be known before coding. It is taken to be what it was in the last step, unless
+the script says what it is; a server that finds it was another has the step coded again (Flag.AGAIN).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from commlayer.runtime.flow import Flow
+from commlayer.transport.service import as_float32
+
+
+class Units:
+    """One worker's, in the step under way."""
+
+    def __init__(self, members: int, *, shared: bool) -> None:
+        """`shared`: several ranks of a node add up their gradients before one of them codes the sum."""
+        self.members, self._shared = members, shared
+        self.weight = 1.0
+        self.scale = 1.0
+        self.rate = 1.0
+        self.total = float(members)
+        """What all workers weigh, as far as this one knows."""
+        self.told = False
+        """Whether the script said so."""
+
+    def take(self, other: Units) -> None:
+        self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
+        self.total, self.told = other.total, other.told
+
+    def rate_of(self, flow: Flow) -> float:
+        """What a gradient is multiplied with before it is coded, besides weight and loss scale."""
+        return self.rate if flow.in_updates else 1.0
+
+    def scale_of(self, flow: Flow) -> float:
+        """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
+
+        So may a change of the learning rate: codecs that say so have it inside.
+        """
+        return 1.0 if flow.buffer else self.scale / self.rate_of(flow)
+
+    def gather(self, flow: Flow) -> None:
+        """Gradients to x."""
+        flow.total = as_float32(self.total)
+        flow.gather(self.factor(flow), self.weight, self.worth(flow))
+
+    def factor(self, flow: Flow) -> float:
+        """From a gradient to what is coded of it."""
+        part = self.weight / self.scale_of(flow)
+        return part * (self.members / flow.total) if _by_total(flow) else part
+
+    def worth(self, flow: Flow) -> float:
+        """What a debt of 1 is in x. Debts are counted so that all workers' sum up to `members` times what the mean lacks: then
+        with equal weights x is the gradient."""
+        return 1.0 if _by_total(flow) else flow.total / self.members
+
+    def average(self, flow: Flow, weight: float) -> float | torch.Tensor | None:
+        """What makes an average of what came back; None if all workers' weight is 0."""
+        scale = self.scale_of(flow)
+        with contextlib.suppress(ZeroDivisionError):
+            average = scale / weight if flow.bucket.path == "service" else flow.over_weight(scale)
+            return scale / self.members if flow.in_means else average
+        return None
+
+    def hear(self, total: float) -> None:
+        """A server knows already what all weigh in this step. Ranks of one node must all take the same for granted."""
+        if not self._shared:
+            self.total, self.told = total, False
+
+    def misled(self, total: float) -> bool:
+        """What all weighed in a step, and for all that is known will in the next. Whether the script had said another."""
+        wrong = self.told and abs(total - self.total) > 1e-6 * total
+        if not self.told:
+            self.total = total
+        return wrong
+
+
+def _by_total(flow: Flow) -> bool:
+    """Whether x has to be a part of the mean from the start. Staged paths hear what all weigh before they code."""
+    return flow.in_means and flow.bucket.path == "service"
