@@ -27,6 +27,7 @@ from commlayer.records import Job, TensorInfo
 from commlayer.runtime.handout import hand_out
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import job_of, learning_rate, loss_scale, parameters_of
+from commlayer.runtime.outcome import Outcome
 from commlayer.runtime.worker import Worker
 from commlayer.tracing import trace_once
 from commlayer.watching import watch
@@ -53,7 +54,11 @@ class HookState:
         """`optimizer` gives the learning rate to codecs that correct for its changes; without it they do not."""
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
         self.connection = Connection()
-        self._weight = 1.0
+        self._weight: tuple[float, float | None] | None = None
+        """What the script has said since the last step."""
+        self._outcome: Outcome | None = None
+        self._watched = False
+        """Whether it has been there for a whole pass: it is not for the first."""
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
@@ -108,6 +113,10 @@ class HookState:
         self._numbers = {id(p): i for i, p in enumerate(parameters)}
         job = gradients_of(whole)  # buffers are DDP's own
         self.connection = connect(job, device, plan=self._plan, config=self._config, whole=whole)
+        if (worker := self.connection.worker) is not None:
+            mine = [p for p in parameters if isinstance(p, nn.Parameter)]
+            self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number))
+            worker.settle = self._outcome.settle
         self._auto = auto_of(self.connection)
         self._guard = guard_of(self.connection, self._config)
         trace_once(self.connection, self._config.trace, planning=self._auto is not None)
@@ -122,9 +131,16 @@ class HookState:
             return
         if worker.begins():
             self._units(worker)
-            worker.weight = self._weight
+            if self._weight is not None:
+                worker.weigh(*self._weight)
+                self._weight = None
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
-            worker.ready(self._numbers[id(p)], gradient)
+            if self._used(number := self._numbers[id(p)]):
+                worker.ready(number, gradient)
+
+    def _used(self, number: int) -> bool:
+        """Whether this pass has a gradient for it. DDP fills in zeros, and drops what comes back for what nobody used."""
+        return self._outcome is None or not self._watched or number in self._outcome.touched
 
     def _units(self, worker: Worker) -> None:
         worker.scale = loss_scale(self._scaler)
@@ -148,10 +164,13 @@ class HookState:
                 for part in step:
                     for p, gradient in zip(part.parameters, part.gradients, strict=True):
                         targets[self._numbers[id(p)]] = gradient
-                worker.finish(targets, self._config.deadline_s)
+                if self._outcome is not None:
+                    self._outcome.end()
+                worker.finish([g if self._used(n) else None for n, g in enumerate(targets)], self._config.deadline_s)
                 if self._guard is not None:
                     self._guard.look()
                 worker.commit(targets)
+                self._watched = True
                 besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
                 for after_step in (*besides, *self.connection.watchers):
                     after_step()
@@ -170,13 +189,20 @@ class HookState:
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._error is not None:
             raise self._error
+        if self._outcome is not None:  # behind DDP's own end of the pass, which puts averages into `.grad`
+            torch.autograd.Variable._execution_engine.queue_callback(self._outcome.wrote)
+
+    def _worker(self) -> Worker:
+        assert self.connection.worker is not None
+        return self.connection.worker
 
     def _latch(self, error: BaseException) -> None:
         self._error = self._error or error
 
-    def weight(self, n: float) -> None:
+    def weight(self, n: float, total: float | None = None) -> None:
         """See Session.weight."""
-        self._weight = n / self._config.batch
+        batch = self._config.batch
+        self._weight = n / batch, None if total is None else total / batch
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""
@@ -211,8 +237,8 @@ class DDPDriver:
     def no_sync(self) -> AbstractContextManager[None]:
         return self._model.no_sync()
 
-    def weight(self, n: float) -> None:
-        self._state.weight(n)
+    def weight(self, n: float, total: float | None) -> None:
+        self._state.weight(n, total)
 
     def report(self, loss: float | torch.Tensor) -> None:
         self._state.report(loss)

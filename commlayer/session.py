@@ -26,6 +26,7 @@ from commlayer.runtime.handout import hand_out, targets_of
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.order import ForwardOrder
+from commlayer.runtime.outcome import Outcome
 from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
 from commlayer.tracing import STEPS, trace, trace_once
@@ -40,7 +41,7 @@ class Driver(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
-    def weight(self, n: float) -> None: ...
+    def weight(self, n: float, total: float | None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -63,22 +64,29 @@ class Session:
         """Backward passes inside accumulate locally; the next one outside synchronises what has gathered."""
         return self._driver.no_sync()
 
-    def weight(self, n: float) -> None:
+    def weight(self, n: float, total: float | None = None) -> None:
         """How much this worker's gradients count from now on: its number of samples, or of tokens; all workers use one unit.
 
         It is divided by the setting `batch`, so that what is coded stays in the range of gradients: set that to the planned
-        batch where n is large and gradients go as fp16.
+        batch where n is large and gradients go as fp16. `total`: the sum over all workers, where the script knows it. Without
+        it, a step in which that sum is not what it was in the step before sends what residuals go with twice.
         """
-        if not 0 <= n < float("inf"):
-            raise ValueError(f"weight {n}: allowed is a finite number >= 0")
-        self._driver.weight(float(n))
+        for what, value in (("weight", n), ("total", total)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{what} {value}: allowed is a finite number >= 0")
+        if total is not None and total < n:
+            raise ValueError(f"total {total}: less than this worker's own weight {n}; give the sum over all workers")
+        self._driver.weight(float(n), total)
 
     def report(self, loss: float | torch.Tensor) -> None:
         """The training loss of a step, if the guard is to watch it, too. A tensor is read later, and waits for nothing."""
         self._driver.report(loss)
 
     def synchronize(self) -> None:
-        """Ends the step: waits for all buckets and writes the averages into `.grad`. backward() does it by itself."""
+        """Averages what backward passes inside `no_sync` have gathered, or the script has written into `.grad`.
+
+        A backward pass outside does it by itself: behind that there is nothing to do.
+        """
         self._driver.synchronize()
 
     def drain(self) -> bool:
@@ -181,6 +189,9 @@ class _ModuleDriver:
         self._syncing = True
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
+        self._outcome: Outcome | None = None
+        self._left: list[tuple[int, int, int] | None] = []
+        """The gradients that the last step wrote."""
         self._auto = auto_of(connection)
         self._exchanges = Exchanges(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, deadline_s=config.deadline_s)
@@ -189,7 +200,9 @@ class _ModuleDriver:
         self._guard = guard_of(connection, config)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            self._hooks = Hooks(self._parameters, self._worker, self._ready, self.synchronize, lambda: self._syncing)
+            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end, lambda: self._syncing)
+            self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number))
+            self._worker().settle = self._outcome.settle
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -199,9 +212,9 @@ class _ModuleDriver:
         finally:
             self._syncing = before
 
-    def weight(self, n: float) -> None:
+    def weight(self, n: float, total: float | None) -> None:
         if self.connection.worker is not None:
-            self.connection.worker.weight = n / self._batch
+            self.connection.worker.weigh(n / self._batch, None if total is None else total / self._batch)
 
     def report(self, loss: float | torch.Tensor) -> None:
         if self._guard is not None:
@@ -213,14 +226,27 @@ class _ModuleDriver:
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
+        if self._outcome is not None:
+            self._outcome.detach()
         self._exchanges.detach()
 
     def synchronize(self) -> None:
+        if self._left != self._gradients():
+            self._end()
+
+    def _gradients(self) -> list[tuple[int, int, int] | None]:
+        """What tells whether gradients are what they were, and nobody has stepped with them."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
+
+    def _end(self) -> None:
+        """A backward pass is over, or the script asks for it."""
         worker = self.connection.worker
         if worker is None or self._exchanges.count():
             return
         if worker.begins():
             self._units(worker)
+        if self._outcome is not None:
+            self._outcome.end()
         buffers = self._buffers_now()
         worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
         if self._guard is not None:
@@ -229,6 +255,9 @@ class _ModuleDriver:
         worker.commit([*grads, *buffers])
         for p, grad in zip(self._parameters, grads, strict=True):
             p.grad = grad
+        self._left = self._gradients()
+        if self._outcome is not None:
+            self._outcome.wrote()
         besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
         for after_step in (*besides, *self.connection.watchers):
             after_step()

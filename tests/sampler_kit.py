@@ -14,7 +14,7 @@ class Noted:
         self.n = 0.0
         self.plan: Plan | None = None
 
-    def weight(self, n: float) -> None:
+    def weight(self, n: float, total: float | None = None) -> None:
         self.n = n
 
     def no_sync(self) -> Any:

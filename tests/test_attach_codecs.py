@@ -122,7 +122,7 @@ def pass_on(run: Run) -> dict[str, Any]:
         scales.append(scaler.get_scale())
     worker = run.sessions[0]._driver.connection.worker
     residuals = {flow.bucket.id: flow.state["residual"].clone() for flow in worker.coded}
-    return {"applied": [-p.detach() for p in model.parts], "scales": scales, "residuals": residuals, "undone": worker.undone,
+    return {"applied": [-p.detach() for p in model.parts], "scales": scales, "residuals": residuals, "undone": worker.undone(),
             "buckets": {b.id: [(s.tensor, s.start, s.stop) for s in b.slices] for b in worker.plan.buckets}}
 
 
@@ -151,10 +151,8 @@ def test_mass_is_conserved_through_grad_scaler(how: str, per_node: int) -> None:
         put_in = torch.zeros(size, dtype=torch.float64)
         for step in range(200):
             for rank in range(WORLD):
-                g = gradient(rank, step)[tensor]
-                if (SKIPS.get(step) == rank or (per_node > 1 and step in SKIPS)) and tensor == step % 2:
-                    g.view(-1)[step] = 0.0  # what is not finite is in no sum, nor what a node has added to it
-                put_in += g.double()
+                if step not in SKIPS:  # a skipped step is dropped, as torch alone drops it
+                    put_in += gradient(rank, step)[tensor].double()
         torch.testing.assert_close(total[tensor], put_in, rtol=0, atol=2e-3)
 
 

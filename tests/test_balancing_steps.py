@@ -60,7 +60,7 @@ class Session:
         self.connection = SimpleNamespace(groups=SimpleNamespace(timeout_s=1.0), beside=[], on_shares=[], price=None,
                                           decisions=[], explain=lambda error: error)
 
-    def weight(self, n: float) -> None:
+    def weight(self, n: float, total: float | None = None) -> None:
         pass
 
     def no_sync(self) -> Any:

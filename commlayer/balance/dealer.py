@@ -65,7 +65,7 @@ class Dealer:
                 start = sum(count for worker, count in counts.items() if worker < self.rank)
                 own = held[start : start + counts.get(self.rank, 0)]
                 nothing = list(itertools.islice(itertools.cycle(held), self._least))
-                parts = list(parts_of(self.step, own, nothing, least=self._least, cap=self._cap))
+                parts = list(parts_of(self.step, own, nothing, whole=len(held), least=self._least, cap=self._cap))
                 self._dealt = len(held)
                 yield from self._handout.run([(self._collate(mine), part) for part, mine in parts], session, weigh)
                 self._commit()

@@ -18,7 +18,7 @@ class Averaging(Protocol):
     @property
     def plan(self) -> Plan | None: ...
 
-    def weight(self, n: float) -> None: ...
+    def weight(self, n: float, total: float | None = None) -> None: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -36,6 +36,8 @@ class Part(NamedTuple):
     last: bool
     computed: int
     """How many samples the batch holds."""
+    whole: int
+    """Samples of all workers in the step."""
 
 
 class Handout:
@@ -59,7 +61,8 @@ class Handout:
         self.samples = sum(part.samples for _, part in batches)
         self.computed = sum(part.computed for _, part in batches)
         if session is not None:
-            session.weight(total)
+            # Where samples are what counts, all know the sum, and nobody need be told of a short last batch.
+            session.weight(total, float(batches[0][1].whole) if weigh is None else None)
         self._session, self._steps_before = session, _steps(session)
         for (batch, part), weight in zip(batches, weights, strict=True):
             self.fraction = weight / total if total else 1.0 / len(batches)
@@ -97,16 +100,19 @@ def split(samples: int, cap: int) -> list[int]:
     return [samples // parts + (i < samples % parts) for i in range(parts)]
 
 
-def parts_of(step: int, own: list[T], nothing: list[T], *, least: int, cap: int) -> Iterator[tuple[Part, list[T]]]:
+def parts_of(
+    step: int, own: list[T], nothing: list[T], *, whole: int, least: int, cap: int
+) -> Iterator[tuple[Part, list[T]]]:
     """A worker's samples of a step as its batches. Where it has none the others still wait for it: `nothing` weighs nothing."""
     if not own:
-        yield Part(step, 0, 1, True, len(nothing)), nothing
+        yield Part(step, 0, 1, True, len(nothing), whole), nothing
         return
     start, sizes = 0, split(len(own), cap)
     for i, samples in enumerate(sizes):
         # Where a batch is too small each sample comes equally often: the mean stays what it is.
         repeats = -(-least // samples)
-        yield Part(step, samples, repeats, i == len(sizes) - 1, samples * repeats), own[start : start + samples] * repeats
+        part = Part(step, samples, repeats, i == len(sizes) - 1, samples * repeats, whole)
+        yield part, own[start : start + samples] * repeats
         start += samples
 
 

@@ -174,7 +174,8 @@ class Sampler:
             step = ahead.step
             given = ahead.advance(self._trained.step - KEEP_STEPS)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
-            for part, indices in parts_of(step, own, nothing, least=self.least, cap=self.cap):
+            whole = sum(stop - start for spans in given.values() for start, stop in spans)
+            for part, indices in parts_of(step, own, nothing, whole=whole, least=self.least, cap=self.cap):
                 self._queue.append(part)
                 yield indices
 

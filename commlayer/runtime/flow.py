@@ -166,6 +166,12 @@ class Flow:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
         return scale / (self.tail_y[-1].item() if self.x.device.type == "cpu" else self.tail_y[-1])
 
+    def summed_weight(self) -> float:
+        """What all workers weighed in the last exchange whose result is here; 0 where only a device knows."""
+        if self.bucket.path == "service":
+            return self.weight if self.held is None else self.held.weight
+        return float(self.tail_y[-1]) if self.x.device.type == "cpu" else 0.0
+
     def op(self, coding: str) -> str:
         """"encode" or "decode" as paths spell it."""
         return f"{coding}@{'gpu' if self.on_device else 'cpu'}"

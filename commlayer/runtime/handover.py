@@ -23,3 +23,4 @@ def hand_over(before: Worker, after: Worker) -> None:
     after.counters, after.stopwatch = before.counters, before.stopwatch
     after.record(before.recorder)
     after.reorder(before.places)
+    after.settle = before.settle

@@ -67,6 +67,11 @@ class Units:
             return scale / self.members if flow.in_means else average
         return None
 
+    def weigh(self, weight: float, total: float | None) -> None:
+        """From now on; `total` is what all weigh then, None if the script does not say."""
+        self.weight, self.told = weight, total is not None
+        self.total = self.total if total is None else total
+
     def hear(self, total: float) -> None:
         """A server knows already what all weigh in this step. Ranks of one node must all take the same for granted."""
         if not self._shared:

@@ -180,7 +180,7 @@ class Worker(Units):
 
     def _check_total(self) -> None:
         """What all weigh is known now."""
-        weight = next((f.weight if f.held is None else f.held.weight for f in self._service if f.in_means), 0.0)
+        weight = next((weight for flow in self.flows if (weight := flow.summed_weight())), 0.0)
         if weight and self.misled(weight):
             error = ValueError(f"step {self.step}: weight(total=...) said that all workers weigh {self.total:g}, they weigh "
                                f"{weight:g}: give the sum over all of them, or leave it out")
@@ -274,6 +274,7 @@ class Worker(Units):
             self._to_servers.push(flow, pending)
         else:
             self._pending[flow.bucket.id] = pending
+            flow.undone = 0  # its owner says it with this step's frame
 
     def finished(self, flow: Flow) -> None:
         """Its sum is in x."""

@@ -1,0 +1,186 @@
+"""The law above all: for every tensor, applied + owed = put in, whatever codec it takes and whatever becomes of a step.
+
+Put in is what the optimizer is meant to get: the weighted mean of the gradients of a step that is applied. In the events below
+tensors are unused, weights change, steps are skipped, and averages are thrown away. Each event is one row for each codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import runtime_kit as kit
+import torch
+from msgspec.structs import replace
+
+from commlayer.compressors import parse, wrap
+from commlayer.compressors.codec import Codec
+from commlayer.planner import default_plan
+
+WORLD, STEPS = 3, 6
+SHAPES: list[tuple[int, ...]] = [(40, 30), (40,), (5, 3, 3, 3), (1,), (700,)]
+CODECS = [
+    "identity()", "int8(64)", "int8(2048)", "int4()", "int4(64)", "onebit(64)", "onebit(1024)", "error_feedback(fp16())",
+    "error_feedback(bf16())",
+    "topk(0.05)", "topk(0.3)", "topk(0.1, 'fp32')", "topk(0.1, 'fp16')", "topk(0.1, 'int4')", "topk(0.05, exact=True)",
+    "block_threshold(0.2)", "block_threshold(0.1, run=8, values='int4')", "randomk(0.2)", "randomk(0.3, values='bf16')",
+    "powersgd(1)", "powersgd(2)", "shared_int(4, rounding='nearest')", "warmup(topk(0.1), 4)",
+    "partition(topk(0.2), 3)", "partition(powersgd(1), nbytes=512)", "chain(topk(0.2, 'fp32'), int8())",
+    "error_feedback(qsgd())", "error_feedback(natural())", "error_feedback(terngrad())",
+    "error_feedback(int8(), lr_correction=True)",
+    "momentum(topk(0.2), 0.5)", "momentum(int8(64), 0.9)", "momentum(onebit(64), 0.5)", "momentum_correction(topk(0.2), 0.5)",
+    "dgc(0.1, 0.5, warmup=3)",
+]
+DOWN = {"topk(0.3)": "int8(64)", "int8(2048)": "onebit(64)", "topk(0.05)": "topk(0.5)"}
+"""Answered in another codec, with the server's own residual."""
+
+
+def nobody(step: int, rank: int = 0) -> set[int]:
+    return set()
+
+
+def equal(step: int) -> list[float]:
+    return [1.0] * WORLD
+
+
+class Event(NamedTuple):
+    """What goes on in a few steps, the same for all codecs."""
+
+    weights: Callable[[int], list[float]] = equal
+    told: bool = False
+    """Whether the script says what all weigh."""
+    unused: Callable[[int, int], set[int]] = nobody
+    """Tensors without gradient on a rank."""
+    cleared: Callable[[int], set[int]] = nobody
+    """Tensors whose averages are thrown away."""
+    bad: int = -1
+    """A step in which the last rank has an infinity."""
+    scale: Callable[[int], float] = lambda step: 1.0
+
+
+ALL = set(range(len(SHAPES)))
+EVENTS = {
+    "plain": Event(),
+    "unused by all in every second step": Event(unused=lambda step, rank: {0, 4} if step % 2 else set()),
+    "unused by all, by turns": Event(unused=lambda step, rank: {step % 5, (step + 2) % 5}),
+    "nothing used": Event(unused=lambda step, rank: ALL if step % 2 else set()),
+    "used by one rank alone": Event(unused=lambda step, rank: {0, 2} if rank != step % WORLD else set()),
+    "unequal weights": Event(weights=lambda step: [1.0, 0.25, 3.0]),
+    "a short last batch": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD),
+    "a short last batch, foretold": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD, told=True),
+    "weights that change in every step": Event(weights=lambda step: [1.0 + step, 2.0, 0.5 * (step % 3)]),
+    "a scaler that skips": Event(bad=3, scale=lambda step: 2.0 ** (10 - step)),
+    "averages thrown away": Event(cleared=lambda step: ALL if step % 2 else set()),
+    "some averages thrown away": Event(cleared=lambda step: {1, 4} if step % 2 else {0}),
+    "unused, skipped, thrown away, reweighted": Event(
+        weights=lambda step: [1.0, 2.0 + step, 1.0], unused=lambda step, rank: {step % 5},
+        cleared=lambda step: {(step + 1) % 5}, bad=2),
+}
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=made) for shape in SHAPES]
+
+
+def rig(codec: str) -> kit.Rig:
+    down = str(wrap(parse(DOWN[codec]))) if codec in DOWN else ""
+    plan = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=600,
+                        cut_nbytes=1 << 20)
+    plan = replace(plan, buckets=tuple(replace(b, down=down) for b in plan.buckets))
+    assert any(len(b.slices) > 1 for b in plan.buckets)
+    return kit.Rig(WORLD, codec, servers=2, shapes=SHAPES, plan=plan)
+
+
+class Account:
+    """One rank's: by tensor, what was put in and what was applied, in float64."""
+
+    def __init__(self) -> None:
+        self.put = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        self.applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        self.moved = 0.0
+        """The largest number that went through a residual: errors are of its rounding."""
+
+
+def fed(worker: Any, mine: list[Any], share: float) -> list[torch.Tensor]:
+    """What codecs are given to send: the gradient's part in the mean, or the velocity that momentum makes of it."""
+    parts = [torch.zeros(shape) if g is None else g * share for shape, g in zip(SHAPES, mine, strict=True)]
+    for flow in worker.flows:
+        codec, state = flow.codec, flow.state
+        if "velocity" in state:
+            at = 0
+            for s in flow.bucket.slices:
+                velocity = state["velocity"][at : at + s.numel].view(flow.shapes[flow.bucket.slices.index(s)])
+                parts[s.tensor].view(-1)[s.start : s.stop] += codec.beta * velocity.reshape(-1)
+                at += s.numel
+    return parts
+
+
+def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Account]) -> None:
+    def body(rank: int) -> None:
+        worker, account = r.workers[rank], accounts[rank]
+        for step in range(first, first + STEPS):
+            n, weights = step - first, event.weights(step - first)
+            scale = worker.scale = event.scale(n)
+            worker.weigh(weights[rank], sum(weights) if event.told else None)
+            mine: list[Any] = [None if t in event.unused(n, rank) else g for t, g in enumerate(gradients(rank, step))]
+            if "momentum" in codec or "dgc" in codec:
+                worker.undone()  # as the next gradients would do, so that velocities are what these meet
+            parts = fed(worker, mine, weights[rank] * WORLD / sum(weights))
+            sent = [None if g is None else g * scale for g in mine]
+            if n == event.bad and rank == WORLD - 1:
+                next(g for g in sent if g is not None).view(-1)[0] = float("inf")
+            averages = kit.step(worker, sent)
+            for t in range(len(SHAPES)):
+                used = any(t not in event.unused(n, other) for other in range(WORLD))
+                assert (averages[t] is not None) == used
+                if used and t not in event.cleared(n) and n != event.bad:
+                    account.put[t] += parts[t].double()
+                    account.applied[t] += averages[t].double() / scale
+                account.moved = max(account.moved, float(parts[t].abs().max()))
+            for t in event.cleared(n):
+                worker.cleared(t)
+
+    for result in kit.on_ranks(WORLD, body):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def owed(r: kit.Rig) -> list[torch.Tensor]:
+    """By workers and servers, after all has been taken back that was not applied."""
+    words = [worker.undone() for worker in r.workers]
+    assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
+    debts = [debt for worker in r.workers for flow in worker.flows for debt in flow.debts()]
+    for server in r.servers:
+        for bucket, cell in server._core.cells.items():
+            cell.ops.undo(words[0].get(bucket, 0))
+            debts += cell.ops.debts()
+    total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for debt in debts:
+        total[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+    return total
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
+    """All events one after the other; the account is made up after each."""
+    wrapped: Codec = wrap(parse(codec))
+    assert wrapped.keeps or codec == "identity()", "what keeps nothing back cannot owe"
+    wrong = []
+    with rig(codec) as r:
+        accounts = [Account() for _ in range(WORLD)]
+        for number, (name, event) in enumerate(EVENTS.items()):
+            happen(r, codec, event, number * STEPS, accounts)
+            debts, steps = owed(r), (number + 1) * STEPS
+            most = max(account.moved for account in accounts) * WORLD
+            for t in range(len(SHAPES)):
+                put = sum(account.put[t] for account in accounts)
+                error = float((WORLD * accounts[0].applied[t] + debts[t] - put).abs().max())
+                if error > 1e-5 * most * steps**0.5:
+                    wrong.append(f"{name}: tensor {t} is off by {error:.2e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_enough_rows() -> None:
+    assert len(CODECS) * len(EVENTS) >= 400

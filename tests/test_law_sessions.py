@@ -1,0 +1,249 @@
+"""The law through sessions: applied + owed = put in, for plain modules and DDP, whatever a script does with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import msgspec
+import pool_kit
+import pytest
+import torch
+from pool_kit import pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.planner import default_plan
+from commlayer.records import Job, Plan
+from commlayer.runtime.measure import job_of
+
+WORLD, STEPS = 2, 8
+SIZES: list[tuple[int, ...]] = [(300,), (40, 50), (7,)]
+
+
+class Given(nn.Module):
+    """Its gradients are what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in SIZES])
+
+    def forward(self, *gradients: torch.Tensor | None) -> torch.Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.parts, gradients, strict=True) if g is not None]).sum()
+
+
+def slopes(rank: int, step: int, salt: int = 0) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + rank + 77777 * salt)
+    return [torch.randn(s, generator=made) for s in SIZES]
+
+
+def plan_of(job: Job, kind: str, per_node: int) -> Plan:
+    """Results come down whole, so that only workers owe anything."""
+    codec = {"topk": "topk(ratio=0.1)", "int8": "int8(block=32)", "low rank": "powersgd(rank=1)",
+             "momentum": "momentum_correction(topk(ratio=0.1), beta=0.0)", "onebit": "onebit(block=64)"}[kind.split(",")[0]]
+    made = default_plan(job, codec=codec, path="service", servers=2, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
+    changes: dict[str, Any] = {} if "powersgd" in codec else {"down": "identity()"}
+    if "staged" in kind:
+        changes = {"path": "encode@cpu all.allgather decode@cpu"}
+    return msgspec.structs.replace(made, buckets=tuple(msgspec.structs.replace(b, **changes) for b in made.buckets))
+
+
+class Script:
+    """What events act on: a model with known gradients and rate 1, and the account of what was put in."""
+
+    def __init__(self, rank: int, how: str, kind: str, per_node: int, address: str) -> None:
+        self.rank, self.model = rank, Given()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        self.wrapped: Any = self.model
+        if "ddp" in how:
+            self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.002, find_unused_parameters=True,
+                                                   gradient_as_bucket_view="view" in how)
+        config = pool_kit.quick(ranks_per_node=per_node, join=address)
+        self.session = commlayer.attach(self.wrapped, None if "unnamed" in how else self.optimizer, config=config,
+                                        plan=plan_of(job_of(self.model), kind, per_node), scaler=self.scaler)
+        self.put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
+        self.step = 0
+
+    def backward(self, *, put: float = 1.0, without: Set[int] = frozenset(), salt: int = 0, spoil: bool = False) -> None:
+        """`put`: what a gradient of 1 is to be worth to the optimizer."""
+        given: list[Any] = [None if t in without else g for t, g in enumerate(slopes(self.rank, self.step, salt))]
+        for total, g in zip(self.put, given, strict=True):
+            if g is not None and put:
+                total += put * g.double()
+        if spoil:
+            given[1][3, 3] = float("inf")
+        self.scaler.scale(self.wrapped(*given)).backward()
+
+    def apply(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def account(self) -> dict[str, Any]:
+        worker = self.session.connection.worker
+        worker.undone()
+        owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
+        for flow in worker.flows:
+            for debt in flow.debts():
+                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+        return {"put": [p.clone() for p in self.put], "owed": owed, "applied": [-p.detach().double() for p in self.model.parts]}
+
+
+def plain(s: Script) -> None:
+    for _ in range(STEPS):
+        s.backward()
+        s.apply()
+
+
+def unused(s: Script) -> None:
+    for n in range(STEPS):
+        s.backward(without={0, 2} if n % 2 else set())
+        s.apply()
+
+
+def used_here_alone(s: Script) -> None:
+    for n in range(STEPS):
+        s.backward(without={1} if (n + s.rank) % 2 else set())
+        s.apply()
+
+
+def probe(s: Script) -> None:
+    """A backward pass ahead of each step, whose gradients are thrown away."""
+    for _ in range(STEPS):
+        s.backward(put=0.0, salt=1)
+        s.optimizer.zero_grad()
+        s.backward()
+        s.apply()
+
+
+def probe_with_zeros(s: Script) -> None:
+    for _ in range(STEPS):
+        s.backward(put=0.0, salt=1)
+        s.optimizer.zero_grad(set_to_none=False)
+        s.backward()
+        s.apply()
+
+
+def step_without_clearing(s: Script) -> None:
+    """As a discriminator: stepped, then a pass for somebody else adds to what is left, then all is cleared."""
+    for _ in range(STEPS):
+        s.backward()
+        s.scaler.step(s.optimizer)
+        s.scaler.update()
+        s.backward(put=0.0, salt=2)
+        s.optimizer.zero_grad()
+        s.step += 1
+
+
+def skips(s: Script) -> None:
+    for n in range(STEPS):
+        bad = n % 3 == 1
+        s.backward(put=0.0 if bad else 1.0, spoil=bad and s.rank == 1)
+        s.apply()
+
+
+def weights(s: Script) -> None:
+    for n in range(STEPS):
+        mine = [3.0, 3.0] if n == 5 else [64.0, 32.0]
+        s.session.weight(mine[s.rank], sum(mine) if n % 2 else None)
+        s.backward(put=mine[s.rank] * WORLD / sum(mine))
+        s.apply()
+    s.session.weight(1.0)
+
+
+def added_up(s: Script) -> None:
+    """Two passes, both averaged, for one step."""
+    for _ in range(STEPS):
+        s.backward()
+        s.backward(salt=3)
+        s.apply()
+
+
+def gathered(s: Script) -> None:
+    """Two passes, one of them averaged, for one step."""
+    for _ in range(STEPS):
+        with s.session.no_sync():
+            s.backward()
+        s.backward(salt=3)
+        s.apply()
+
+
+EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
+    plain, unused, used_here_alone, probe, probe_with_zeros, step_without_clearing, skips, weights, added_up, gathered,
+)}
+
+
+def run(rank: int, how: str, kind: str, per_node: int, address: str) -> list[tuple[str, dict[str, Any]]]:
+    script, found = Script(rank, how, kind, per_node, address), []
+    try:
+        for name, event in EVENTS.items():
+            event(script)
+            found.append((name, script.account()))
+    finally:
+        script.session.close()
+    return found
+
+
+@pytest.mark.parametrize(("how", "kind", "per_node"), [
+    ("module", "topk", 1), ("module", "int8", 2), ("module", "onebit", 1), ("module", "low rank", 1), ("module", "topk", 2),
+    ("module", "topk, staged", 1), ("module", "int8, staged", 2), ("module, optimizer unnamed", "topk", 1),
+    ("ddp", "topk", 1), ("ddp", "int8", 1), ("ddp, view", "topk", 1), ("ddp", "onebit", 2), ("ddp", "topk, staged", 1),
+])
+def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int) -> None:
+    with pool_kit.Servers(WORLD, 2) as servers:
+        results = pool(WORLD).call(run, how, kind, per_node, servers.address)
+    wrong = []
+    for (name, first), (_, second) in zip(*results, strict=True):
+        for t in range(len(SIZES)):
+            assert torch.equal(first["applied"][t], second["applied"][t]), f"{name}: ranks differ"
+            put = first["put"][t] + second["put"][t]
+            error = float((WORLD * first["applied"][t] + first["owed"][t] + second["owed"][t] - put).abs().max())
+            if error > 1e-5 * max(1.0, float(put.abs().max())):
+                wrong.append(f"{name}: tensor {t} is off by {error:.2e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, Any]]:
+    """Two models, two optimizers, alternating passes: the second one's loss gives the first gradients that nobody wants."""
+    models = [Given(), Given()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    sessions = [commlayer.attach(m, o, plan=commlayer.compressors.parse(codec), config=pool_kit.quick(join=address))
+                for m, o, address in zip(models, optimizers, addresses, strict=True)]
+    for step in range(20):
+        optimizers[0].zero_grad()
+        models[0](*(torch.ones(s) for s in SIZES)).backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        through = models[0](*(-torch.ones(s) for s in SIZES))  # what the first model must not follow
+        (models[1](*slopes(rank, step)) + through).backward()
+        optimizers[1].step()
+    optimizers[0].zero_grad()
+    moved = []
+    for model, session in zip(models, sessions, strict=True):
+        worker = session.connection.worker
+        assert worker is not None
+        worker.undone()
+        owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
+        for flow in worker.flows:
+            for debt in flow.debts():
+                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+        moved.append({"applied": [-p.detach().double() for p in model.parts], "owed": owed})
+        session.close()
+    return moved
+
+
+@pytest.mark.parametrize(
+    "codec", ["topk(ratio=0.1)", "int8(block=64)", "onebit(block=64)", "randomk(ratio=0.2)", "powersgd(rank=1)"])
+def test_a_pass_for_another_model_moves_nothing(codec: str) -> None:
+    """Of 20 steps of 1 all is applied or owed: workers' debts here, the servers' where they keep some."""
+    with pool_kit.Servers(WORLD, 1) as first, pool_kit.Servers(WORLD, 1) as second:
+        results = pool(WORLD).call(adversaries, codec, [first.address, second.address])
+        kept = sum(float(r.double().sum()) for r in first.residuals().values())
+    applied = sum(float(t.sum()) for t in results[0][0]["applied"])
+    owed = sum(float(t.sum()) for r in results for t in r[0]["owed"])
+    put = 20.0 * sum(torch.Size(s).numel() for s in SIZES)
+    assert applied + (owed + kept) / WORLD == pytest.approx(put, rel=1e-5)
+    assert applied > 0.3 * put, "most of it has moved the model"
