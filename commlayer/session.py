@@ -22,6 +22,7 @@ from commlayer.guarding import guard_of
 from commlayer.observe import Stale
 from commlayer.optim import Outer
 from commlayer.records import Plan
+from commlayer.runtime.abandoned import abandon
 from commlayer.runtime.handout import hand_out, targets_of
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
@@ -200,7 +201,8 @@ class _ModuleDriver:
         self._guard = guard_of(connection, config)
         if connection.worker is not None:
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end, lambda: self._syncing)
+            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end, lambda: self._syncing,
+                                self._broke_off)
             self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number))
             self._worker().settle = self._outcome.settle
 
@@ -262,6 +264,13 @@ class _ModuleDriver:
         for after_step in (*besides, *self.connection.watchers):
             after_step()
             self._worker().stopwatch.start()  # what it took is no computing
+
+    def _broke_off(self) -> None:
+        """An exception ended the last backward pass, and the script went on."""
+        if self._exchanges.local is None:
+            if self._outcome is not None:
+                self._outcome.end()
+            abandon(self._worker(), self._deadline_s)
 
     def drain(self) -> bool:
         worker = self.connection.worker

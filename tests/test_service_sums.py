@@ -51,6 +51,9 @@ class Doubles:
         added, sent = self.last
         self.residual, self.last = self.residual - added + sent, (0.0, 0.0)
 
+    def skip(self) -> None:
+        self.last = (0.0, 0.0)
+
     def snapshot(self) -> bytes:
         return struct.pack("<d", self.residual)
 

@@ -44,6 +44,10 @@ class CodecOps:
             self._undone |= fresh
             self._codec.undo_server(self._state, cut_of(self._bucket.slices, fresh))
 
+    def skip(self) -> None:
+        """Nothing was emitted, so nothing can be taken back."""
+        self._undone = (1 << len(self._bucket.slices)) - 1
+
     def debts(self) -> list[Debt]:
         """What this server still owes, by tensor elements."""
         values = owed(self._state, self._spec.numel)

@@ -87,6 +87,8 @@ class Flow:
         """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
         self.carried: torch.Tensor | None = None
         """What of that went with the last gradients."""
+        self.codes = False
+        """Whether the last exchange has coded something here."""
         self.unapplied = 0
         """One bit per slice: the average of the last exchange was not applied there."""
         self.undone = 0
@@ -109,6 +111,8 @@ class Flow:
         self.started = self.done = False
         self.finite = True
         self.weight, self.used = 0.0, 0
+        self.abandoned = ""
+        """Who broke the step off, and why: then there is no sum."""
         self.total = 0.0
         """The weight of all workers that this exchange's gradients were taken as a part of."""
 
@@ -169,7 +173,7 @@ class Flow:
     def summed_weight(self) -> float:
         """What all workers weighed in the last exchange whose result is here; 0 where only a device knows."""
         if self.bucket.path == "service":
-            return self.weight if self.held is None else self.held.weight
+            return self.weight if self.held is None or self.abandoned else self.held.weight
         return float(self.tail_y[-1]) if self.x.device.type == "cpu" else 0.0
 
     def op(self, coding: str) -> str:
@@ -178,7 +182,7 @@ class Flow:
 
     def encode(self) -> int:
         """Round 0: x to payload."""
-        self.started = True
+        self.started = self.codes = True
         if not self.on_device:
             return self.codec.start(self.host, self.state, self.payload)
         nbytes = self.codec.start(self.x, self.state, self._there[0])
@@ -258,7 +262,7 @@ class Flow:
         back, self.unapplied = self.unapplied, 0
         if back:
             cut = cut_of(self.bucket.slices, back)
-            if self.coded:
+            if self.codes:
                 self.codec.undo(self.state, self.coded_x, cut)
             if self.carried is not None:
                 self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
@@ -27,10 +28,11 @@ class Hooks:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
-        finish: Callable[[], None], active: Callable[[], bool],
+        finish: Callable[[], None], active: Callable[[], bool], broke_off: Callable[[], None],
     ) -> None:
-        """`active` says whether the pass is to be synchronised. `worker()` hears of a pass that breaks off."""
+        """`active` says whether the pass is to be synchronised. `broke_off` hears, ahead of the next, of one that raised."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
+        self._broke_off = broke_off
         self._graph: int | None = None
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(parameters) if p.requires_grad
@@ -55,11 +57,14 @@ class Hooks:
         worker = self._worker()
         worker.check()
         if self._graph is not None:
-            worker.latch(RuntimeError(
-                "a backward pass began before another had ended: that one raised, or this one runs inside it. "
-                "Its step was half announced and cannot be completed: attach again"
-            ))
-            worker.check()
+            if _inside_pass():
+                worker.latch(RuntimeError(
+                    "a backward pass began inside another: both have gradients to average, so neither's step can be completed. "
+                    "Put the inner one into session.no_sync(), and attach again"
+                ))
+                worker.check()
+            self._graph = None
+            self._broke_off()
         self._graph = graph
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -75,9 +80,18 @@ class Hooks:
 
 def _inside_checkpoint() -> bool:
     """Whether a reentrant checkpoint's backward is on this thread's stack."""
+    return any(code.co_name == "backward" and code.co_filename == checkpoint.__file__ for code in _stack())
+
+
+def _inside_pass() -> bool:
+    """Whether a backward pass runs inside another: both are on the stack of the thread that began the outer one. A device's
+    thread is autograd's own, so there the inner one stands alone."""
+    own = isinstance(threading.current_thread(), threading._DummyThread)
+    return sum(code.co_name == "_engine_run_backward" for code in _stack()) + own > 1
+
+
+def _stack() -> Iterator[CodeType]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename == checkpoint.__file__:
-            return True
+        yield frame.f_code
         frame = frame.f_back
-    return False

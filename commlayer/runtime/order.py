@@ -7,12 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from commlayer.runtime.flow import Flow
+
 
 def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapping[int, int]) -> list[int]:
     """Buckets in the order on the wire: by the first place of their tensors, then by their order so far."""
     far = len(places)
     first = [min((places.get(tensor, far) for tensor in span), default=far) for span in spans]
     return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
+
+
+def reorder(flows: Sequence[Flow], places: Mapping[int, int]) -> None:
+    """Order on the wire by place in the forward pass; what that did not see keeps its order behind."""
+    spans = [[s.tensor for s in f.bucket.slices] for f in flows]
+    for order, i in enumerate(by_place(spans, [f.order for f in flows], places)):
+        flows[i].order = order
 
 
 class ForwardOrder:

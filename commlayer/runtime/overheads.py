@@ -73,6 +73,9 @@ class _Idle:
     def undo(self, slices: int) -> None:
         """Nothing is kept back."""
 
+    def skip(self) -> None:
+        """As `undo`."""
+
     def snapshot(self) -> bytes:
         return b""
 

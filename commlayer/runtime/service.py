@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -17,6 +18,9 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind
 
 FOREVER_S = 86400.0
 """For a wait that others bound: the training thread's deadline latches an error, which ends it."""
+
+
+BROKEN = "its backward pass broke off"
 
 
 class Step(Protocol):
@@ -82,25 +86,34 @@ class Service:
             if flow.held is not None:
                 self._staging.settle()
                 worker.gathered(flow)
+            if math.isnan(flow.weight):
+                self._give_up(flow)
+                return
             nbytes = flow.encode()
         worker.counters.encode_s += time.perf_counter() - begin
         worker.recorder.add(flow.op("encode"), flow.bucket.id, begin, nbytes)
-        self._send(flow, 0, nbytes)
+        self._send(flow, 0, flow.payload[:nbytes])
 
-    def _send(self, flow: Flow, r: int, nbytes: int) -> None:
+    def _give_up(self, flow: Flow) -> None:
+        """A rank of this node has broken the step off."""
+        flow.weight, flow.codes = 0.0, False
+        self._send(flow, 0, f"{peer_name(self._worker.rank)}: {BROKEN}".encode(), Flag.ABANDON)
+
+    def _send(self, flow: Flow, r: int, body: memoryview | bytes, flags: Flag = Flag.NONE) -> None:
         worker = self._worker
         assert self._transport is not None
         server = SERVER_BASE + flow.bucket.server
         undone, flow.undone = flow.undone, 0
         header = Header(
             Kind.PUSH, worker.generation, flow.step, flow.bucket.id, round=r, codec=flow.codec.id, sender=worker.rank,
-            order=flow.order, weight=flow.weight, used=flow.used, total=flow.total if flow.in_means else 0.0, undone=undone,
+            order=flow.order, flags=flags, weight=flow.weight, used=flow.used, total=flow.total if flow.in_means else 0.0,
+            undone=undone,
         )
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
         answer.on_done(lambda handle: self._arrived(flow, r, handle, begin))
-        self._transport.send(server, header, flow.payload[:nbytes]).on_done(self._sent)
-        worker.counters.sent_nbytes += nbytes
+        self._transport.send(server, header, body).on_done(self._sent)
+        worker.counters.sent_nbytes += len(body)
 
     def _sent(self, handle: Handle) -> None:
         if (error := handle.error()) is not None:
@@ -125,7 +138,7 @@ class Service:
         worker.hear(total)
         with self._staging.lane(flow):
             nbytes = flow.restart(total)
-        self._send(flow, 0, nbytes)
+        self._send(flow, 0, flow.payload[:nbytes])
 
     def _take(self, flow: Flow, r: int, handle: Handle) -> None:
         """Decode lane."""
@@ -137,6 +150,10 @@ class Service:
         nbytes = len(message.body)
         worker.counters.received_nbytes += nbytes
         last = r + 1 == len(flow.codec.rounds)
+        if message.header.flags & Flag.ABANDON:
+            flow.abandoned, flow.weight, flow.finite = str(message.body, "utf-8", "replace"), math.nan, False
+            worker.finished(flow)
+            return
         try:
             if last:
                 with self._staging.way_back():
@@ -154,7 +171,7 @@ class Service:
             self._staging.to_device(flow)
             worker.finished(flow)
         else:
-            self._send(flow, r + 1, again_nbytes)
+            self._send(flow, r + 1, flow.payload[:again_nbytes])
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """A server says whom it waits for."""

@@ -8,6 +8,7 @@ the script says what it is; a server that finds it was another has the step code
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 
@@ -28,6 +29,8 @@ class Units:
         """What all workers weigh, as far as this one knows."""
         self.told = False
         """Whether the script said so."""
+        self.broken = False
+        """Whether this worker has broken the step off: then its part weighs NaN, and so does the sum."""
 
     def take(self, other: Units) -> None:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
@@ -47,7 +50,11 @@ class Units:
     def gather(self, flow: Flow) -> None:
         """Gradients to x."""
         flow.total = as_float32(self.total)
-        flow.gather(self.factor(flow), self.weight, self.worth(flow))
+        if self.broken:
+            flow.gather(0.0, 0.0, 0.0)
+            flow.weight = math.nan
+        else:
+            flow.gather(self.factor(flow), self.weight, self.worth(flow))
 
     def factor(self, flow: Flow) -> float:
         """From a gradient to what is coded of it."""
@@ -77,12 +84,16 @@ class Units:
         if not self._shared:
             self.total, self.told = total, False
 
-    def misled(self, total: float) -> bool:
-        """What all weighed in a step, and for all that is known will in the next. Whether the script had said another."""
-        wrong = self.told and abs(total - self.total) > 1e-6 * total
-        if not self.told:
+    def learn(self, total: float) -> None:
+        """What all weighed in the step that is over, and for all that is known will in the next; 0 where nobody knows.
+
+        ValueError if the script has said something else.
+        """
+        if self.told and abs(total - self.total) > 1e-6 * total:
+            raise ValueError(f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
+                             "sum over all of them, or leave it out")
+        if not self.told and total:
             self.total = total
-        return wrong
 
 
 def _by_total(flow: Flow) -> bool:

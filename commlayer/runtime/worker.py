@@ -16,15 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import Codec
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.errors import CommError, DeadlineExceeded, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
+from commlayer.runtime.abandoned import broken_off
 from commlayer.runtime.coders import device_buckets
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.late import Late
-from commlayer.runtime.order import by_place
+from commlayer.runtime.order import reorder
 from commlayer.runtime.service import Service
 from commlayer.runtime.staged import Staged
 from commlayer.runtime.staging import Staging
@@ -149,6 +150,8 @@ class Worker(Units):
         except BaseException as error:
             self.latch(error)
         self.check()
+        if reason := broken_off(self.flows, here=self.broken):
+            self._drop(reason)
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
 
@@ -156,7 +159,7 @@ class Worker(Units):
         """Writes the averages into `targets` (None: leave out) and ends the step."""
         finite = True
         look = self.tracked or bool(self.late) or any(flow.carried is not None for flow in self.flows)
-        with whole(targets, self._is_cut) as into:
+        with whole(targets, lambda tensor: len(self._by_tensor[tensor]) > 1) as into:
             for flow in self.flows:
                 if flow.held is not None:
                     continue
@@ -168,27 +171,30 @@ class Worker(Units):
                 finite = finite and flow.finite
                 flow.commit(self._factor(flow, flow.weight), [into[s.tensor] for s in flow.bucket.slices])
             finite = self.late.commit(self._factor, into) and finite
-        self._check_total()
+        try:
+            self.learn(next((weight for flow in self.flows if (weight := flow.summed_weight())), 0.0))
+        except ValueError as error:
+            self.latch(error)
+            raise
         for flow in self.flows:  # it is taken back ahead of the next exchange, and servers learn it with that
             flow.judge(finite=finite)
         self.late.settle(applied=finite)
-        self.step += 1
         self.counters.steps += 1
+        self._next()
+
+    def _drop(self, reason: str) -> None:
+        """The step is none, on any rank."""
+        for flow in self.flows:
+            flow.judge(finite=False)
+        self.late.settle(applied=False)
+        self._next()
+        raise StepAbandoned(f"{reason}; the step is dropped on all workers", step=self.step - 1)
+
+    def _next(self) -> None:
+        self.step += 1
         self._reset()
         self.recorder.next()
         self.stopwatch.start()
-
-    def _check_total(self) -> None:
-        """What all weigh is known now."""
-        weight = next((weight for flow in self.flows if (weight := flow.summed_weight())), 0.0)
-        if weight and self.misled(weight):
-            error = ValueError(f"step {self.step}: weight(total=...) said that all workers weigh {self.total:g}, they weigh "
-                               f"{weight:g}: give the sum over all of them, or leave it out")
-            self.latch(error)
-            raise error
-
-    def _is_cut(self, tensor: int) -> bool:
-        return len(self._by_tensor[tensor]) > 1
 
     def _factor(self, flow: Flow, weight: float) -> float | torch.Tensor:
         if (average := self.average(flow, weight)) is not None:
@@ -200,12 +206,8 @@ class Worker(Units):
 
     def used(self) -> list[bool]:
         """After `finish`: which tensors any worker had a gradient for."""
-        used = [False] * len(self.job.tensors)
-        for flow in self.flows:
-            there = flow.used if flow.held is None else flow.held.used
-            for i, s in enumerate(flow.bucket.slices):
-                used[s.tensor] |= bool(there >> i & 1)
-        return used
+        there = {id(flow): flow.used if flow.held is None else flow.held.used for flow in self.flows}
+        return [any(there[id(flow)] >> i & 1 for flow, i in places) for places in self._by_tensor]
 
     def drain(self) -> None:
         """Waits until no exchange is under way; late results are held then. All ranks call it behind the same step."""
@@ -218,7 +220,7 @@ class Worker(Units):
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """After `drain`: writes what is held into `targets`, which are zeros."""
-        with whole(targets, self._is_cut) as into:
+        with whole(targets, lambda tensor: len(self._by_tensor[tensor]) > 1) as into:
             self.late.settle(applied=self.late.commit(self._factor, into))
 
     def _reset(self) -> None:
@@ -327,9 +329,7 @@ class Worker(Units):
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
         self.places = places
-        spans = [[s.tensor for s in f.bucket.slices] for f in self.flows]
-        for order, i in enumerate(by_place(spans, [f.order for f in self.flows], places)):
-            self.flows[i].order = order
+        reorder(self.flows, places)
 
     @property
     def coded(self) -> list[Flow]:

@@ -19,6 +19,8 @@ from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 KEPT_STEPS = 2
+MOST_REASON_NBYTES = 256
+"""Of a word on why a step was broken off."""
 
 
 class Ops(Protocol):
@@ -45,6 +47,8 @@ class Ops(Protocol):
     def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
 
     def undo(self, slices: int) -> None: ...
+
+    def skip(self) -> None: ...
 
     def snapshot(self) -> bytes: ...
 
@@ -91,6 +95,9 @@ class _Cell:
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.totals: set[float] = set()
+        self.abandoned = b""
+        """Who broke the step off, and why."""
+        self.summed = 0
 
     def here(self) -> set[int]:
         return {*self.members[: self.next], *self.early} if self.open else set()
@@ -157,8 +164,9 @@ class Summation:
             raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
-        if len(message.body) > ops.bound:
-            raise _breach(message, f"{len(message.body)} bytes, at most {ops.bound} for this bucket")
+        bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
+        if len(message.body) > bound:
+            raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
 
     def _admit(self, cell: _Cell, message: Message) -> None:
         """A contribution belongs to the sum under way, or between steps begins the next one."""
@@ -188,19 +196,31 @@ class Summation:
                                        f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike")
             if first and h.undone and r == 0:
                 ops.undo(h.undone)  # before `add`, which overwrites what was summed in that step
-            try:
-                ops.add(r, message.body, cell.accs[r], first)
-            except (CorruptFrame, ValueError) as error:
-                raise _breach(message, str(error)) from None
+            if h.flags & Flag.ABANDON:
+                cell.abandoned = cell.abandoned or bytes(message.body)
+            else:
+                try:
+                    ops.add(r, message.body, cell.accs[r], cell.summed == 0)
+                except (CorruptFrame, ValueError) as error:
+                    raise _breach(message, str(error)) from None
+                cell.summed += 1
+                cell.totals.add(h.total)
             cell.next += 1
             cell.weight += h.weight
             cell.used |= h.used
             cell.order, cell.undone = h.order, h.undone
-            cell.totals.add(h.total)
             release(message)
         if cell.next < len(cell.members):
             return []
+        if cell.abandoned:
+            return self._abandon(cell)
         return self._again(cell) if self._misjudged(cell) else self._emit(cell)
+
+    def _abandon(self, cell: _Cell) -> list[Reply]:
+        cell.ops.skip()
+        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.abandoned))
+        cell.rest(cell.step + 1)
+        return replies
 
     def _misjudged(self, cell: _Cell) -> bool:
         """Whether some member coded its part of another weight than that of all: then old debts would be paid twice or half."""
@@ -209,25 +229,31 @@ class Summation:
 
     def _again(self, cell: _Cell) -> list[Reply]:
         """Nothing has been emitted, so all can code the same step again, now that the weight of all is known."""
-        header = Header(Kind.RESULT, self.generation, cell.step, cell.bucket, codec=cell.ops.codec, sender=self.peer,
-                        order=cell.order, flags=Flag.AGAIN, weight=cell.weight, used=cell.used)
+        header = self._header(cell, Flag.AGAIN)
         cell.begin(cell.step, 0)
         return [Reply(member, header, b"") for member in cell.members]
 
     def _emit(self, cell: _Cell) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
         out = cell.out(step, r)
-        body = out[: ops.emit(r, cell.accs[r], out)].toreadonly()
-        header = Header(Kind.RESULT, self.generation, step, cell.bucket, round=r, codec=ops.codec, sender=self.peer,
-                        order=cell.order, weight=cell.weight, used=cell.used)
-        cell.results[(step, r)] = (header, body)
-        for old in [k for k in cell.results if k[0] <= step - KEPT_STEPS]:
-            del cell.results[old]
+        replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
         else:
             cell.rest(step + 1)
+        return replies
+
+    def _reply(self, cell: _Cell, flags: Flag, body: memoryview) -> list[Reply]:
+        """To all members, and kept for whoever asks again."""
+        header = self._header(cell, flags)
+        cell.results[(cell.step, cell.round)] = (header, body)
+        for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
+            del cell.results[old]
         return [Reply(member, header, body) for member in cell.members]
+
+    def _header(self, cell: _Cell, flags: Flag) -> Header:
+        return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
+                      sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
 
     def undo(self, message: Message) -> None:
         """No PUSH will say what of the last step was not applied."""
