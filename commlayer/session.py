@@ -22,6 +22,7 @@ from commlayer.guarding import guard_of
 from commlayer.observe import Stale
 from commlayer.optim import Outer
 from commlayer.records import Plan
+from commlayer.runtime.agreed import agree
 from commlayer.runtime.handout import hand_out, targets_of
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
@@ -199,6 +200,7 @@ class _ModuleDriver:
         watch(connection)
         self._guard = guard_of(connection, config)
         if connection.worker is not None:
+            agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end, lambda: self._syncing)
             self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number))
