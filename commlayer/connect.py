@@ -69,6 +69,8 @@ class Connection:
         """The same as records, as far as there are any."""
         self.watchers: list[Callable[[], None]] = []
         """Called by every rank after each step. CommError, latched in the worker, if another rank is gone."""
+        self.exchanged: list[Callable[[], None]] = []
+        """The same after each exchange of local steps."""
         self.basis: Basis | None = None
         """On rank 0: what the plan in force was made from, where that is known."""
         self.auto = False

@@ -21,6 +21,7 @@ from commlayer.auto import Auto, auto_of
 from commlayer.changed import Attached
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
+from commlayer.drift import watch_drift
 from commlayer.errors import DeadlineExceeded
 from commlayer.guarding import Guarding, guard_of
 from commlayer.planner.trim import gradients_of
@@ -127,6 +128,8 @@ class HookState:
         self._guard = guard_of(self.connection, self._config)
         trace_once(self.connection, self._config.trace, planning=self._auto is not None)
         watch(self.connection)
+        watch_drift(self.connection, [(t.name, p) for t, p in zip(job.tensors, parameters, strict=True)], self._optimizer,
+                    self._config)
         for action in self._actions:
             action()
         self._actions.clear()

@@ -18,6 +18,7 @@ from commlayer.changed import Attached
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
+from commlayer.drift import watch_drift
 from commlayer.exchanges import Exchanges
 from commlayer.guarding import guard_of
 from commlayer.observe import Stale
@@ -200,6 +201,7 @@ class _ModuleDriver:
                                     connection=connection, deadline_s=config.deadline_s)
         trace_once(connection, config.trace, planning=self._auto is not None)
         watch(connection)
+        watch_drift(connection, list(model.named_parameters()), optimizer, config)
         self._guard = guard_of(connection, config)
         self._attached: Attached | None = None
         if connection.worker is not None:
