@@ -15,6 +15,7 @@ from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.connect import Connection, switch
 from commlayer.records import Bucket, Plan
+from commlayer.runtime import agreed
 from commlayer.runtime.worker import Worker
 from commlayer.transport.together import gather, together
 
@@ -38,6 +39,7 @@ def worker_state(connection: Connection) -> dict[str, Any]:
     for flow in worker.flows:
         if flow.held is not None:
             tensors |= {f"late.{flow.bucket.id}.{name}": tensor for name, tensor in flow.held.snapshot().items()}
+    tensors |= agreed.snapshot(worker.flows)
     tensors |= {} if connection.local is None else connection.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
@@ -64,6 +66,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
         flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
         if flow.held is not None:
             flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))
+    agreed.restore(worker.flows, state["tensors"])
     if connection.local is not None:
         connection.local.restore(state["tensors"])
     worker.step = int(state["step"])

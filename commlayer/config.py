@@ -34,6 +34,9 @@ CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
 Budget = Annotated[float, msgspec.Meta(ge=0, le=1, description="a part of the loss from 0 (none named) to 1, 0.005 for 0.5 %")]
+DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description='"resync", "end" or "warn"')]
+Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536, -1: as often as "
+                                      "costs 0.1 % of the time")]
 GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
@@ -76,6 +79,12 @@ class Config(Record, frozen=True):
     guard: GuardMode = "auto"
     """What watches that budget does when it is exceeded: "auto" acts where the plan was left to commlayer and else warns, if
     there is a budget; "warn" and "act" do it for any plan, within 5 % where no budget is named."""
+    drift: DriftMode = "resync"
+    """What is done where ranks no longer have the same parameters: "resync" takes them and the optimizer's state of them from
+    rank 0, "end" ends the job, "warn" says so. The same on all ranks."""
+    drift_steps: Spacing = -1
+    """Steps in which all parameters are compared once, 0: never, -1: as many as it takes to cost no more than 0.1 % of the
+    time. The same on all ranks."""
     loss: Text = ""
     """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
     shape: Text = ""

@@ -23,6 +23,7 @@ from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError, PeerLost
 from commlayer.observe import Stale
+from commlayer.planner import doubles
 from commlayer.planner.model import Basis
 from commlayer.planner.trim import without_buffers
 from commlayer.records import Job, Plan
@@ -68,6 +69,8 @@ class Connection:
         """The same as records, as far as there are any."""
         self.watchers: list[Callable[[], None]] = []
         """Called by every rank after each step. CommError, latched in the worker, if another rank is gone."""
+        self.exchanged: list[Callable[[], None]] = []
+        """The same after each exchange of local steps."""
         self.basis: Basis | None = None
         """On rank 0: what the plan in force was made from, where that is known."""
         self.auto = False
@@ -185,6 +188,8 @@ def connect(
         made.plan = _agree(lambda: _of(asked.housed(
             asked.settle(plan, job, config, made.world, per_node), made.basis, nodes, made.say), whole), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device, steps_locally)
+        if made.rank == 0 and (said := doubles.told(job, nodes)):
+            made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
         _join(made, job, config, per_node)
         made.follow(_worker(made, made.plan, job, device))

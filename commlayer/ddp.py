@@ -18,8 +18,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.auto import Auto, auto_of
+from commlayer.changed import Attached
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect
+from commlayer.drift import watch_drift
 from commlayer.errors import DeadlineExceeded
 from commlayer.guarding import Guarding, guard_of
 from commlayer.planner.trim import gradients_of
@@ -29,6 +31,7 @@ from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.outcome import Outcome
 from commlayer.runtime.worker import Worker
+from commlayer.stepping import Averaged
 from commlayer.tracing import trace_once
 from commlayer.watching import watch
 
@@ -64,6 +67,7 @@ class HookState:
         self._lane: Lane | None = None
         self._auto: Auto | None = None
         self._guard: Guarding | None = None
+        self._attached: Attached | None = None
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
         """What DDP wraps, where that is known: then parameters have the names under which plans are made."""
@@ -117,10 +121,15 @@ class HookState:
             mine = [p for p in parameters if isinstance(p, nn.Parameter)]
             self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number))
             worker.settle = self._outcome.settle
+        self._attached = Attached(self.module, [(info.name, p) for info, p in zip(whole.tensors, parameters, strict=False)],
+                                  self._optimizer, getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.connection.beside.append(self._attached.remove)
         self._auto = auto_of(self.connection)
         self._guard = guard_of(self.connection, self._config)
         trace_once(self.connection, self._config.trace, planning=self._auto is not None)
         watch(self.connection)
+        watch_drift(self.connection, [(t.name, p) for t, p in zip(job.tensors, parameters, strict=True)], self._optimizer,
+                    self._config)
         for action in self._actions:
             action()
         self._actions.clear()
@@ -187,6 +196,8 @@ class HookState:
         """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
         if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.verdict_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
+        if self._attached is not None and self.connection.worker is not None:
+            self._attached.check(self._latch)
         if self._error is not None:
             raise self._error
         if self._outcome is not None:  # behind DDP's own end of the pass, which puts averages into `.grad`
@@ -229,6 +240,7 @@ class DDPDriver:
         self._model, self._state = model, state
         state.module = model.module
         model.register_comm_hook(state, comm_hook)
+        self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
 
     @property
     def connection(self) -> Connection:
@@ -254,3 +266,4 @@ class DDPDriver:
 
     def detach(self) -> None:
         """DDP has no way to take a hook out again."""
+        self._averaged.remove()

@@ -87,3 +87,5 @@ class Exchanges:
         assert worker is not None
         # Ranks that differ in speed drift apart for all of the steps between.
         local.exchange(worker, self._buffers(), self._deadline_s * local.every)
+        for after in self._connection.exchanged:
+            after()

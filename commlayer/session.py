@@ -14,15 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
 from commlayer.auto import auto_of
+from commlayer.changed import Attached
 from commlayer.config import Config, read_config
 from commlayer.connect import Connection, connect, device_of, switch
 from commlayer.ddp import DDPDriver, HookState
+from commlayer.drift import watch_drift
 from commlayer.exchanges import Exchanges
 from commlayer.guarding import guard_of
 from commlayer.observe import Stale
 from commlayer.optim import Outer
 from commlayer.records import Plan
 from commlayer.runtime.abandoned import abandon
+from commlayer.runtime.agreed import agree
 from commlayer.runtime.handout import hand_out, targets_of
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
@@ -30,6 +33,7 @@ from commlayer.runtime.order import ForwardOrder
 from commlayer.runtime.outcome import Outcome
 from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
+from commlayer.stepping import refuse
 from commlayer.tracing import STEPS, trace, trace_once
 from commlayer.watching import watch
 
@@ -198,8 +202,13 @@ class _ModuleDriver:
                                     connection=connection, deadline_s=config.deadline_s)
         trace_once(connection, config.trace, planning=self._auto is not None)
         watch(connection)
+        watch_drift(connection, list(model.named_parameters()), optimizer, config)
         self._guard = guard_of(connection, config)
+        self._attached: Attached | None = None
         if connection.worker is not None:
+            self._attached = Attached(model, parameters_of(model), optimizer)
+            connection.beside.append(self._attached.remove)
+            agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end, lambda: self._syncing,
                                 self._broke_off)
@@ -243,6 +252,8 @@ class _ModuleDriver:
     def _end(self) -> None:
         """A backward pass is over, or the script asks for it."""
         worker = self.connection.worker
+        if worker is not None and self._attached is not None:
+            self._attached.check(worker.latch)
         if worker is None or self._exchanges.count():
             return
         if worker.begins():
@@ -321,6 +332,7 @@ def attach(
         raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
     outer = sync if isinstance(sync, Outer) else Outer()
     read = read_config(config)
+    refuse(model.named_parameters())
     if isinstance(model, DistributedDataParallel):
         return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
     tensors = [*(p.data for p in model.parameters()), *model.buffers()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from commlayer.planner.doubles import unrounded
 from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -50,7 +51,7 @@ def default_plan(
         Bucket(i, group, path, BUFFER_CODEC if _buffer(job, group) else codec, hosts[i], owners[i], shape_of(job, group))
         for i, group in enumerate(groups)
     )
-    return Plan(job.digest(), buckets, servers if service else 0, ranks_per_node)
+    return unrounded(Plan(job.digest(), buckets, servers if service else 0, ranks_per_node), job)
 
 
 def _buffer(job: Job, group: Sequence[Slice]) -> bool:

@@ -12,6 +12,8 @@ import numpy as np
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
 from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
+from commlayer.planner.doubles import EXACT, unrounded
+from commlayer.planner.fuse import Sort
 from commlayer.planner.layout import Kind, Layout, Piece
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
@@ -184,8 +186,9 @@ class Entry:
             buckets.append(Bucket(i, part.piece.slices, option.path, option.codec, part.server, part.owner,
                                   shape_of(job, part.piece.slices), option.down, option.by_node))
         served = any(self.options[part.option].served for part in parts)
-        return Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
+        made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
+        return unrounded(made, job)
 
     def _parts(self, found: Found, finely: int) -> list[Part]:
         """Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
@@ -217,9 +220,10 @@ class Entry:
         dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
         of: dict[Kind, list[int]] = {}
         for kind in set(self.layout.kinds):
-            buffer, octave = kind
-            found = [] if buffer else ways.useful(1 << (octave - 1), 1 << octave)
-            of[kind] = sorted({*dense, *found})
+            sort, octave = kind
+            found = [] if sort else ways.useful(1 << (octave - 1), 1 << octave)
+            exact = [o for o in dense if self.options[o].path == EXACT] if sort == Sort.DOUBLES else []
+            of[kind] = exact or sorted({*dense, *found})
         return [of[kind] for kind in self.layout.kinds]
 
     def _classes(self, useful: list[list[int]]) -> list[Sequence[int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from commlayer.planner.default import ELEMENT_NBYTES, fused
+from commlayer.planner.doubles import DOUBLE
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Slice
 
 
@@ -13,6 +15,14 @@ class Limits(NamedTuple):
 
     fuse_nbytes: int
     cut_nbytes: int
+
+
+class Sort(IntEnum):
+    """What a bucket holds. Only gradients are coded, and doubles are rounded by whatever is no all-reduce."""
+
+    GRADIENTS = 0
+    BUFFERS = 1
+    DOUBLES = 2
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -59,6 +69,12 @@ def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...
 
 def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
     return job.tensors[group[0].tensor].buffer
+
+
+def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
+    if job.tensors[group[0].tensor].dtype == DOUBLE:
+        return Sort.DOUBLES
+    return Sort.BUFFERS if is_buffer(job, group) else Sort.GRADIENTS
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:

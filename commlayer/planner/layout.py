@@ -9,8 +9,8 @@ from commlayer.planner import fuse
 from commlayer.planner.simulate import urgent
 from commlayer.records import Job, Slice, Timing
 
-Kind = tuple[bool, int]
-"""Whether it is a buffer's, and its octave of size: buckets of one kind have the same options to begin with."""
+Kind = tuple[fuse.Sort, int]
+"""What it holds, and its octave of size: buckets of one kind have the same options to begin with."""
 
 
 class Piece(NamedTuple):
@@ -29,7 +29,7 @@ class Layout:
         self.sizes = [sum([s.numel for s in group]) for group in groups]
         self.pieces = [Piece(group, size, urgent(timing, group)) for group, size in zip(groups, self.sizes, strict=True)]
         self.kinds: list[Kind] = [
-            (fuse.is_buffer(job, group), size.bit_length()) for group, size in zip(groups, self.sizes, strict=True)
+            (fuse.sort_of(job, group), size.bit_length()) for group, size in zip(groups, self.sizes, strict=True)
         ]
         self._timing = timing
         self._cut: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from commlayer.planner.doubles import DOUBLE
 from commlayer.planner.entry import Entry
 from commlayer.planner.option import DENSE
 from commlayer.planner.simulate import Timeline, per_step, simulate
@@ -75,6 +76,8 @@ def _reason(bucket: Bucket, verdict: Verdict, entry: Entry, timeline: Timeline) 
     now_s, dense_s, coded_s = verdict.now_s, verdict.dense_s, verdict.coded_s
     if entry.inputs.job.tensors[bucket.slices[0].tensor].buffer:
         return "running statistics are sent as they are"
+    if entry.inputs.job.tensors[bucket.slices[0].tensor].dtype == DOUBLE:
+        return "float64 is kept by an all-reduce alone"
     if bucket.codec != DENSE:
         if dense_s > now_s * (1 + SAME):
             return f"dense, the step would be {longer(dense_s - now_s)}"

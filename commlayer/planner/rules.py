@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from commlayer.planner import grammar, paths
+from commlayer.planner.doubles import rounded
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 FLOAT32_NBYTES = 4
@@ -20,7 +21,7 @@ def verify(plan: Plan, job: Job) -> list[str]:
     if plan.schema != SCHEMA:
         return problems
     problems += [line for bucket in plan.buckets for line in _slices(job, bucket)]
-    return problems + list(_buffers(plan, job)) + list(_coverage(plan, job))
+    return problems + list(rounded(plan, job)) + list(_buffers(plan, job)) + list(_coverage(plan, job))
 
 
 def verify_alone(plan: Plan, world: int = 0) -> list[str]:

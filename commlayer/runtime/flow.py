@@ -13,6 +13,7 @@ from commlayer.compressors.debts import Debt, cut_of, owed, spread
 from commlayer.compressors.feedback import add_where, in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
+from commlayer.runtime.agreed import Agreed
 from commlayer.runtime.held import Held
 
 PAYLOAD_HEADER = 16
@@ -31,6 +32,8 @@ class Flow:
 
     The sum comes back into `y`. That is `x` again, unless the codec keeps something back: then what it was given stays, so
     that a step whose average was not applied can be taken back without a copy of the residual.
+
+    An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result.
     """
 
     def __init__(
@@ -48,18 +51,20 @@ class Flow:
         self.spec = bucket.spec
         self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
         self.numel, self.nslices = bucket.numel, len(bucket.slices)
+        doubles = any(job.tensors[s.tensor].dtype == "float64" for s in bucket.slices)
+        dtype = torch.float64 if bucket.path == "allreduce" and (doubles or self.buffer) else torch.float32
         floats = self.numel + self.nslices + 1
         on_host, self.on_device = device.type == "cpu", on_device and coded
         staged = coded and not self.on_device
-        block = _aligned(PAYLOAD_HEADER, floats if on_host or staged else 0, pinned=not on_host and staged)
-        host = block[PAYLOAD_HEADER:].view(torch.float32)
+        block = _aligned(PAYLOAD_HEADER, floats * dtype.itemsize if on_host or staged else 0, pinned=not on_host and staged)
+        host = block[PAYLOAD_HEADER:].view(dtype)
         self.host = host[: self.numel]
-        self.all = host if on_host else torch.empty(floats, device=device)
+        self.all = host if on_host else torch.empty(floats, dtype=dtype, device=device)
         self.x = self.all[: self.numel]
         self.tail = self.all[self.numel :]
         self.host_y, self.all_y = self.host, self.all
         if coded and self.in_means:
-            back = _aligned(0, floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
+            back = _aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
             self.host_y = back.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
                 self.all_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
@@ -67,6 +72,7 @@ class Flow:
         self.tail_y = self.all_y[self.numel :]
         self.views, self.views_y = self.views_of(self.x), self.views_of(self.y)
         self.held = Held(self) if bucket.stale else None
+        self.agreed = Agreed(self) if self.buffer else None
         if coded:
             self.state = codec.init(self.spec)
             seed(self.state, job.digest(), bucket.id, rank)
@@ -149,6 +155,8 @@ class Flow:
         pairs = self.parts(self.sources, self.views) if weight != 0.0 else []
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
+        if self.agreed is not None:
+            used = self._mark_changed(used if weight else 0)
         if factor != 1.0:
             self.x.mul_(factor)
         self.carried, self.carry = self.carry, None
@@ -156,14 +164,31 @@ class Flow:
             self.x += self.carried.to(self.x.device) * worth
         self.used, self.weight = used, weight
 
+    def _mark_changed(self, there: int) -> int:
+        """Buffers: which slices this rank has changed, of those that are there. Only a frame's header needs it on the host."""
+        assert self.agreed is not None
+        mask = torch.tensor([there >> i & 1 for i in range(self.nslices)], device=self.x.device)
+        self.changed = self.agreed.changed(self.x) * mask
+        return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.bucket.path == "service" else there
+
+    def flags(self) -> torch.Tensor:
+        """By slice, above 0 where some rank used it: where the exchange has left that, on the device of x."""
+        if self.bucket.path != "service":
+            return self.tail_y[:-1]
+        return torch.tensor([self.used >> i & 1 for i in range(self.nslices)], device=self.x.device)
+
     def write_tail(self, tail: torch.Tensor) -> None:
         """Puts used and weight where a collective will sum them, or share them."""
+        if self.agreed is not None and self.bucket.path != "service":
+            tail[:-1] = self.changed
+            tail[-1] = self.weight
+            return
         flags = [float(self.used >> i & 1) for i in range(self.nslices)]
-        tail.copy_(torch.tensor([*flags, self.weight]))
+        tail.copy_(torch.tensor([*flags, self.weight], dtype=tail.dtype))
 
     def read_used(self) -> None:
         """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
-        if any(source is None for source in self.sources):
+        if any(source is None for source in self.sources) or (self.agreed is not None and self.bucket.path == "service"):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
@@ -222,13 +247,10 @@ class Flow:
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = y times factor, in one pass; None leaves out a slice. Buffers stay what they are if y is not finite."""
-        pairs = self.parts(targets, self.views_y)
-        if self.buffer:
-            finite = torch.isfinite(self.y).all()  # stays on the device: the host waits for nothing
-            for view, target in pairs:
-                target.detach().copy_(torch.where(finite, (view * factor).to(target.dtype), target.detach()))
+        if self.agreed is not None:
+            self.agreed.commit(self, factor, targets)
             return
-        for view, target in pairs:
+        for view, target in self.parts(targets, self.views_y):
             torch.mul(view, factor, out=target.detach())
 
     def debts(self) -> list[Debt]:
@@ -241,6 +263,8 @@ class Flow:
 
     def judge(self, *, finite: bool) -> None:
         """The step is over. A slice that nobody used is applied nowhere, nor is anything of a step that is not finite."""
+        if self.buffer:
+            return
         unused = 0 if self.held is not None else self.all_slices & ~self.used  # a late result is still under way: see Held.take
         self.unapplied = unused if finite else self.all_slices
         if self.held is None and self.carried is not None and finite and (left := 1.0 - self._paid()):
@@ -276,8 +300,8 @@ def slice_shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]
     return info.shape if (start, stop) == (0, info.numel) else (stop - start,)
 
 
-def _aligned(lead: int, floats: int, *, pinned: bool) -> torch.Tensor:
-    """Bytes for `lead` bytes and then floats, the floats on a 64-byte boundary."""
-    raw = torch.empty(ALIGN + lead + 4 * floats + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+def _aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Room for `lead` bytes and then so many, those on a 64-byte boundary."""
+    raw = torch.empty(ALIGN + lead + nbytes + ALIGN, dtype=torch.uint8, pin_memory=pinned)
     skip = -(raw.data_ptr() + lead) % ALIGN
-    return raw[skip : skip + lead + 4 * floats]
+    return raw[skip : skip + lead + nbytes]

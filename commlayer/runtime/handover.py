@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.debts import Debt, pay
+from commlayer.runtime.agreed import pass_on
 
 if TYPE_CHECKING:
     from commlayer.runtime.worker import Worker
@@ -14,6 +15,7 @@ def hand_over(before: Worker, after: Worker) -> None:
     """`after` goes on where `before` stopped, between two steps, and owes what it owed."""
     after.step = before.step
     after.take(before)
+    pass_on(before.flows, after.flows)
     owing = [(flow, debt) for flow in before.flows for debt in flow.debts()]
     owing += before.late.debts(before.weight, before.members)
     debts = [Debt(d.tensor, d.start, d.values / after.rate_of(flow)) for flow, d in owing]

@@ -17,6 +17,10 @@ REENTRANT = (
     "activation checkpointing with use_reentrant=True runs a backward pass inside the backward pass, so gradients become final "
     "twice: pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 )
+TAKEN = (
+    "the gradient of a parameter of shape {} was taken away before backward() returned: a hook on it does this, as of an "
+    "optimizer that steps inside backward; averages are there when backward() returns, so step then"
+)
 
 
 class Hooks:
@@ -42,7 +46,8 @@ class Hooks:
         def final(parameter: torch.Tensor) -> None:
             if self._active():
                 self._enter()
-                assert parameter.grad is not None
+                if parameter.grad is None:
+                    raise RuntimeError(TAKEN.format(tuple(parameter.shape)))
                 self._ready(number, parameter.grad)
 
         return final
