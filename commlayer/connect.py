@@ -21,6 +21,7 @@ from commlayer.compressors import codec_of, kernels
 from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
+from commlayer.control.ending import end as end_part
 from commlayer.errors import CommError, PeerLost
 from commlayer.observe import Stale
 from commlayer.planner.model import Basis
@@ -31,14 +32,13 @@ from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
+from commlayer.transport import secret
 from commlayer.transport.groups import GROUP, Groups
 from commlayer.transport.protocol import peer_name
 from commlayer.transport.together import gather, together
 
 log = logging.getLogger("commlayer")
 
-LINGER_S = 5.0
-"""Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -83,7 +83,8 @@ class Connection:
         self.leaving: Callable[[], None] = _nothing
         self.entered: Callable[[], None] = _nothing
         """Before, and after, a change of plan."""
-        self.notice_s = self.verdict_s = 0.0
+        self.notice_s = self.verdict_s = self.stay_s = 0.0
+        self._failure: BaseException | None = None
         self._verdict: CommError | None = None
         self._heard = threading.Event()
         self._owner = os.getpid()
@@ -98,15 +99,18 @@ class Connection:
         self._closed = True
         atexit.unregister(self.at_exit)
         if self.worker is not None:
+            self._failure = self.worker.error
             self.worker.close()
-        if self.uplink is not None:
-            self.uplink.close(reason)
-        for child in self.embedded:
-            child.close(linger_s=self.notice_s if reason else LINGER_S)
+        end_part(self.uplink, self.embedded, reason or self._broken(), stay_s=self.stay_s, notice_s=self.notice_s)
         for end in self.beside:
             end()
         if self.groups is not None:
             self.groups.close()
+
+    def _broken(self) -> str:
+        """Why this end cannot be an orderly one."""
+        error = self._verdict or self._failure
+        return "" if error is None else f"it had an error: {error}".splitlines()[0]
 
     def at_exit(self) -> None:
         """The end of a script that did not close: the exception that ended it is the reason that others hear."""
@@ -138,10 +142,10 @@ class Connection:
             self._heard.wait(self.verdict_s)
         elif error.peer.startswith("server"):
             self._heard.wait(self.notice_s)
-        if self._verdict is None and self.embeds and not self.uplink.coordinated:
+        if self._verdict is None and error.peer == GROUP and self.embeds and not self.uplink.coordinated:
             silent = "the coordinator that it hosts no longer answers"
             return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
-        return self._verdict or error
+        return self._verdict or self.uplink.named(error)
 
 
 def connect(
@@ -161,7 +165,7 @@ def connect(
     made.auto = isinstance(plan, str) and plan == "auto"
     made.loss, made.max_loss = config.loss, config.max_loss or budget.BUDGET
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
-    made.verdict_s = config.dead_after_s + made.notice_s
+    made.verdict_s, made.stay_s = config.dead_after_s + made.notice_s, config.deadline_s
     _begin_group(launch, device)
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     if grouped:
@@ -352,7 +356,8 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
     address = config.join
     if not address:
         _check_reach(config, made.groups)
-        address = _start_embedded(made, config, per_node, node, local)
+        address, token = _start_embedded(made, config, per_node, node, local)
+        config = msgspec.structs.replace(config, token=token)
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
         plan_digest=records.digest(made.plan),
@@ -370,8 +375,11 @@ def _check_reach(config: Config, groups: Groups | None) -> None:
                          "address of each machine that the others reach, and insecure=true if you trust the network between")
 
 
-def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> str:
-    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says."""
+def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
+    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says.
+
+    The coordinator's address, and the job's secret, which rank 0 makes and the group shares.
+    """
     plan = made.plan
     assert plan is not None
     nodes = made.world // per_node
@@ -381,10 +389,12 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
 
     def first() -> bytes:
         number = mine.pop(0) if mine else None
-        child = Embedded.start(config, workers=made.world, servers=plan.servers, number=number)
+        guarded = msgspec.structs.replace(config, token=config.token or secret.new())
+        child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
-        return child.control.encode()
+        return f"{child.control} {guarded.token}".encode()
 
-    address = _from_rank_0(first, made.groups).decode()
+    address, _, token = _from_rank_0(first, made.groups).decode().partition(" ")
+    config = msgspec.structs.replace(config, token=token)
     made.embedded += [Embedded.start(config, join=address, number=number) for number in mine]
-    return address
+    return address, token

@@ -75,7 +75,7 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
     server = Embedded.start(config, workers=1, servers=0, number=None)
     member = client.join(server.control, messages.worker("job", 0, 1), config, Failures())
     member.leave()
-    server.close(linger_s=WAIT_S)
+    assert server.over(WAIT_S)
     assert server._process.returncode == 0
     server.close()
 

@@ -119,7 +119,7 @@ def test_nobody_there() -> None:
 def test_somebody_there_who_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         begin = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="server 0: no WELCOME before the deadline"):
+        with pytest.raises(DeadlineExceeded, match="server 0: no CHALLENGE before the deadline"):
             TcpTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2)
         assert time.monotonic() - begin >= 0.2
 
