@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from commlayer.config import Config, Launch, codec_threads, is_loopback, read_la
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.control.ending import end as end_part
-from commlayer.errors import CommError, PeerLost
+from commlayer.errors import CommError
 from commlayer.observe import Stale
 from commlayer.planner.model import Basis
 from commlayer.planner.trim import without_buffers
@@ -33,9 +32,9 @@ from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
 from commlayer.transport import secret
-from commlayer.transport.groups import GROUP, Groups
-from commlayer.transport.protocol import peer_name
+from commlayer.transport.groups import Groups
 from commlayer.transport.together import gather, together
+from commlayer.verdict import Verdict
 
 log = logging.getLogger("commlayer")
 
@@ -74,8 +73,6 @@ class Connection:
         """Whether the plan was left to commlayer."""
         self.loss, self.max_loss, self.floor = "", 0.0, 0.0
         """The loss model's file, the budget, and the level (runtime/lifting.py) below which the guard allows no codec."""
-        self.embeds = False
-        """Whether the coordinator is a child of rank 0."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
         self.steps_locally = False
@@ -84,9 +81,7 @@ class Connection:
         self.entered: Callable[[], None] = _nothing
         """Before, and after, a change of plan."""
         self.notice_s = self.verdict_s = self.stay_s = 0.0
-        self._failure: BaseException | None = None
-        self._verdict: CommError | None = None
-        self._heard = threading.Event()
+        self._verdict = Verdict()
         self._owner = os.getpid()
         self._closed = False
 
@@ -98,19 +93,18 @@ class Connection:
             return  # a forked copy of the trainer has no part in the job
         self._closed = True
         atexit.unregister(self.at_exit)
+        error: BaseException | None = self._verdict.error
+        broken = ""
         if self.worker is not None:
-            self._failure = self.worker.error
+            error = self.worker.error or error
             self.worker.close()
-        end_part(self.uplink, self.embedded, reason or self._broken(), stay_s=self.stay_s, notice_s=self.notice_s)
+        if error is not None:
+            broken = f"it had an error: {error}".splitlines()[0]
+        end_part(self.uplink, self.embedded, reason or broken, stay_s=self.stay_s, notice_s=self.notice_s)
         for end in self.beside:
             end()
         if self.groups is not None:
             self.groups.close()
-
-    def _broken(self) -> str:
-        """Why this end cannot be an orderly one."""
-        error = self._verdict or self._failure
-        return "" if error is None else f"it had an error: {error}".splitlines()[0]
 
     def at_exit(self) -> None:
         """The end of a script that did not close: the exception that ended it is the reason that others hear."""
@@ -128,24 +122,14 @@ class Connection:
         self.worker = worker
 
         def fail(error: CommError) -> None:
-            self._verdict = self._verdict or error
-            self._heard.set()
+            self._verdict.fall(error)
             worker.latch(error)
 
         self.uplink.follow(fail, worker.stalled, worker.generation)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Who is to blame for a broken collective, or a server that ended because the job did: the coordinator knows soon."""
-        if self.uplink is None or not isinstance(error, CommError):
-            return error
-        if error.peer == GROUP:
-            self._heard.wait(self.verdict_s)
-        elif error.peer.startswith("server"):
-            self._heard.wait(self.notice_s)
-        if self._verdict is None and error.peer == GROUP and self.embeds and not self.uplink.coordinated:
-            silent = "the coordinator that it hosts no longer answers"
-            return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
-        return self._verdict or self.uplink.named(error)
+        """Who is to blame for it, as the coordinator knows soon."""
+        return self._verdict.explain(error, self.uplink, notice_s=self.notice_s, verdict_s=self.verdict_s)
 
 
 def connect(
@@ -161,7 +145,7 @@ def connect(
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
     kernels.threads(config.codec_threads)
     made = Connection()
-    made.embeds, made.steps_locally = not config.join, steps_locally
+    made.steps_locally = steps_locally
     made.auto = isinstance(plan, str) and plan == "auto"
     made.loss, made.max_loss = config.loss, config.max_loss or budget.BUDGET
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s

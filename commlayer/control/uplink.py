@@ -119,6 +119,11 @@ class Uplink:
         return type(error)(f"{error.what} ({_place(found[0])})", peer=error.peer, step=error.step, bucket=error.bucket)
 
     @property
+    def embedded(self) -> bool:
+        """Whether the coordinator is a child of rank 0."""
+        return not self._config.join
+
+    @property
     def coordinated(self) -> bool:
         """Whether the coordinator still answers."""
         return self._membership is not None and self._membership.reachable
