@@ -256,6 +256,16 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
     assert set(connection._sockets) <= held
 
 
+def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
+    """So that a path which swallows what is sent is not tried for a quarter of an hour."""
+    ends = [TcpTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
+    connect_all(ends)
+    for end in ends:
+        (one,) = end._connections.values()
+        assert one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7500
+        end.close()
+
+
 def test_received_bodies_lie_in_the_pool(pair: tuple[TcpTransport, TcpTransport]) -> None:
     a, b = pair
     seen = set()
