@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from commlayer.config import Config, child_environment
+from commlayer.control.keeper import state
 from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,8 @@ class Embedded:
         with contextlib.suppress(BrokenPipeError, ValueError):
             process.stdin.write(END)
             process.stdin.close()
+        if state(self.pid) in ("T", "t"):
+            process.kill()  # it is stopped, and heeds nothing else
         if not _ended(process, GRACE_S):
             process.terminate()
             if not _ended(process, GRACE_S):

@@ -81,10 +81,15 @@ def start(
 
 def awake(pid: int) -> bool:
     """Whether that process is there and not stopped."""
+    return state(pid) not in STILL
+
+
+def state(pid: int) -> str:
+    """Of that process, a letter as the kernel has it; X for none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in STILL
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 def beat(parent: int, send: Callable[[], None], every_s: float) -> None:

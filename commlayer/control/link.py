@@ -21,7 +21,8 @@ log = logging.getLogger("commlayer")
 
 AHEAD = 8
 """Parts of a plan under way at once, so that a far coordinator costs few round trips."""
-LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""It is not up yet, has too much to do, or was ended while it answered."""
 R = TypeVar("R", bound=Record)
 
 
