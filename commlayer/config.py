@@ -6,7 +6,7 @@ import difflib
 import ipaddress
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -22,6 +22,7 @@ MOST_CODEC_THREADS = 4
 
 # `description` says what is allowed: error messages and `describe` quote it.
 Text = Annotated[str, msgspec.Meta(description="text")]
+Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, without blanks")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
@@ -53,6 +54,10 @@ class Config(Record, frozen=True):
     Further servers that training processes start take any free port.
     """
     insecure: Flag = False
+    token: Secret = ""
+    """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""
+    token_file: Text = ""
+    """A file that holds it."""
     servers: Servers = "one"
     node: Node = -1
     """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
@@ -131,7 +136,7 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
         except ValueError as error:
             raise RecordError(f"join: {error} (from {source('join')})") from None
     _check_plain_text(config)
-    return config
+    return _with_token(config, source)
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
@@ -168,9 +173,31 @@ def codec_threads(config: Config, launch: Launch) -> int:
 def child_environment(config: Config) -> dict[str, str]:
     """The environment for a child process that is to have exactly these settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    # The environment of a process is not for secrets: others of the same user read it, and children inherit it.
+    fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
     # An empty file setting keeps the child from reading a commlayer.toml of its own.
     return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
+
+
+def _with_token(config: Config, source: Callable[[str], str]) -> Config:
+    """With what the file of the setting token_file holds."""
+    if not config.token_file:
+        return config
+    where = f"{config.token_file} from {source('token_file')}"
+    if config.token:
+        raise RecordError(f"token_file: got {where} beside token from {source('token')}, allowed: one of both")
+    try:
+        text = Path(config.token_file).read_text("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise RecordError(f"token_file: {where} cannot be read: {error}") from None
+    try:
+        token = msgspec.convert(text, _TYPES["token"])
+    except msgspec.ValidationError:
+        token = ""
+    if not token:
+        raise RecordError(f"token_file: {where} holds {len(text)} characters that are no secret, allowed: 8 or more visible "
+                          "characters, without blanks")
+    return msgspec.structs.replace(config, token=token, token_file="")
 
 
 def quiet_forks() -> None:
@@ -262,4 +289,5 @@ def _checked(name: str, setting: _Setting) -> Any:
         return msgspec.convert(setting.value, _TYPES[name], strict=not setting.text)
     except msgspec.ValidationError:
         allowed = next(m.description for m in _TYPES[name].__metadata__)
-        raise RecordError(f"{name}: got {setting.value!r} from {setting.source}, allowed: {allowed}") from None
+        shown = "a text that is none" if name == "token" else repr(setting.value)
+        raise RecordError(f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None

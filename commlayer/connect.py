@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ from commlayer.compressors import codec_of, kernels
 from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
-from commlayer.errors import CommError, PeerLost
+from commlayer.control.ending import end as end_part
+from commlayer.errors import CommError
 from commlayer.observe import Stale
 from commlayer.planner import doubles
 from commlayer.planner.model import Basis
@@ -32,14 +32,13 @@ from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import GROUP, Groups
-from commlayer.transport.protocol import peer_name
+from commlayer.transport import secret
+from commlayer.transport.groups import Groups
 from commlayer.transport.together import gather, together
+from commlayer.verdict import Verdict
 
 log = logging.getLogger("commlayer")
 
-LINGER_S = 5.0
-"""Others may still wait for results of the last step: servers outlive an orderly end until all have left, or this long."""
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -77,8 +76,6 @@ class Connection:
         """Whether the plan was left to commlayer."""
         self.loss, self.max_loss, self.floor = "", 0.0, 0.0
         """The loss model's file, the budget, and the level (runtime/lifting.py) below which the guard allows no codec."""
-        self.embeds = False
-        """Whether the coordinator is a child of rank 0."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
         self.steps_locally = False
@@ -86,9 +83,8 @@ class Connection:
         self.leaving: Callable[[], None] = _nothing
         self.entered: Callable[[], None] = _nothing
         """Before, and after, a change of plan."""
-        self.notice_s = self.verdict_s = 0.0
-        self._verdict: CommError | None = None
-        self._heard = threading.Event()
+        self.notice_s = self.verdict_s = self.stay_s = 0.0
+        self._verdict = Verdict()
         self._owner = os.getpid()
         self._closed = False
 
@@ -100,12 +96,14 @@ class Connection:
             return  # a forked copy of the trainer has no part in the job
         self._closed = True
         atexit.unregister(self.at_exit)
+        error: BaseException | None = self._verdict.error
+        broken = ""
         if self.worker is not None:
+            error = self.worker.error or error
             self.worker.close()
-        if self.uplink is not None:
-            self.uplink.close(reason)
-        for child in self.embedded:
-            child.close(linger_s=self.notice_s if reason else LINGER_S)
+        if error is not None:
+            broken = f"it had an error: {error}".splitlines()[0]
+        end_part(self.uplink, self.embedded, reason or broken, stay_s=self.stay_s, notice_s=self.notice_s)
         for end in self.beside:
             end()
         if self.groups is not None:
@@ -127,24 +125,14 @@ class Connection:
         self.worker = worker
 
         def fail(error: CommError) -> None:
-            self._verdict = self._verdict or error
-            self._heard.set()
+            self._verdict.fall(error)
             worker.latch(error)
 
         self.uplink.follow(fail, worker.stalled, worker.generation)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Who is to blame for a broken collective, or a server that ended because the job did: the coordinator knows soon."""
-        if self.uplink is None or not isinstance(error, CommError):
-            return error
-        if error.peer == GROUP:
-            self._heard.wait(self.verdict_s)
-        elif error.peer.startswith("server"):
-            self._heard.wait(self.notice_s)
-        if self._verdict is None and self.embeds and not self.uplink.coordinated:
-            silent = "the coordinator that it hosts no longer answers"
-            return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
-        return self._verdict or error
+        """Who is to blame for it, as the coordinator knows soon."""
+        return self._verdict.explain(error, self.uplink, notice_s=self.notice_s, verdict_s=self.verdict_s)
 
 
 def connect(
@@ -160,11 +148,11 @@ def connect(
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
     kernels.threads(config.codec_threads)
     made = Connection()
-    made.embeds, made.steps_locally = not config.join, steps_locally
+    made.steps_locally = steps_locally
     made.auto = isinstance(plan, str) and plan == "auto"
     made.loss, made.max_loss = config.loss, config.max_loss or budget.BUDGET
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
-    made.verdict_s = config.dead_after_s + made.notice_s
+    made.verdict_s, made.stay_s = config.dead_after_s + made.notice_s, config.deadline_s
     _begin_group(launch, device)
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     if grouped:
@@ -357,7 +345,8 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
     address = config.join
     if not address:
         _check_reach(config, made.groups)
-        address = _start_embedded(made, config, per_node, node, local)
+        address, token = _start_embedded(made, config, per_node, node, local)
+        config = msgspec.structs.replace(config, token=token)
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
         plan_digest=records.digest(made.plan),
@@ -375,8 +364,11 @@ def _check_reach(config: Config, groups: Groups | None) -> None:
                          "address of each machine that the others reach, and insecure=true if you trust the network between")
 
 
-def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> str:
-    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says."""
+def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
+    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says.
+
+    The coordinator's address, and the job's secret, which rank 0 makes and the group shares.
+    """
     plan = made.plan
     assert plan is not None
     nodes = made.world // per_node
@@ -386,10 +378,12 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
 
     def first() -> bytes:
         number = mine.pop(0) if mine else None
-        child = Embedded.start(config, workers=made.world, servers=plan.servers, number=number)
+        guarded = msgspec.structs.replace(config, token=config.token or secret.new())
+        child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
-        return child.control.encode()
+        return f"{child.control} {guarded.token}".encode()
 
-    address = _from_rank_0(first, made.groups).decode()
+    address, _, token = _from_rank_0(first, made.groups).decode().partition(" ")
+    config = msgspec.structs.replace(config, token=token)
     made.embedded += [Embedded.start(config, join=address, number=number) for number in mine]
-    return address
+    return address, token

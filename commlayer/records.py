@@ -177,6 +177,8 @@ class ServerInfo(Record, frozen=True):
     address: str
     node: int = 0
     """The machine that it shares with the members of this node number."""
+    beside: bool = False
+    """It is in the coordinator's process."""
 
 
 class View(Record, frozen=True):

@@ -24,6 +24,10 @@ def quick(**fields: Any) -> Any:
     return read_config(short | fields, environ={}, cwd="/nonexistent")
 
 
+HELD_S = 3.0
+"""How long a worker holds the GIL: much longer than the silence that kills."""
+
+
 class Failures:
     """What on_failure was told, and an event to wait for it by."""
 
@@ -67,13 +71,14 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
 
     config = quick(**json.loads(fields))
     request = messages.worker("job", int(rank), int(world), plan=b"a plan")
-    member = client.join(address, request, config, lambda error: tell(failure=str(error)))
-    tell(rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.view.members])
+    member = client.join(address, request, config, lambda error: tell(failure=str(error)), keep=True)
+    keeper = member._keeper and member._keeper.pid
+    tell(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.view.members])
     if how == "hold_gil":
         import ctypes
 
         # A PyDLL call keeps the GIL, as a long stretch of C code in a training thread may.
-        ctypes.PyDLL(None).usleep(800_000)
+        ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
         tell(held=True)
     if how.startswith("embed"):
         from commlayer.control.embedded import Embedded

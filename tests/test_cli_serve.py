@@ -58,6 +58,8 @@ MISTAKES = [
     (("serve", "--no-server", "--bind", "0.0.0.0", "--insecure"), {}, "bind: 0.0.0.0 names no address that others could reach"),
     (("serve", "--join", "nowhere"), {}, "join: got 'nowhere', allowed: host:port"),
     (("serve", "--join", "127.0.0.1:7000", "--no-server"), {}, "--no-server with --join 127.0.0.1:7000 leaves nothing to do"),
+    (("serve", "--join", "127.0.0.1:7000"), {}, "--join 127.0.0.1:7000 asks for the job's secret: set COMMLAYER_TOKEN, or"),
+    (("serve", "--token-file", "/nonexistent"), {}, "token_file: /nonexistent from argument token_file cannot be read"),
     (("serve", "--servers", "0"), {}, "--servers 0 does not count this one: add --no-server"),
     (("serve", "--port", "65535"), {}, "--port 65535 leaves no next port for the data"),
     (("serve", "--no-server"), {"COMMLAYER_HEARTBEAT_S": "soon"}, "heartbeat_s: got 'soon' from environment variable"),
@@ -92,10 +94,20 @@ def test_a_port_in_use_is_one_line(served: Any) -> None:
 def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
     process, said = served("--no-server", "--workers", "1")
     assert said["data"] == ""
-    member = client.join(said["control"], messages.worker("job", 0, 0, plan=b"p"), quick(), Failures())
+    request = messages.worker("job", 0, 0, plan=b"p")
+    member = client.join(said["control"], request, quick(token=said["token"]), Failures())
     assert process.poll() is None
     member.leave()
     assert process.wait(WAIT_S) == 0
+
+
+def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
+    process, said = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
+    assert set(said) == {"control", "data"}
+    member = client.join(said["control"], messages.worker("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
+    member.leave()
+    assert process.wait(WAIT_S) == 0
+    assert "a-secret-of-ours" not in process.stderr.read()
 
 
 def test_settings_reach_serve_through_the_environment(served: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, quick
 
-from commlayer.control import client, membership, messages
-from commlayer.control.coordinator import THREADS, Coordinator
+from commlayer.control import client, link, membership, messages
+from commlayer.control.coordinator import Coordinator
 from commlayer.errors import CommError, DeadlineExceeded, Refused
 
 PLAN = b"a plan"
@@ -41,14 +41,13 @@ def join_all(address: str, world: int, failures: list[Failures] | None = None, *
         return list(pool.map(one, range(world)))
 
 
-def test_many_more_workers_than_threads_join_and_see_one_view(opened: list[Any]) -> None:
+def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
     world = 64
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     # Slow heartbeats: 64 clients in one process share one interpreter.
     members = join_all(coordinator.address, world, heartbeat_s=2.0, dead_after_s=60.0)
     opened.extend(members)
-    assert world > THREADS
     assert len({messages.pack(m.view) for m in members}) == 1
     assert [m.rank for m in members] == list(range(world))
     assert {m.plan for m in members} == {PLAN}
@@ -62,30 +61,32 @@ def test_a_large_plan_fits(opened: list[Any]) -> None:
     assert opened[-1].plan == plan
 
 
-def test_a_plan_travels_once_unless_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bytes(range(256)) * (3 * messages.PART_NBYTES // 256 + 1)
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     polls: queue.Queue[messages.Join] = queue.Queue()
-    call = client._Link.call
+    parts: queue.Queue[messages.Part] = queue.Queue()
+    call = link.Link.call
 
-    def watched(link: Any, method: str, request: Any, *rest: Any) -> Any:
-        if method == "Join":
-            polls.put(request)
-        return call(link, method, request, *rest)
+    def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
+        if method in ("Join", "Part"):
+            (polls if method == "Join" else parts).put(request)
+        return call(self, method, request, *rest)
 
-    monkeypatch.setattr(client._Link, "call", watched)
+    monkeypatch.setattr(link.Link, "call", watched)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=PLAN), quick(), Failures())
+        waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=plan), quick(), Failures())
         sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
-        assert [p.plan for p in sent] == [PLAN, b"", b""]
-        assert {p.plan_digest for p in sent} == {messages.digest_of(PLAN)}
         with coordinator._lock:  # as after a silence
             coordinator._state = membership.leave(coordinator._state, sent[0].token, "silent")
-        while polls.get(timeout=WAIT_S).plan != PLAN:
-            pass
+        sent += [polls.get(timeout=WAIT_S) for _ in range(3)]
         opened.append(client.join(coordinator.address, messages.worker("job", 1, 2), quick(), Failures()))
         opened.append(waiting.result(WAIT_S))
-    assert [m.plan for m in opened[1:]] == [PLAN, PLAN]
+    assert {p.plan for p in sent} == {b""}
+    assert {p.plan_digest for p in sent} == {messages.digest_of(plan)}
+    assert sorted(p.begin for p in parts.queue) == [i * messages.PART_NBYTES for i in range(4)]
+    assert [m.plan for m in opened[1:]] == [plan, plan]
 
 
 def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]) -> None:
@@ -141,11 +142,11 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    link = client._Link(coordinator.address)
-    opened.append(link)
+    channel = link.Link(coordinator.address)
+    opened.append(channel)
     for bad in (messages.Pulse(), messages.Leave("token")):
         with pytest.raises(Refused, match="Join failed: .* sent a Join that breaks the format"):
-            link.call("Join", bad, messages.Seat, WAIT_S)
+            channel.call("Join", bad, messages.Seat, WAIT_S)
     assert membership.missing(coordinator._state) == "0 of ? workers joined"
 
 

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +58,46 @@ def test_a_killed_or_stopped_worker_is_named_to_every_survivor(coordinator: Coor
         assert survivor.process.returncode == 0
 
 
+def test_a_stopped_coordinator_is_noticed_by_its_silence() -> None:
+    config = quick()
+    child = Embedded.start(config, workers=1, servers=0, number=None)
+    silent, failures = threading.Event(), Failures()
+    told: list[float] = []
+
+    def on_silence(silent_s: float) -> None:
+        told.append(silent_s)
+        silent.set()
+
+    member = client.join(child.control, messages.worker("job", 0, 1), config, failures, on_silence=on_silence)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        assert silent.wait(WAIT_S)
+        assert told[0] >= config.dead_after_s
+        assert failures.errors == [], "who takes part says what that means"
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+        member.leave()
+        child.close()
+
+
+def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
+    member = client.join(coordinator.address, messages.worker("job", 0, 1), quick(), Failures(), keep=True)
+    keeper = member._keeper
+    assert keeper is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    wait_gone(keeper.pid)
+    member.leave()
+    keeper.look()
+    assert "kept this worker's heartbeats going has ended" in caplog.text
+
+
+def test_a_keeper_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
+    worker = Process(coordinator.address, 0, 1)
+    keeper = worker.told()["keeper"]
+    worker.kill()
+    wait_gone(keeper)
+
+
 def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
     failures = Failures()
     holder = Process(coordinator.address, 1, 2, how="hold_gil")
@@ -75,7 +116,7 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
     server = Embedded.start(config, workers=1, servers=0, number=None)
     member = client.join(server.control, messages.worker("job", 0, 1), config, Failures())
     member.leave()
-    server.close(linger_s=WAIT_S)
+    assert server.over(WAIT_S)
     assert server._process.returncode == 0
     server.close()
 

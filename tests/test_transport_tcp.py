@@ -14,7 +14,7 @@ from transport_kit import PATIENCE_S, connect_all, data, exchange_pair, frame, r
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import connection
-from commlayer.transport.framing import HEADER_NBYTES
+from commlayer.transport.framing import HEADER_NBYTES, VERSION
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from commlayer.transport.tcp import Settings, TcpTransport
@@ -47,7 +47,7 @@ def dialler(hello: Hello, end: TcpTransport, peer: int | None = None) -> None:
 @pytest.mark.parametrize(("hello", "reason"), [
     (Hello("other", 0), "server 0: is of job 'other', here 'test'"),
     (Hello("test", 0, plan="p2"), "server 0: follows plan p2, here p1"),
-    (Hello("test", 0, version="9.9", protocol=9), r"speaks protocol 9 \(commlayer 9.9\), here 1 \(commlayer 0.1.0\)"),
+    (Hello("test", 0, version="9.9", protocol=9), rf"speaks protocol 9 \(commlayer 9.9\), here {VERSION} \(commlayer 0.1.0\)"),
     (Hello("test", SERVER_BASE), "server 0: server 0 is this end itself"),
     (Hello("test", 1), "server 0: worker 1 is connected already"),
 ])
@@ -119,7 +119,7 @@ def test_nobody_there() -> None:
 def test_somebody_there_who_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         begin = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="server 0: no WELCOME before the deadline"):
+        with pytest.raises(DeadlineExceeded, match="server 0: no CHALLENGE before the deadline"):
             TcpTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2)
         assert time.monotonic() - begin >= 0.2
 
@@ -254,6 +254,16 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread.name
     assert set(connection._sockets) <= held
+
+
+def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
+    """So that a path which swallows what is sent is not tried for a quarter of an hour."""
+    ends = [TcpTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
+    connect_all(ends)
+    found = [one for end in ends for one in end._connections.values()]
+    assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in found] == [7500, 7500]
+    for end in ends:
+        end.close()
 
 
 def test_received_bodies_lie_in_the_pool(pair: tuple[TcpTransport, TcpTransport]) -> None:

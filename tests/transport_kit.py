@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 import pytest
 
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.transport import framing
+from commlayer.transport import framing, hello
 from commlayer.transport.crc import crc32c
 from commlayer.transport.faulty import faulty
 from commlayer.transport.hello import Hello
@@ -115,15 +114,11 @@ def in_threads(transports: list[Transport], work: Callable[[Transport], T]) -> l
     return [results[i] for i in range(len(transports))]
 
 
-def raw_peer(address: Address, rank: int, job: str = "test") -> socket.socket:
+def raw_peer(address: Address, rank: int, job: str = "test", *, secret: str = "", peer: int = 0x8000) -> socket.socket:
     """A plain socket that has been greeted as that worker and may now send what it likes."""
     sock = socket.create_connection(address, PATIENCE_S)
-    body = msgspec.msgpack.encode(Hello(job, rank))
-    sock.sendall(frame(Header(Kind.HELLO, sender=rank), body))
-    reader = framing.Reader()
-    while not (frames := reader.feed(sock.recv(4096))):
-        pass
-    assert frames[0].header.kind == Kind.WELCOME
+    hello.greet(sock, framing.Reader(), Hello(job, rank), secret, peer, soon())
+    sock.settimeout(PATIENCE_S)
     return sock
 
 

@@ -6,33 +6,34 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import msgspec
 
-from commlayer import config as settings
 from commlayer.config import Config
-from commlayer.control import messages
-from commlayer.control.messages import MAX_NBYTES, SERVICE
+from commlayer.control import keeper, messages
+from commlayer.control.link import Link, options
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.records import Record, View
-
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+from commlayer.records import View
 
 log = logging.getLogger("commlayer")
 
 POLL_S = (0.02, 0.25)
 """First and longest pause between two askings of one that waits for the others."""
 CALL_S = 5.0
-R = TypeVar("R", bound=Record)
+ASK_S = 0.05
+"""The least that a call waits for its answer."""
+OnSilence = Callable[[float], None]
+"""Told for how many seconds the coordinator has not answered, from dead_after_s on, after every try."""
 
 
 class Membership:
-    """A seat in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death."""
+    """A seat in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death.
 
-    def __init__(self, link: _Link, request: messages.Join, seat: messages.Seat, config: Config,
-                 on_failure: Callable[[CommError], None], ended: threading.Event) -> None:
+    `keep`: a child process keeps the heartbeats going while this one's threads wait for the GIL; see keeper.py.
+    """
+
+    def __init__(self, link: Link, request: messages.Join, seat: messages.Seat, config: Config,
+                 on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, *, keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
         self.plan = seat.plan
@@ -42,30 +43,49 @@ class Membership:
         """Peers that left in order, and why. Not a failure unless one waits for them."""
         self.over = ended
         """Every worker has left or died: a server may end."""
-        self._link, self._token, self._on_failure = link, request.token, on_failure
-        self._every_s = config.heartbeat_s
+        self.staying: tuple[str, ...] = ()
+        """Who was still in the job when this process left."""
+        self._link, self._token, self._on_failure, self._on_silence = link, request.token, on_failure, on_silence
+        self._every_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
         # Shorter than the silence that kills, so that a stuck call leaves time for another.
         self._call_s = min(CALL_S, config.dead_after_s / 3)
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self._closing = threading.Event()
         self._failed = False
+        self._keeper = keeper.start(link.address, link.secret, messages.pack(messages.Heartbeat(self._token)),
+                                    options(link.address), self._every_s, self._call_s) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
-    def leave(self, reason: str = messages.FINISHED) -> None:
-        """Says that this process takes no part any more, then closes. An unreachable coordinator is no error."""
-        if not self._closing.is_set():
-            self._stop()
+    def leave(self, reason: str = messages.FINISHED) -> bool:
+        """Says that this process takes no part any more, then closes. Whether it was heard: not to be is no error."""
+        if self._closing.is_set():
+            self.close()
+            return False
+        self._stop()
+        # An orderly end that is not heard would count as death, everyone's failure: over a full link it may take a while.
+        patience_s = self._dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
+        heard, until = False, time.monotonic() + patience_s
+        while not heard:
             try:
-                self._link.call("Leave", messages.Leave(self._token, reason), messages.Pulse, self._call_s)
+                pulse = self._link.call("Leave", messages.Leave(self._token, reason), messages.Pulse, self._call_s)
             except CommError as error:
+                if isinstance(error, DeadlineExceeded) and time.monotonic() < until:
+                    continue
                 log.info("left without notice: %s", error)
+                break
+            gone = {g.peer for g in (*pulse.lost, *pulse.left)} | {self.name}
+            self.staying = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in gone)
+            heard = True
         self.close()
+        return heard
 
     def close(self) -> None:
         """Ends the heartbeats without a word: the others will find this process dead. Twice is once."""
         self._stop()
+        if self._keeper is not None:
+            self._keeper.close()
         self._link.close()
 
     def _stop(self) -> None:
@@ -74,21 +94,29 @@ class Membership:
             self._thread.join(timeout=2 * self._call_s)
 
     def _beat(self) -> None:
-        known = True
+        known, silent_s, mark = True, 0.0, time.monotonic()
         while not self._closing.is_set():
             began = time.monotonic()
+            wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
-                pulse = self._link.call("Heartbeat", messages.Heartbeat(self._token), messages.Pulse, self._call_s)
+                pulse = self._link.call("Heartbeat", messages.Heartbeat(self._token), messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._closing.is_set():
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence", error)
                 self.reachable = False
+                # More than that cannot have been the coordinator's: this process was stopped, or waited for the GIL.
+                silent_s += min(time.monotonic() - mark, self._call_s + self._every_s)
+                if silent_s >= self._dead_after_s and not self._closing.is_set():
+                    self._on_silence(silent_s)
             else:
-                self.reachable = True
+                self.reachable, silent_s = True, 0.0
                 if pulse.stranger and known:
                     log.warning("coordinator %s was restarted and does not know this job; training goes on", self._link.address)
                 known = not pulse.stranger
                 self._take(pulse)
+            mark = time.monotonic()
+            if self._keeper is not None and not self._closing.is_set():
+                self._keeper.look()
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
     def _take(self, pulse: messages.Pulse) -> None:
@@ -107,8 +135,9 @@ class Membership:
 
 
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,
-         deadline_s: float | None = None, ended: threading.Event | None = None) -> Membership:
-    """Takes a seat and waits until everyone is in.
+         deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
+         keep: bool = False) -> Membership:
+    """Takes a seat and waits until everyone is in. `keep`: see Membership.
 
     Raises Refused with the coordinator's reason, or DeadlineExceeded naming who is missing or that nobody answers there.
     `deadline_s` is config.join_deadline_s unless given; one that is longer bounds the wait for the others, never the
@@ -118,8 +147,10 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     heard = time.monotonic()
     deadline = heard + deadline_s
     ended = ended or threading.Event()
-    link = _Link(address)
-    missing, pause_s, sent = "", POLL_S[0], request
+    link = Link(address, config.token)
+    missing, pause_s = "", POLL_S[0]
+    # A plan may be large and asking again is frequent.
+    asked = msgspec.structs.replace(request, plan=b"")
     try:
         while not ended.is_set():
             left_s = deadline - time.monotonic()
@@ -129,19 +160,21 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             if time.monotonic() > heard + config.join_deadline_s:
                 raise _late(address, "", config.join_deadline_s)
             try:
-                seat = link.call("Join", sent, messages.Seat, min(CALL_S, left_s))
+                seat = link.call("Join", asked, messages.Seat, min(CALL_S, left_s))
+                if seat.plan_wanted:
+                    link.send_plan(request.plan, min(CALL_S, left_s))
             except (PeerLost, DeadlineExceeded):
                 pass  # not up yet, or a short break of the network: the same deadline covers it
             else:
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")
                 missing, heard = seat.missing, time.monotonic()
-                # A plan may be large and asking again is frequent.
-                sent = request if seat.plan_wanted else msgspec.structs.replace(request, plan=b"")
+                if seat.plan_wanted:
+                    continue
                 if seat.view is not None:
                     if messages.digest_of(seat.plan) != seat.view.plan:
                         raise CorruptFrame("sent a plan that does not match its digest", peer=f"coordinator {address}")
-                    return Membership(link, request, seat, config, on_failure, ended)
+                    return Membership(link, request, seat, config, on_failure, ended, on_silence, keep=keep)
             ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, POLL_S[1])
         link.leave_quietly(request.token, "stopped while waiting")
@@ -157,44 +190,3 @@ def _late(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"did not answer within {deadline_s:g} s: is it running, and is that its address?", peer=peer)
     head, semicolon, tail = missing.partition(";")
     return DeadlineExceeded(f"{head} before the deadline of {deadline_s:g} s{semicolon}{tail}", peer=peer)
-
-
-class _Link:
-    """A channel to the coordinator. Calls raise CommError with its address."""
-
-    def __init__(self, address: str) -> None:
-        host, _ = settings.host_port(address)
-        options: list[tuple[str, Any]] = [
-            ("grpc.max_receive_message_length", MAX_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
-            ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
-            ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
-        ]
-        if settings.is_loopback(host):
-            options.append(("grpc.enable_http_proxy", 0))
-        self.address = address
-        self._channel = grpc.insecure_channel(address, options=options)
-
-    def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
-        peer = f"coordinator {self.address}"
-        try:
-            reply = self._channel.unary_unary(f"/{SERVICE}/{method}")(messages.pack(request), timeout=timeout_s)
-        except grpc.RpcError as error:
-            code, details = error.code(), error.details()
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", peer=peer) from None
-            if code is grpc.StatusCode.UNAVAILABLE:
-                raise PeerLost(f"not reachable: {details}", peer=peer) from None
-            raise Refused(f"{method} failed: {details} ({code.name})", peer=peer) from None
-        except ValueError:
-            raise PeerLost("the channel is closed", peer=peer) from None
-        return messages.unpack(reply, kind, peer)
-
-    def leave_quietly(self, token: str, reason: str) -> None:
-        """Frees a seat for which the wait was given up; if that fails the coordinator notices by silence."""
-        try:
-            self.call("Leave", messages.Leave(token, reason), messages.Pulse, 1.0)
-        except CommError as error:
-            log.info("left without notice: %s", error)
-
-    def close(self) -> None:
-        self._channel.close()

@@ -1,6 +1,7 @@
 """The gRPC server around the membership decisions: a lock, a clock and sockets. Decides nothing itself.
 
-Every call is answered at once; who waits, asks again. So a few threads serve any number of waiting workers.
+Every call is answered at once; who waits, asks again. Calls are proved before they are read (sealed.py), small until then, and
+wait for their bytes on no thread: one that never comes whole holds nobody up.
 """
 
 from __future__ import annotations
@@ -11,24 +12,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from typing import TypeVar
+
+import msgspec
 
 from commlayer import config as settings
 from commlayer.config import Config
-from commlayer.control import membership, messages
-from commlayer.control.messages import MAX_NBYTES, SERVICE
-from commlayer.errors import CorruptFrame
+from commlayer.control import membership, messages, plans
+from commlayer.control.hosting import Answer, Host
+from commlayer.control.sealed import CHALLENGE, Judge
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
-
 log = logging.getLogger("commlayer")
 
-THREADS = 4
 TICK_S = 0.25
+TOLD_HEARTBEATS = 3
+"""For how many of the others' heartbeats it outlives its parent, to tell of that end."""
 Q = TypeVar("Q", bound=Record)
 
 
@@ -46,43 +46,55 @@ class Coordinator:
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
         self._closing = threading.Event()
+        self._judge, self._plans = Judge(config.token), plans.Plans()
         check_free(config.bind, config.port)
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(THREADS, "commlayer-control"),
-            # Without this a second coordinator could share the port and split the job.
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_NBYTES),
-                     ("grpc.max_send_message_length", MAX_NBYTES)],
-        )
-        calls = {
-            "Join": self._method(messages.Join, self._join),
-            "Heartbeat": self._method(messages.Heartbeat, self._heartbeat),
-            "Leave": self._method(messages.Leave, self._leave),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls),))
-        port = self._server.add_insecure_port(settings.join_host(config.bind, config.port))
+        self._host = Host({
+            CHALLENGE: self._challenge,
+            "Part": self._method("Part", messages.Part, self._part),
+            "Join": self._method("Join", messages.Join, self._join),
+            "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
+            "Leave": self._method("Leave", messages.Leave, self._leave),
+        })
+        port = self._host.start(settings.join_host(config.bind, config.port))
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
         self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
-        self._server.start()
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 
     def close(self) -> None:
         """Stops listening; whoever asks later finds nobody. Twice is once.
 
-        After the end of a job it first lets the servers elsewhere hear of it, for a few heartbeats.
+        After the end of a job it first lets the servers elsewhere hear of it, for as long as one that is silent lives.
         """
         with self._lock:
             over = membership.over(self._state)
         if over and not self._closing.is_set():
-            self._empty.wait(3 * self._heartbeat_s)
+            self._empty.wait(self._dead_after_s + self._heartbeat_s)
         self._closing.set()
         self._ticker.join(timeout=5.0)
-        self._server.stop(grace=0.5).wait(timeout=5.0)
+        self._host.close()
+
+    def orphaned(self, pid: int) -> None:
+        """The process of this machine that started the job's embedded servers has ended: so have its seats."""
+        with self._lock:
+            before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
+            self._note_deaths(before)
+        self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
+
+    def _challenge(self, _: bytes, peer: str) -> bytes:
+        return self._judge.challenge(peer)
+
+    def _part(self, request: messages.Part) -> Record:
+        with self._lock:
+            self._plans.take(request)
+        return messages.Pulse()
 
     def _join(self, request: messages.Join) -> Record:
         with self._lock:
             began = self._state.view is not None
+            if request.plan_digest and not request.plan:
+                request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             self._state, reply = membership.join(self._state, request, self._clock())
             view = self._state.view
         if reply.error:
@@ -100,17 +112,22 @@ class Coordinator:
         with self._lock:
             self._state = membership.leave(self._state, request.token, request.reason)
             self._note_end()
-        return messages.Pulse()
+            # Who has finished hears who has not.
+            self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
+        return pulse
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
             with self._lock:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s)
-                self._note_end()
-            for token, place in self._state.places.items():
-                if place.dead and not before.places[token].dead:
-                    log.warning("%s: %s", place.peer, place.dead)
+                self._note_deaths(before)
+
+    def _note_deaths(self, before: membership.State) -> None:
+        self._note_end()
+        for token, place in self._state.places.items():
+            if place.dead and not before.places[token].dead:
+                log.warning("%s: %s", place.peer, place.dead)
 
     def _note_end(self) -> None:
         if membership.over(self._state):
@@ -118,16 +135,12 @@ class Coordinator:
         if membership.empty(self._state):
             self._empty.set()
 
-    def _method(self, kind: type[Q], act: Callable[[Q], Record]) -> grpc.RpcMethodHandler:
-        def call(data: bytes, context: grpc.ServicerContext) -> bytes:
-            try:
-                return messages.pack(act(messages.unpack(data, kind, context.peer())))
-            except CorruptFrame as error:
-                log.warning("%s", error)
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                raise
+    def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record]) -> Answer:
+        def answer(data: bytes, peer: str) -> bytes:
+            body = self._judge.opened(peer, name, data)
+            return self._judge.sealed(data, messages.pack(act(messages.unpack(body, kind, peer))))
 
-        return grpc.unary_unary_rpc_method_handler(call)
+        return answer
 
 
 def check_free(host: str, port: int) -> None:

@@ -2,11 +2,13 @@
 
 The child ends with its parent: its standard input is a pipe that ends when the parent does, and it also asks whose child it is,
 since forked DataLoader workers hold that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called attach() ends.)
+That pipe brings the job's secret first, and a word when the child is to end, so that the child knows a parent's death from it.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import select
@@ -14,18 +16,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from commlayer.config import Config, child_environment
+from commlayer.control.keeper import state
 from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
 # The child must run the package that this process runs, installed or not, whatever lies in the current directory.
 RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.cli.main import run; run()"
 TAIL_LINES = 15
+END = b"end\n"
 LOOK_S = 1.0
 GRACE_S = 5.0
 
@@ -57,8 +62,12 @@ class Embedded:
             # Ctrl-C goes to the trainer, which ends the child when it no longer needs it.
             start_new_session=True, env=child_environment(config),
         )
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as its first line will tell
+            process.stdin.write(config.token.encode() + b"\n")
+            process.stdin.flush()
         stderr = _Stderr(process.stderr)
         made = cls(process, stderr, "", "")
         try:
@@ -74,18 +83,21 @@ class Embedded:
         stderr.forward()
         return made
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Ends the child in bounded time. It may go on for `linger_s` first: it ends by itself when all workers have left."""
+    def over(self, timeout_s: float) -> bool:
+        """Whether it has ended by itself, as it does when all workers have left, at the latest after that time."""
+        return os.getpid() == self._owner and _ended(self._process, max(0.0, timeout_s))
+
+    def close(self) -> None:
+        """Ends the child in bounded time."""
         if os.getpid() != self._owner:
             return  # a forked copy of the trainer does not own it
         process = self._process
-        if process.poll() is None and linger_s > 0:
-            _ended(process, linger_s)
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            process.stdin.write(END)
             process.stdin.close()
-        except BrokenPipeError:
-            pass
+        if state(self.pid) in ("T", "t"):
+            process.kill()  # it is stopped, and heeds nothing else
         if not _ended(process, GRACE_S):
             process.terminate()
             if not _ended(process, GRACE_S):
@@ -96,14 +108,31 @@ class Embedded:
         process.stdout.close()
 
 
-def follow_parent(parent: int, stop: threading.Event) -> None:
-    """In the child: sets `stop` when the parent has ended, and leaves the process if that is not heeded."""
+def read_secret() -> str:
+    """In the child: the first line of its standard input, before anything else is read of it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = os.read(0, 1)
+        if not more:
+            break
+        line += more
+    return line.decode().strip()
+
+
+def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
+    """In the child: sets `stop` when the parent says so or, after a call of `orphaned`, has ended. Leaves the process if that
+    is not heeded.
+    """
 
     def follow() -> None:
+        told = b""
         while os.getppid() == parent:
             readable, _, _ = select.select([0], [], [], LOOK_S)
-            if readable and not os.read(0, 1):
+            if readable:
+                told = os.read(0, len(END))
                 break
+        if not told and not stop.is_set():
+            orphaned()
         stop.set()
         time.sleep(GRACE_S)
         os._exit(1)

@@ -119,8 +119,17 @@ def tick(state: State, now: float, dead_after_s: float) -> State:
     if state.view is None:
         return _without(state, silent) if silent else state
     for p in silent.values():
-        reason = f"no heartbeat for {now - p.seen_s:.1f} s from {_who(p.join)}: it was killed, stopped or cut off"
+        reason = f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed, stopped or cut off"
         state = _with(state, msgspec.structs.replace(p, dead=reason))
+    return state
+
+
+def ended(state: State, name: str, pid: int) -> State:
+    """The process of that machine has ended without a word: its seats are dead at once."""
+    for p in state.places.values():
+        if p.here and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
+            why = f"its process {_who(p.join)} has ended without leaving the job"
+            state = _with(state, msgspec.structs.replace(p, dead=why))
     return state
 
 
@@ -209,7 +218,7 @@ def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...
     made = []
     for p in servers:
         node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
-        made.append(ServerInfo(p.rank, p.join.address, node))
+        made.append(ServerInfo(p.rank, p.join.address, node, p.join.beside))
     return tuple(made)
 
 
@@ -236,6 +245,12 @@ def _without(state: State, tokens: Iterable[str]) -> State:
 
 def _who(request: Join) -> str:
     return f"{request.name} (pid {request.pid})"
+
+
+def _where(state: State, place: Place) -> str:
+    """A server's node, too: its machine may run several processes that are named after it."""
+    servers = () if state.view is None or place.join.kind != "server" else state.view.servers
+    return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
 
 
 def _listed(first: Iterable[int], count: int) -> str:

@@ -17,8 +17,13 @@ from commlayer.records import Record, View
 PROTOCOL = 1
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
-MAX_NBYTES = 64 << 20
-"""Most bytes of one message; a plan of a model with 100,000 tensors has about 20 MB."""
+MAX_PLAN_NBYTES = 64 << 20
+"""A plan of a model with 100,000 tensors has about 20 MB."""
+MAX_REPLY_NBYTES = MAX_PLAN_NBYTES + (4 << 20)
+"""Most bytes of an answer, which may hold a plan."""
+PART_NBYTES = 192 << 10
+MAX_NBYTES = 256 << 10
+"""Most bytes of a call: so much may come from somebody who has proved nothing. Plans go up in parts."""
 
 R = TypeVar("R", bound=Record)
 Kind = Literal["worker", "server"]
@@ -43,11 +48,13 @@ class Join(Record, frozen=True):
     job: str = ""
     """Digest of the worker's Job."""
     plan: bytes = b""
-    """The plan's canonical bytes; those of worker 0 are everyone's. Sent until the seat is taken, then left out."""
+    """The plan's canonical bytes; those of worker 0 are everyone's. Left out on the wire: see Part."""
     plan_digest: str = ""
     """Not empty: what the sender holds to be the plan; all who say so must agree."""
     address: str = ""
     """A server's data address."""
+    beside: bool = False
+    """Of a server: it is in the coordinator's own process, and falls silent with it."""
 
 
 class Seat(Record, frozen=True):
@@ -59,7 +66,17 @@ class Seat(Record, frozen=True):
     plan: bytes = b""
     missing: str = ""
     plan_wanted: bool = False
-    """The request came without its plan, but there is no such seat (any more): send it whole."""
+    """There is no such seat (any more), and the plan of that digest is not here: send its parts, then ask again."""
+
+
+class Part(Record, frozen=True):
+    """Bytes of a plan from `begin` on. The answer is an empty Pulse."""
+
+    plan_digest: str
+    nbytes: int
+    """Of the whole plan."""
+    begin: int
+    data: bytes
 
 
 class Heartbeat(Record, frozen=True):
@@ -98,10 +115,13 @@ def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"",
                 sent, plan_digest or digest_of(plan))
 
 
-def server(address: str, node: int = ANY, number: int = ANY) -> Join:
-    """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan."""
+def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False) -> Join:
+    """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan.
+
+    `beside`: the coordinator is in this process, too.
+    """
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
-                address=address)
+                address=address, beside=beside)
 
 
 def digest_of(plan: bytes) -> str:

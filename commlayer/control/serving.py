@@ -18,7 +18,7 @@ from commlayer.transport.hello import Hello, same_job
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.service import Summation
 from commlayer.transport.summing import SumServer
-from commlayer.transport.tcp import TcpTransport
+from commlayer.transport.tcp import Settings, TcpTransport
 
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
@@ -41,7 +41,8 @@ class Serving:
         self._unfit = ""
         self._world = 0
         self._hello = Hello("", SERVER_BASE, version=messages.version())
-        self._transport = TcpTransport(self._hello, self._admit)
+        self._transport = TcpTransport(self._hello, self._admit, Settings(
+            secret=config.token, user_timeout_s=config.deadline_s))
         self._server: SumServer | None = None
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
@@ -92,6 +93,11 @@ class Serving:
         server = self._hello.rank - SERVER_BASE
         self._ops = ops_of(decoded, server, self._ops.values())
         return self._core(decoded, server, generation, self._world)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no worker is connected."""
+        return not self._transport.peers
 
     def wait(self, stop: threading.Event) -> None:
         """Until `stop` is set; the carrier's threads do the work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,9 @@ from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summing import Stalled, follow_stalls
-from commlayer.transport.tcp import TcpTransport
+from commlayer.transport.tcp import Settings, TcpTransport
+
+log = logging.getLogger("commlayer")
 
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
@@ -33,6 +36,9 @@ class Uplink:
         self._fail: Fail | None = None
         self._stalled: OnStalled = lambda *_: None
         self._membership: Membership | None = None
+        self.address = ""
+        self.staying: tuple[str, ...] = ()
+        """After close(): the workers that were still in the job."""
         self.transport: Transport
         self.recycle: Callable[[memoryview], None]
         self.pace: Callable[[float], None]
@@ -41,9 +47,11 @@ class Uplink:
     def connect(self, address: str, request: messages.Join) -> None:
         """Takes a seat, waits for everyone, dials every server of the view."""
         deadline = time.monotonic() + self._config.join_deadline_s
-        self._membership = membership = client.join(address, request, self._config, self._failed)
+        self._membership = membership = client.join(
+            address, request, self._config, self._failed, on_silence=self._silent, keep=True)
+        self.address = address
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
-        transport = TcpTransport(hello)
+        transport = TcpTransport(hello, settings=Settings(secret=self._config.token, user_timeout_s=self._config.deadline_s))
         self.pace = transport.pace
         self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
         try:
@@ -92,6 +100,28 @@ class Uplink:
                 self._early = self._early or error
                 return
         fail(error)
+
+    def _silent(self, silent_s: float) -> None:
+        """The coordinator does not answer. Nobody else would say so of a server in its process; training can do without it."""
+        near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
+        if near:
+            self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
+                                  f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
+        else:
+            log.warning("coordinator %s: no answer for %.1f s: it was killed, stopped or cut off; training goes on",
+                        self.address, silent_s)
+
+    def named(self, error: CommError) -> CommError:
+        """The same, which says where a server is."""
+        found = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
+        if not found or "node " in error.what:
+            return error
+        return type(error)(f"{error.what} ({_place(found[0])})", peer=error.peer, step=error.step, bucket=error.bucket)
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the coordinator is a child of rank 0."""
+        return not self._config.join
 
     @property
     def coordinated(self) -> bool:
@@ -148,11 +178,25 @@ class Uplink:
         self.transport.wait(self.transport.send(peer, header, body), deadline)
         return self.transport.wait(handle, deadline)
 
-    def close(self, reason: str = "") -> None:
-        if self._membership is not None:
-            self._membership.leave(reason or messages.FINISHED)
+    def close(self, reason: str = "", flush_s: float | None = None) -> bool:
+        """Leaves the job; in order once what was sent is out, within `flush_s`. Whether the coordinator has heard of it."""
+        membership = self._membership
+        if membership is None:
+            return True
+        if reason:
+            heard = membership.leave(reason)
             self.transport.close()
-            self._membership = None
+        else:
+            with self._lock:
+                self._fail = self.transport.abort  # who dies now must not be waited for
+            self.transport.close(flush_s)  # first: who is said to have left is no longer waited for
+            heard = membership.leave()
+        self.staying, self._membership = membership.staying, None
+        return heard
+
+
+def _place(server: ServerInfo) -> str:
+    return f"at {server.address} on node {server.node}"
 
 
 def _checked_address(server: ServerInfo, config: Config) -> tuple[str, int]:

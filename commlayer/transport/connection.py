@@ -22,7 +22,7 @@ INLINE_NBYTES = 64 << 10
 
 _LAST = 1 << 32
 """After every step: where BYE waits its turn."""
-_ONCE = frozenset((Kind.HELLO, Kind.WELCOME))
+_ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
 _sockets: set[socket.socket] = set()

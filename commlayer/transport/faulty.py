@@ -101,13 +101,13 @@ class Faulty:
         self._inner.abort(PeerLost("failed by the script", peer=peer_name(peer)), peer)
         return self._inner.send(peer, header, body)
 
-    def close(self) -> None:
+    def close(self, flush_s: float | None = None) -> None:
         with self._lock:
             delayed, self._delayed = self._delayed, []
         for timer, operation in delayed:
             timer.cancel()
             operation.fail(CommError("this end of the transport was closed"))
-        self._inner.close()
+        self._inner.close(flush_s)
 
 
 Action = Callable[[Faulty, Fault, int, Header, bytes], Handle]

@@ -91,8 +91,7 @@ def seal(packed: bytes, crc: int) -> bytes:
 
 def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
     """The header in HEADER_NBYTES bytes, its body's size and CRC. Raises CorruptFrame."""
-    if data[:4] != MAGIC:
-        raise CorruptFrame(f"wrong magic {bytes(data[:4])!r}, expected {MAGIC!r}: {_guess(bytes(data[:4]))}")
+    _check_magic(data)
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise CorruptFrame("the header's checksum does not match")
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
@@ -111,6 +110,11 @@ def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
 
 
 _KINDS = frozenset(Kind)
+
+
+def _check_magic(data: memoryview) -> None:
+    if data[:4] != MAGIC:
+        raise CorruptFrame(f"wrong magic {bytes(data[:4])!r}, expected {MAGIC!r}: {_guess(bytes(data[:4]))}")
 
 
 def _guess(start: bytes) -> str:
@@ -186,6 +190,8 @@ class Reader:
     def _in_header(self) -> Frame | None:
         have = self._stop - self._start
         if have < HEADER_NBYTES:
+            if have >= len(MAGIC):  # a stranger may say less than a header and close
+                _check_magic(self._staging[self._start : self._stop])
             if self._start:  # to the front: the room behind must hold a whole header
                 self._staging[:have] = bytes(self._staging[self._start : self._stop])
                 self._start, self._stop = 0, have

@@ -1,11 +1,15 @@
-"""The first two frames of a connection: who dials, and whether the other end takes them. Knows blocking sockets, no threads."""
+"""The first four frames of a connection: who dials, that both ends know the job's secret, and whether the other end takes them.
+
+HELLO and CHALLENGE bring a random number each, PROOF and WELCOME what only who knows the secret can make of both: so nothing
+said here is of use on another connection. Until then nobody is told anything of the job. Knows blocking sockets, no threads.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -15,6 +19,7 @@ from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.protocol import Header, Kind, peer_name
+from commlayer.transport.secret import nonce, proof, proves, unproved
 
 MAX_NBYTES = 4096
 """Of a hello or welcome: whoever has not been admitted makes us allocate no more."""
@@ -30,6 +35,20 @@ class Hello(Record, frozen=True):
     version: str = ""
     """Of the package, for the reader of a refusal."""
     protocol: int = framing.VERSION
+    nonce: bytes = b""
+    """Random; set for each connection."""
+
+
+class Challenge(Record, frozen=True):
+    """The acceptor's random number."""
+
+    nonce: bytes
+
+
+class Proof(Record, frozen=True):
+    """The dialler's."""
+
+    proof: bytes
 
 
 class Welcome(Record, frozen=True):
@@ -37,6 +56,18 @@ class Welcome(Record, frozen=True):
 
     rank: int
     error: str = ""
+    proof: bytes = b""
+    """The acceptor's; empty for who has not proved itself."""
+
+
+UNPROVED = "does not prove that it knows the job's secret"
+
+
+class Met(NamedTuple):
+    """Who dialled and has proved itself, and what proves this end to it."""
+
+    hello: Hello
+    proof: bytes
 
 
 Admit = Callable[[Hello], str]
@@ -59,27 +90,42 @@ def same_job(mine: Hello) -> Admit:
     return admit
 
 
-def greet(sock: socket.socket, reader: Reader, mine: Hello, peer: int, deadline: float) -> None:
+def greet(sock: socket.socket, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float) -> None:
     """The dialler's half. Raises Refused with the other side's reason."""
     who = peer_name(peer)
+    mine = msgspec.structs.replace(mine, nonce=nonce())
+    said = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
+    theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, deadline), Challenge, who).nonce
+    _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said)), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
+    if welcome.error == UNPROVED:
+        raise Refused(unproved(secret), peer=who)
+    if not proves(welcome.proof, secret, b"accept", theirs, said):
+        raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who)
     if welcome.error:
         raise Refused(welcome.error, peer=who)
     if welcome.rank != peer:
         raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who)
 
 
-def read_hello(sock: socket.socket, reader: Reader, who: str, deadline: float) -> Hello:
-    """The acceptor's half, to be answered with `welcome`."""
-    hello = _decode(_read(sock, reader, Kind.HELLO, who, deadline), Hello, who)
+def meet(sock: socket.socket, reader: Reader, rank: int, secret: str, who: str, deadline: float) -> Met:
+    """The acceptor's half, to be answered with `welcome`. Refused, on both sides, for who does not know the secret."""
+    frame = _read(sock, reader, Kind.HELLO, who, deadline)
+    said, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
         raise CorruptFrame(f"says it is peer {hello.rank}, allowed 0 to 65535", peer=who)
-    return hello
+    mine = nonce()
+    _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
+    given = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
+    if not proves(given, secret, b"dial", mine, said):
+        welcome(sock, rank, UNPROVED, b"", who, deadline)
+        raise Refused(UNPROVED, peer=who)
+    return Met(hello, proof(secret, b"accept", mine, said))
 
 
-def welcome(sock: socket.socket, rank: int, error: str, who: str, deadline: float) -> None:
-    _write(sock, Kind.WELCOME, rank, Welcome(rank, error), who, deadline)
+def welcome(sock: socket.socket, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
+    _write(sock, Kind.WELCOME, rank, Welcome(rank, error, proof), who, deadline)
 
 
 def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:

@@ -134,7 +134,7 @@ class Loopback:
         for other in cut:
             other._mailbox.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
 
-    def close(self) -> None:
+    def close(self, flush_s: float | None = None) -> None:
         self._hub.leave(self._rank)
         with self._lock:
             wires, self._wires = self._wires, {}

@@ -36,6 +36,8 @@ class Kind(enum.IntEnum):
     PLAN_OK = 14  # server -> worker: from now on that plan is summed, or why not (UTF-8 body)
     PACE = 15  # worker -> server on its own node: `used` bit/s go out by their link
     UNDO = 16  # worker -> server, between steps and ahead of PLAN: what a PUSH would say in `undone`
+    CHALLENGE = 17  # the answer to HELLO: msgpack body
+    PROOF = 18  # the dialler's answer to that, before WELCOME: msgpack body
 
 
 class Flag(enum.IntFlag):
@@ -131,6 +133,6 @@ class Transport(Protocol):
         """Ends the peer's operations, or everyone's, with `reason`: now and for all later calls."""
         ...
 
-    def close(self) -> None:
-        """Sends what is queued (bounded by a few seconds), says BYE, releases everything. Twice is once."""
+    def close(self, flush_s: float | None = None) -> None:
+        """Sends what is queued (within `flush_s`, else a few seconds), says BYE, releases everything. Twice is once."""
         ...

@@ -223,9 +223,9 @@ class Shaped:
             item[4].fail(reason)
         self._inner.abort(reason, peer)
 
-    def close(self) -> None:
+    def close(self, flush_s: float | None = None) -> None:
         with self._work:
-            self._work.wait_for(lambda: not self._up and not self._sending, FLUSH_S)
+            self._work.wait_for(lambda: not self._up and not self._sending, FLUSH_S if flush_s is None else flush_s)
         self._stop.set()
         with self._work:
             self._wake.set()
@@ -234,7 +234,7 @@ class Shaped:
         self._mailbox.abort(reason)
         for item in self._up:
             item[4].fail(reason)
-        self._inner.close()
+        self._inner.close(flush_s)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)

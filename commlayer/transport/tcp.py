@@ -13,6 +13,7 @@ from commlayer.transport import framing, mailbox
 from commlayer.transport import hello as greeting
 from commlayer.transport.connection import Connection, drop, watch
 from commlayer.transport.framing import Reader
+from commlayer.transport.hall import Hall
 from commlayer.transport.hello import Admit, Hello, same_job
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
@@ -22,9 +23,6 @@ from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, pee
 Address = tuple[str, int]
 FORMER_S = 0.5
 """How long a new connection waits for the end of the peer's former one, which may still be on its way."""
-
-MAX_GREETINGS = 64
-"""Connections that may be in their greeting at once; more wait in the kernel's backlog."""
 
 
 class Settings(NamedTuple):
@@ -36,6 +34,14 @@ class Settings(NamedTuple):
     """Of each socket, each way; 0 leaves it to the kernel, which tunes it to the link."""
     keepalive_s: int = 10
     """Silence after which the kernel asks whether the peer's machine is there; three missing answers end the connection."""
+    user_timeout_s: float = 0.0
+    """As TCP_USER_TIMEOUT, where the system has it: how long what was sent may be unacknowledged, or find no room at the peer,
+    before the kernel ends the connection; 0 leaves it to the kernel. A peer whose threads wait for the GIL makes no room, so
+    a short one would take it for dead."""
+    secret: str = ""
+    """Of the job: who does not know it is refused, either way."""
+    hello_s: float = 5.0
+    """How long who dials in may take to prove that; less where many do."""
     greeting_s: float = 10.0
     flush_s: float = 3.0
     """How long close() may take to send what is queued."""
@@ -61,7 +67,7 @@ class TcpTransport:
         self._taken: set[int] = set()  # ranks that are connected or in their greeting
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
-        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._hall = Hall()
         self._closed = threading.Event()
 
     @property
@@ -105,7 +111,7 @@ class TcpTransport:
                                "address and that it runs there", peer=who) from None
             self._tune(sock)
             reader = self._reader()
-            greeting.greet(sock, reader, self.hello, peer, deadline)
+            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline)
             self._mailbox.admit(peer)
             self._connect(sock, peer, reader)
         except BaseException:
@@ -123,12 +129,10 @@ class TcpTransport:
             self._taken.add(peer)
 
     def _accept_loop(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
-            self._greetings.acquire()
+        while self._hall.room():
             try:
                 sock, address = listener.accept()
             except OSError as error:
-                self._greetings.release()
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     self._closed.wait(0.1)  # the system is short of something: others may free it
                     continue
@@ -136,6 +140,7 @@ class TcpTransport:
                     continue
                 return  # close() shut the listener down
             watch(sock)
+            self._hall.enter(sock)
             where = f"{address[0]}:{address[1]}"
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
@@ -145,11 +150,14 @@ class TcpTransport:
         try:
             self._tune(sock)
             reader = self._reader()
-            hello = greeting.read_hello(sock, reader, f"the dialler at {where}", deadline)
+            who = f"the dialler at {where}"
+            hello, proof = greeting.meet(
+                sock, reader, self.rank, self._settings.secret, who, time.monotonic() + self._settings.hello_s)
+            self._hall.leave(sock)
             reason = self._judge(hello)
             if not reason:
                 peer = hello.rank
-            greeting.welcome(sock, self.rank, reason, where, deadline)
+            greeting.welcome(sock, self.rank, reason, proof, where, deadline)
             if peer is None:
                 drop(sock)
             else:
@@ -163,7 +171,7 @@ class TcpTransport:
                     self._taken.discard(peer)
                     self._lock.notify_all()
         finally:
-            self._greetings.release()
+            self._hall.leave(sock)
 
     def _judge(self, hello: Hello) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
@@ -186,6 +194,8 @@ class TcpTransport:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._settings.keepalive_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._settings.keepalive_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        if self._settings.user_timeout_s and hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._settings.user_timeout_s))
         if self._settings.buffer_nbytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
@@ -243,13 +253,14 @@ class TcpTransport:
         for connection in cut:
             connection.end(reason)
 
-    def close(self) -> None:
+    def close(self, flush_s: float | None = None) -> None:
         with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
             listeners, self._listeners = self._listeners, []
             connections = list(self._connections.values())
+        self._hall.close()
         for listener in listeners:
             try:
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
@@ -258,7 +269,7 @@ class TcpTransport:
             drop(listener)
         reason = CommError("this end of the transport was closed")
         self._mailbox.abort(reason)
-        deadline = time.monotonic() + self._settings.flush_s
+        deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
         bye = Header(Kind.BYE, sender=self.rank)
         for connection in connections:
             connection.send(mailbox.sending(connection.peer, bye), bye, b"", last=True)

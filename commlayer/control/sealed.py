@@ -1,0 +1,70 @@
+"""Calls to the coordinator, each proved: who asks knows the job's secret, and so does who answers. Knows bytes; no gRPC.
+
+The coordinator's challenge belongs to one connection and is computed again for each call, so that whoever has proved nothing
+costs it no memory. A call's proof covers the challenge, the method and the body; the answer's covers the call's.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, nonce, proof, proves
+
+CHALLENGE = "Challenge"
+Call = Callable[[str, bytes, float], bytes]
+"""Method, body, seconds: the answer."""
+
+
+class Unproved(Exception):
+    """The other end does not know the secret, or not this one."""
+
+
+class Judge:
+    """The coordinator's end."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret, self._key = secret, nonce()
+
+    def challenge(self, peer: str) -> bytes:
+        """Of that connection, as the carrier names it."""
+        return hmac.digest(self._key, peer.encode(), "sha256")[:NONCE_NBYTES]
+
+    def opened(self, peer: str, method: str, data: bytes) -> bytes:
+        """The body of a call that is proved, else Unproved."""
+        given, body = data[:PROOF_NBYTES], data[PROOF_NBYTES:]
+        if not proves(given, self._secret, b"ask", method.encode(), self.challenge(peer), body):
+            raise Unproved
+        return body
+
+    def sealed(self, data: bytes, answer: bytes) -> bytes:
+        """What goes back for the call that came as `data`."""
+        return proof(self._secret, b"answer", data[:PROOF_NBYTES], answer) + answer
+
+
+class Asker:
+    """A client's end of one channel. `refused` says whether an error of `call` means that a proof was not taken."""
+
+    def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool]) -> None:
+        self._secret, self._call, self._refused = secret, call, refused
+        self._challenge = b""
+
+    def ask(self, method: str, body: bytes, timeout_s: float) -> bytes:
+        """The proved answer. A connection that was made anew has another challenge, so a refused proof is tried once more."""
+        fresh = not self._challenge
+        if fresh:
+            self._challenge = self._call(CHALLENGE, b"", timeout_s)
+        mine = proof(self._secret, b"ask", method.encode(), self._challenge, body)
+        try:
+            data = self._call(method, mine + body, timeout_s)
+        except Exception as error:
+            if not self._refused(error):
+                raise
+            self._challenge = b""
+            if fresh:
+                raise Unproved from error
+            return self.ask(method, body, timeout_s)
+        answer = data[PROOF_NBYTES:]
+        if not proves(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
+            raise Unproved
+        return answer

@@ -1,0 +1,61 @@
+"""Connections that have proved nothing yet: few at once, and the silent keep nobody out. Knows sockets, no frames."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+MOST = 64
+"""At once; more wait in the kernel's backlog."""
+HURRY_S = 0.5
+"""When it is full, whoever has been here for longer gives way: those who greet need two round trips."""
+
+
+class Hall:
+    """Any number of threads may call it."""
+
+    def __init__(self, most: int = MOST, hurry_s: float = HURRY_S) -> None:
+        self._most, self._hurry_s = most, hurry_s
+        self._work = threading.Condition()
+        self._here: dict[socket.socket, float] = {}  # since when, the first to come first
+        self._closed = False
+
+    def room(self) -> bool:
+        """Waits until one more may come; for that the one longest here may have to go. False once it is closed."""
+        with self._work:
+            while len(self._here) >= self._most and not self._closed:
+                first, since = next(iter(self._here.items()))
+                left_s = since + self._hurry_s - time.monotonic()
+                if left_s <= 0:
+                    del self._here[first]
+                    _wake(first)
+                else:
+                    self._work.wait(left_s)
+            return not self._closed
+
+    def enter(self, sock: socket.socket) -> None:
+        with self._work:
+            self._here[sock] = time.monotonic()
+
+    def leave(self, sock: socket.socket) -> None:
+        """It has proved itself, or is gone. Twice is once."""
+        with self._work:
+            self._here.pop(sock, None)
+            self._work.notify_all()
+
+    def close(self) -> None:
+        """Everybody out."""
+        with self._work:
+            self._closed = True
+            for sock in self._here:
+                _wake(sock)
+            self._work.notify_all()
+
+
+def _wake(sock: socket.socket) -> None:
+    """Ends what its thread waits for; that thread closes it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # gone by itself
