@@ -16,8 +16,9 @@ PACKAGE = ROOT / "commlayer"
 BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
-SURFACE = {"asked", "auto", "balancing", "bounds", "budget", "price", "profiled", "connect", "guarding", "checkpoint",
-           "exchanges", "crowded", "finding", "looks", "planfile", "probing", "session", "ddp", "tracing", "watching"}
+SURFACE = {"accepting", "asked", "auto", "balancing", "bounds", "budget", "price", "profiled", "connect", "guarding",
+           "checkpoint", "exchanges", "crowded", "finding", "looks", "planfile", "probing", "session", "ddp", "starting",
+           "tracing", "watching"}
 TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
