@@ -75,8 +75,9 @@ class Start:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, Exception) and not self._told:
             with contextlib.suppress(ValueError, CommError):  # then nobody waits for this rank, or not for long
-                said = str(error).partition("\n")[0]
-                self._tell(self._members(read_launch(), Config()), Config(), _here(error=said or type(error).__name__))
+                members = self._members(read_launch(), Config())
+                self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
+                _stay(members)
 
     def meet(self, config: Config, *, model: str, must: Mapping[str, str]) -> Met:
         """All ranks call it together. ValueError, the same on all, if they were not started alike."""
@@ -88,8 +89,7 @@ class Start:
                      insecure=config.insecure, must=_versions() | dict(must) | alike(config), model=model)
         rows = self._tell(members, config, mine)
         if problem := problem_of(rows, members.ranks, own_servers=not config.join):
-            with contextlib.suppress(CommError):
-                members.tell(b"", HEARD_S, "start")
+            _stay(members)
             raise ValueError(problem)
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
         several = len({row.machine for row in rows}) > 1
@@ -181,6 +181,13 @@ def ranks_per_node(rows: Sequence[Row]) -> tuple[int, str]:
     said = ", ".join(f"{number} on {host}" for host, number in runs[:8]) + (", ..." if len(runs) > 8 else "")
     return per_node, (f"ranks stand unevenly on machines ({said}): planned as nodes of {per_node}, so more goes over the "
                       "network than need be; give every machine the same number, in a row")
+
+
+def _stay(members: Members | None) -> None:
+    """All ranks have the same verdict, and are about to end."""
+    if members is not None:
+        with contextlib.suppress(CommError):
+            members.tell(b"", HEARD_S, "start")
 
 
 def _here(**told: Any) -> Row:
