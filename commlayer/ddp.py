@@ -118,6 +118,7 @@ class HookState:
                 raise ValueError("this HookState belongs to another model, or the model has other parameters than in its first "
                                  "backward pass: make a HookState for each DistributedDataParallel module")
             if bucket.buffer().layout != torch.strided:
+                self._find_module()
                 names = {} if self.module is None else {id(p): name for name, p in parameters_of(self.module)}
                 check_dense(names.get(id(bucket.parameters()[0]), "a parameter"), bucket.buffer())
         except ValueError as error:
