@@ -184,7 +184,7 @@ def connect(
             asked.settle(plan, job, config, made.world, per_node), made.basis, nodes, made.say), whole), made.groups)
         _check_plan(made.plan, job, made.world // per_node, per_node, device, steps_locally)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
-        _join(made, job, _placed(config, met.address), per_node)
+        _join(made, job, _placed(config, met.address, made), per_node)
         made.follow(_worker(made, made.plan, job, device))
     except BaseException:
         made.close("failed to start")
@@ -326,10 +326,13 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
     ), config)
 
 
-def _placed(config: Config, address: str) -> Config:
+def _placed(config: Config, address: str, made: Connection) -> Config:
     """Servers that listen on loopback serve one machine only: where ranks run on several, theirs listen on this address."""
-    if not address or config.advertise or not is_loopback(config.bind):
+    if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
+    if made.rank == 0:
+        made.say(f"servers of this node listen on {address}, this machine's address on the way to MASTER_ADDR; bind names "
+                 "another")
     return msgspec.structs.replace(config, bind=address)
 
 
