@@ -44,6 +44,7 @@ class Config(Record, frozen=True):
 
     join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
+    """Servers that a job on several machines starts listen elsewhere, unless told: on the address that leads to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
     port: Port = 0
     """Where a coordinator listens; a summation server in the same process takes the next one, one with `join` this one.
@@ -58,7 +59,7 @@ class Config(Record, frozen=True):
     batch: Weight = 1.0
     """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
     ranks_per_node: Count = 0
-    """0: as torchrun says (LOCAL_WORLD_SIZE)."""
+    """0: those that share a machine, and an agent where torchrun started them."""
     deadline_s: Seconds = 600.0
     """For one that lives but is slow (evaluates, compiles). The dead are noticed by their heartbeats, long before."""
     join_deadline_s: Seconds = 60.0
