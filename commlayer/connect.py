@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
-from commlayer.starting import Start, plan_kind
+from commlayer.starting import HEARD_S, Start, plan_kind
 from commlayer.transport.groups import GROUP, Groups
 from commlayer.transport.protocol import peer_name
 from commlayer.transport.together import gather, together
@@ -296,18 +297,25 @@ def _agree(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
     return records.decode(data, Plan, "plan of rank 0")
 
 
-def _from_rank_0(make: Callable[[], bytes], groups: Groups | None) -> bytes:
-    """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank."""
+def _from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
+    """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank.
+
+    `wait_s`: of what is small and may take longer than a collective of a step.
+    """
     if groups is None:
         return make()
+
+    def share(data: bytes) -> bytes:
+        return groups.members.tell(data, wait_s, "start")[0] if wait_s else groups.share_bytes(data)
+
     data = b""
     if groups.rank == 0:
         try:
             data = make()
         except (ValueError, CommError) as error:
-            groups.share_bytes(REFUSED + str(error).encode())
+            share(REFUSED + str(error).encode())
             raise
-    data = groups.share_bytes(data)
+    data = share(data)
     if data.startswith(REFUSED):
         raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
     return data
@@ -345,12 +353,23 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
 
+    # Servers load torch, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
+    # that is set is for it and for a server in its process.
+    alone = plan.servers > 1 and not config.port
+
     def first() -> bytes:
-        number = mine.pop(0) if mine else None
+        number = mine.pop(0) if mine and not alone else None
         child = Embedded.start(config, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
         return child.control.encode()
 
-    address = _from_rank_0(first, made.groups).decode()
-    made.embedded += [Embedded.start(config, join=address, number=number) for number in mine]
+    # The child has that long itself, and then says why it did not start.
+    address = _from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
+
+    def start(number: int) -> None:
+        made.embedded.append(Embedded.start(config, join=address, number=number))
+
+    if mine:
+        with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
+            list(starting.map(start, mine))
     return address
