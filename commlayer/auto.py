@@ -214,7 +214,7 @@ class Auto:
 
     def _begin_looks(self) -> None:
         assert self._connection.groups is not None
-        self._looks = Looks(self._connection.groups.timeout_s, meter_of(self._connection))
+        self._looks = Looks(self._connection.groups.members, self._connection.groups.timeout_s, meter_of(self._connection))
         self._connection.beside.append(self._looks.close)
 
     # ---- links that change

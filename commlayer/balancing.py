@@ -260,7 +260,7 @@ class Controller:
         sampler = self.sampler
         made = self.session.connection
         assert made.groups is not None
-        self._rows = Rows(made.groups.timeout_s)
+        self._rows = Rows(made.groups.members, made.groups.timeout_s)
         made.beside.append(self._rows.close)
         newest_step, shares = sampler.announced
         line = self._line or Line(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ class Config(Record, frozen=True):
 
     join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
+    """Servers that a job on several machines starts listen elsewhere, unless told: on the address that leads to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
     port: Port = 0
     """Where a coordinator listens; a summation server in the same process takes the next one, one with `join` this one.
@@ -65,7 +67,7 @@ class Config(Record, frozen=True):
     batch: Weight = 1.0
     """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
     ranks_per_node: Count = 0
-    """0: as torchrun says (LOCAL_WORLD_SIZE)."""
+    """0: those that share a machine, and an agent where torchrun started them."""
     deadline_s: Seconds = 600.0
     """For one that lives but is slow (evaluates, compiles). The dead are noticed by their heartbeats, long before."""
     join_deadline_s: Seconds = 60.0
@@ -96,14 +98,22 @@ class Config(Record, frozen=True):
     """Link shaping inside the process, for the demo; empty for none."""
 
 
+ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard")
+"""Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
+ALIKE_SET = ("join", "trace")
+"""Settings that must be there on all ranks or on none, whatever they are."""
+
+
 class Launch(NamedTuple):
-    """Who this process is, as torchrun says; a process started by hand is rank 0 of 1."""
+    """Who this process is, as its process group or its launcher says; a process started by hand is rank 0 of 1."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
     node: int = 0
+    agent: int = -1
+    """Which of its launcher's agents started it; processes of several are on several nodes. -1: nobody says."""
 
 
 class _Setting(NamedTuple):
@@ -140,7 +150,8 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """What torchrun's variables say. RANK and WORLD_SIZE come together or not at all."""
+    """Rank and world as the process group says where there is one, else as the variables of torchrun or Slurm do."""
+    group = None if environ is not None else _of_group()
     environ = os.environ if environ is None else environ
 
     def number(name: str, default: int) -> int:
@@ -149,19 +160,56 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             raise RecordError(f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more")
         return int(text) if text else default
 
-    if bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
+    if group is not None:
+        rank, world = group
+    elif bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
         there, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
-        raise RecordError(f"{there} is in the environment but {missing} is not: set both (torchrun does) or none")
-    rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
-    # Launchers that set only RANK and WORLD_SIZE are taken at one process per node.
-    local_world = number("LOCAL_WORLD_SIZE", 1)
-    found = Launch(rank, world, number("LOCAL_RANK", 0), local_world, number("GROUP_RANK", rank // max(local_world, 1)))
+        raise RecordError(f"{there} is in the environment but {missing} is not, and there is no process group: set both "
+                          "(torchrun does) or none, or call init_process_group first (Lightning does when fit() begins)")
+    elif not environ.get("RANK") and environ.get("SLURM_PROCID"):
+        rank, world = number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
+        if world > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
+            raise RecordError(
+                f"Slurm says that this is task {rank} of {world}, but there is no process group: export MASTER_ADDR=$(scontrol "
+                "show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT ahead of srun, or start with torchrun; "
+                "to train alone, unset SLURM_PROCID")
+    else:
+        rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
+    local_world, local_rank = number("LOCAL_WORLD_SIZE", 1), number("LOCAL_RANK", 0)
+    node = number("GROUP_RANK", rank // max(local_world, 1))
+    said = environ.get("GROUP_RANK") or environ.get("LOCAL_WORLD_SIZE")
+    if group is not None and not environ.get("LOCAL_WORLD_SIZE"):
+        local_rank = 0  # a launcher that says no more than that is not asked
+    found = Launch(rank, world, local_rank, local_world, node, node if said else -1)
     if found.rank >= found.world:
         raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}")
     if found.local_rank >= local_world:
         raise RecordError(f"LOCAL_RANK: got {found.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
                           f"which is {local_world}")
     return found
+
+
+def _of_group() -> tuple[int, int] | None:
+    """Rank and world of torch's process group, if somebody has made one."""
+    dist = sys.modules.get("torch.distributed")
+    return (dist.get_rank(), dist.get_world_size()) if dist and dist.is_available() and dist.is_initialized() else None
+
+
+def master() -> str:
+    """The machine where the ranks meet, as far as the launcher says."""
+    return os.environ.get("MASTER_ADDR", "")
+
+
+def use_interface(name: str) -> None:
+    """Gloo, which would go by what the host name resolves to, goes by this network interface, unless somebody has chosen."""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def alike(config: Config) -> dict[str, str]:
+    """What must be the same on all ranks, as text."""
+    told = {name: str(getattr(config, name)) for name in ALIKE}
+    return told | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
 
 
 def codec_threads(config: Config, launch: Launch) -> int:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from commlayer import asked, budget, planner, records
 from commlayer.compressors import codec_of, kernels
-from commlayer.config import Config, Launch, codec_threads, is_loopback, read_launch
+from commlayer.config import Config, codec_threads, is_loopback
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.control.ending import end as end_part
@@ -32,6 +30,7 @@ from commlayer.runtime.local import LocalSteps
 from commlayer.runtime.suited import unsuited
 from commlayer.runtime.sync import align as align_tensors
 from commlayer.runtime.worker import Worker
+from commlayer.starting import HEARD_S, Start, plan_kind
 from commlayer.transport import secret
 from commlayer.transport.groups import Groups
 from commlayer.transport.together import gather, together
@@ -41,7 +40,6 @@ log = logging.getLogger("commlayer")
 
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
-DTYPES = ("float32", "float16", "bfloat16", "float64")
 REFUSED = b"!"
 """In front of the reason that rank 0 sends in place of a plan; a plan's bytes begin with a brace."""
 
@@ -136,16 +134,19 @@ class Connection:
 
 
 def connect(
-    job: Job, device: torch.device, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    steps_locally: bool = False, whole: Job | None = None,
+    job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
+    steps_locally: bool = False, whole: Job | None = None, must: Mapping[str, str] | None = None,
 ) -> Connection:
-    """Joins the job that the environment names; all ranks call it together.
+    """Joins the job that the environment names; all ranks call it together, inside `start`.
 
+    `must`: what else is to be the same on all ranks.
     `whole`: this job and buffers that are not averaged here; a plan may be of either.
     """
-    launch = read_launch()
     kernels.choose(config.backend)
-    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, launch))  # a server child takes no more
+    given = {"plan": plan_kind(plan), "optimizer": "given" if steps_locally else "not given"}
+    met = start.meet(config, model=job.digest(), must=given | dict(must or {}))
+    # A server child takes no more.
+    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
     made = Connection()
     made.steps_locally = steps_locally
@@ -153,12 +154,9 @@ def connect(
     made.loss, made.max_loss = config.loss, config.max_loss or budget.BUDGET
     made.notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.verdict_s, made.stay_s = config.dead_after_s + made.notice_s, config.deadline_s
-    _begin_group(launch, device)
-    grouped = dist.is_initialized() and dist.get_world_size() > 1
-    if grouped:
-        made.rank, made.world = dist.get_rank(), dist.get_world_size()
-    _check_dtypes(job)
-    per_node = config.ranks_per_node or (launch.local_world if grouped else 1) or 1
+    grouped, per_node = met.members is not None, met.per_node
+    if met.members is not None:
+        made.rank, made.world = met.members.rank, met.members.world
     if not grouped and not config.join:
         settled = _of(asked.settle(plan, job, config, 1, 1), whole)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
@@ -168,10 +166,11 @@ def connect(
             return made
     try:
         if grouped:
-            made.groups = Groups(per_node, config.deadline_s, device)
-            _same_model(job, made.groups)
+            made.groups = Groups(per_node, config.deadline_s, device, met.members)
             align_tensors(align, made.groups, config.join_deadline_s)
         made.basis = asked.basis(plan, made.say) if made.rank == 0 else None
+        if met.note and made.rank == 0:
+            made.say(met.note)
         nodes = made.world // per_node
         made.plan = _agree(lambda: _of(asked.housed(
             asked.settle(plan, job, config, made.world, per_node), made.basis, nodes, made.say), whole), made.groups)
@@ -179,7 +178,7 @@ def connect(
         if made.rank == 0 and (said := doubles.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
-        _join(made, job, config, per_node)
+        _join(made, job, _placed(config, met.address, made), per_node)
         made.follow(_worker(made, made.plan, job, device))
     except BaseException:
         made.close("failed to start")
@@ -272,39 +271,9 @@ def _given(plan: Plan | None) -> Plan:
     return plan
 
 
-def _begin_group(launch: Launch, device: torch.device) -> None:
-    """Under torchrun, and only where the script has not made a group itself."""
-    if not dist.is_initialized() and launch.world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-
-
 def _of(plan: Plan, whole: Job | None) -> Plan:
     """A plan of the whole is one of the job, too."""
     return plan if whole is None else without_buffers(plan, whole)
-
-
-def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The one device of what is trained."""
-    devices = sorted({str(t.device) for t in tensors})
-    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
-        raise ValueError(f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
-    return tensors[0].device
-
-
-def _check_dtypes(job: Job) -> None:
-    for info in job.tensors:
-        if info.dtype not in DTYPES:
-            raise ValueError(f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
-
-
-def _same_model(job: Job, groups: Groups) -> None:
-    """Before anything whose size depends on the model is exchanged. Every rank hears who differs."""
-    mine = torch.tensor([int(job.digest(), 16) >> 1], dtype=torch.int64, device=groups.device)
-    digests = groups.gather_all(mine).view(-1).tolist()
-    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise ValueError(f"rank {', '.join(others)} trains another model than rank 0: names, shapes, dtypes and order of what "
-                         "is trained must be equal")
 
 
 def _check_plan(plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, steps_locally: bool) -> None:
@@ -321,18 +290,25 @@ def _agree(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
     return records.decode(data, Plan, "plan of rank 0")
 
 
-def _from_rank_0(make: Callable[[], bytes], groups: Groups | None) -> bytes:
-    """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank."""
+def _from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
+    """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank.
+
+    `wait_s`: of what is small and may take longer than a collective of a step.
+    """
     if groups is None:
         return make()
+
+    def share(data: bytes) -> bytes:
+        return groups.members.tell(data, wait_s, "start")[0] if wait_s else groups.share_bytes(data)
+
     data = b""
     if groups.rank == 0:
         try:
             data = make()
         except (ValueError, CommError) as error:
-            groups.share_bytes(REFUSED + str(error).encode())
+            share(REFUSED + str(error).encode())
             raise
-    data = groups.share_bytes(data)
+    data = share(data)
     if data.startswith(REFUSED):
         raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
     return data
@@ -344,7 +320,6 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
     node, local = divmod(made.rank, per_node)
     address = config.join
     if not address:
-        _check_reach(config, made.groups)
         address, token = _start_embedded(made, config, per_node, node, local)
         config = msgspec.structs.replace(config, token=token)
     made.uplink = uplink.connect(address, messages.worker(
@@ -353,15 +328,14 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
     ), config)
 
 
-def _check_reach(config: Config, groups: Groups | None) -> None:
-    """Servers that listen on loopback serve one machine only."""
-    if groups is None or not is_loopback(config.bind):
-        return
-    name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "little") >> 1
-    names = groups.gather_all(torch.tensor([name], dtype=torch.int64, device=groups.device)).view(-1).tolist()
-    if len(set(names)) > 1:
-        raise ValueError(f"bind: {config.bind} is loopback, but the ranks run on {len(set(names))} machines: set bind to an "
-                         "address of each machine that the others reach, and insecure=true if you trust the network between")
+def _placed(config: Config, address: str, made: Connection) -> Config:
+    """Servers that listen on loopback serve one machine only: where ranks run on several, theirs listen on this address."""
+    if not address or config.join or config.advertise or not is_loopback(config.bind):
+        return config
+    if made.rank == 0:
+        made.say(f"servers of this node listen on {address}, this machine's address on the way to MASTER_ADDR; bind names "
+                 "another")
+    return msgspec.structs.replace(config, bind=address)
 
 
 def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
@@ -376,14 +350,26 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
 
+    # Servers load torch, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
+    # that is set is for it and for a server in its process.
+    alone = plan.servers > 1 and not config.port
+
     def first() -> bytes:
-        number = mine.pop(0) if mine else None
+        number = mine.pop(0) if mine and not alone else None
         guarded = msgspec.structs.replace(config, token=config.token or secret.new())
         child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
         return f"{child.control} {guarded.token}".encode()
 
-    address, _, token = _from_rank_0(first, made.groups).decode().partition(" ")
+    # The child has that long itself, and then says why it did not start.
+    told = _from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
+    address, _, token = told.partition(" ")
     config = msgspec.structs.replace(config, token=token)
-    made.embedded += [Embedded.start(config, join=address, number=number) for number in mine]
+
+    def start(number: int) -> None:
+        made.embedded.append(Embedded.start(config, join=address, number=number))
+
+    if mine:
+        with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
+            list(starting.map(start, mine))
     return address, token

@@ -8,7 +8,7 @@ not seen which parameters there are.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer import checkpoint
+from commlayer.accepting import Claim, check_dense, check_dtypes, check_parameter, wrappers_of
 from commlayer.auto import Auto, auto_of
 from commlayer.changed import Attached
 from commlayer.config import Config, read_config
@@ -31,6 +33,7 @@ from commlayer.runtime.lanes import Lane
 from commlayer.runtime.measure import job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.outcome import Outcome
 from commlayer.runtime.worker import Worker
+from commlayer.starting import Start
 from commlayer.stepping import Averaged
 from commlayer.tracing import trace_once
 from commlayer.watching import watch
@@ -52,10 +55,18 @@ class HookState:
     """What `comm_hook` needs: `ddp.register_comm_hook(commlayer.HookState(plan=...), commlayer.comm_hook)`."""
 
     def __init__(
-        self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None
+        self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None,
+        process_group: Any = None,
     ) -> None:
-        """`optimizer` gives the learning rate to codecs that correct for its changes; without it they do not."""
+        """`optimizer` gives the learning rate to codecs that correct for its changes; without it they do not.
+
+        `process_group`: the ranks to average over, where they are not those of the DDP module that this is registered with.
+        """
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
+        self._process_group = process_group
+        self._claim: Claim | None = None
+        self._held: dict[str, Any] = {}
+        """What is to be loaded once there is a connection."""
         self.connection = Connection()
         self._weight: tuple[float, float | None] | None = None
         """What the script has said since the last step."""
@@ -78,6 +89,7 @@ class HookState:
         """One bucket of DDP's; its future completes when the whole step is in."""
         if self._error is not None:
             raise self._error
+        self._check(bucket)
         device = bucket.buffer().device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         part = _Part(bucket.parameters(), bucket.gradients(), bucket.buffer(), future)
@@ -86,7 +98,9 @@ class HookState:
         if last:
             # Not before: under a reentrant checkpoint an earlier bucket may belong to a backward pass inside this one.
             self._ended.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            inside = torch._C._current_graph_task_id() >= 0
+            if inside:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._lane is not None:
             self._feed(part)
         elif last:
@@ -102,12 +116,29 @@ class HookState:
             step, self._step = self._step, []
             assert self._lane is not None
             self._lane.put(lambda: self._finish(step))
+            if not inside:
+                self._end()  # ddp.join(): a rank without inputs takes part with zeros, in no backward pass
         return future
+
+    def _check(self, bucket: GradBucket) -> None:
+        """Before anything of it is taken. What is wrong holds for the pass and all that follow."""
+        try:
+            if self._lane is not None and any(id(p) not in self._numbers for p in bucket.parameters()):
+                raise ValueError("this HookState belongs to another model, or the model has other parameters than in its first "
+                                 "backward pass: make a HookState for each DistributedDataParallel module")
+            if bucket.buffer().layout != torch.strided:
+                self._find_module()
+                names = {} if self.module is None else {id(p): name for name, p in parameters_of(self.module)}
+                check_dense(names.get(id(bucket.parameters()[0]), "a parameter"), bucket.buffer())
+        except ValueError as error:
+            self._latch(error)
+            raise
 
     def _begin(self, device: torch.device) -> None:
         """All parameters have been seen: names them in DDP's order, which is the same on all ranks."""
         # DDP's order is ready order; a Job stands in registration order, which is about its reverse.
         parameters = [p for part in self._step for p in part.parameters][::-1]
+        self._find_module()
         whole = Job(tuple(
             TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
         ))
@@ -116,13 +147,21 @@ class HookState:
             parameters, whole = named, job_of(self.module)
         self._numbers = {id(p): i for i, p in enumerate(parameters)}
         job = gradients_of(whole)  # buffers are DDP's own
-        self.connection = connect(job, device, plan=self._plan, config=self._config, whole=whole)
+        with Start(self._process_group, device) as start:
+            named_parameters = list(zip((info.name for info in job.tensors), parameters, strict=True))
+            for name, p in named_parameters:
+                check_parameter(name, p)
+            check_dtypes(job)
+            self.claim(named_parameters)
+            self.connection = connect(job, device, start, plan=self._plan, config=self._config, whole=whole,
+                                      must={"wrapper": "DistributedDataParallel"})
+        self.connection.beside.append(self.release)
         if (worker := self.connection.worker) is not None:
             mine = [p for p in parameters if isinstance(p, nn.Parameter)]
             self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number))
             worker.settle = self._outcome.settle
-        self._attached = Attached(self.module, [(info.name, p) for info, p in zip(whole.tensors, parameters, strict=False)],
-                                  self._optimizer, getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._attached = Attached(self.module, named_parameters, self._optimizer,
+                                  getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         self.connection.beside.append(self._attached.remove)
         self._auto = auto_of(self.connection)
         self._guard = guard_of(self.connection, self._config)
@@ -133,6 +172,25 @@ class HookState:
         for action in self._actions:
             action()
         self._actions.clear()
+
+    def _find_module(self) -> None:
+        """Which module this is registered with, hence what parameters are called and which ranks take part."""
+        found = wrappers_of(self)
+        if len(found) > 1:
+            raise ValueError(f"this HookState is registered with {len(found)} DistributedDataParallel modules: make one for "
+                             "each")
+        for ddp in found:
+            self.module = ddp.module
+            self._process_group = self._process_group or ddp.process_group
+
+    def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """ValueError if another session averages one of them."""
+        self._claim = self._claim or Claim(named)
+
+    def release(self) -> None:
+        """Others may average these parameters."""
+        if self._claim is not None:
+            self._claim.release()
 
     def _feed(self, part: _Part) -> None:
         worker = self.connection.worker
@@ -220,6 +278,25 @@ class HookState:
         if self._guard is not None:
             self._guard.report(loss)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See Session.state_dict. Before the first backward pass what is to be loaded then."""
+        return self._held if self._lane is None else checkpoint.worker_state(self.connection)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Session.load_state_dict."""
+        self._held = state
+        self.when_connected(lambda: checkpoint.restore_worker(self.connection, self._held) if self._held else None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """DDP modules are saved and copied with their hooks. Connection, scaler and optimizer are of this process and stay."""
+        return {"plan": self._plan, "config": self._config, "weight": self._weight, "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """To be registered with a module, as a new one is; DDP does not do that with what it loads."""
+        HookState.__init__(self, saved["plan"], config=saved["config"])
+        self._weight = saved["weight"]
+        self.load_state_dict(saved["state"])
+
     def when_connected(self, action: Callable[[], None]) -> None:
         """Runs it now, or when the first backward pass has made the connection."""
         if self._lane is not None:
@@ -238,8 +315,12 @@ class DDPDriver:
 
     def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
         self._model, self._state = model, state
-        state.module = model.module
-        model.register_comm_hook(state, comm_hook)
+        state.claim(parameters_of(model.module))
+        try:
+            model.register_comm_hook(state, comm_hook)
+        except BaseException:
+            state.release()
+            raise
         self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
 
     @property
@@ -267,3 +348,4 @@ class DDPDriver:
     def detach(self) -> None:
         """DDP has no way to take a hook out again."""
         self._averaged.remove()
+        self._state.release()

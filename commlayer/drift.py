@@ -90,7 +90,7 @@ class Drift:
     def _group(self) -> Rows:
         made = self._connection
         assert made.groups is not None
-        rows = Rows(made.groups.timeout_s, "parameters' digests")
+        rows = Rows(made.groups.members, made.groups.timeout_s, "parameters' digests")
         made.beside.append(lambda: rows.close(CLOSE_S))
         return rows
 

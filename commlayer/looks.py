@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from commlayer.observe import Carried, Meter, Way
+from commlayer.transport.members import Members
 from commlayer.transport.rows import Rows, spacing
 
 CLOSE_S = 2.0
@@ -45,9 +46,9 @@ class Row(NamedTuple):
 class Looks:
     """All ranks make one together and call it after the same steps: `step`, `heard`, then `tell` if it is `due`."""
 
-    def __init__(self, timeout_s: float, meter: Meter | None = None) -> None:
+    def __init__(self, members: Members, timeout_s: float, meter: Meter | None = None) -> None:
         """`meter` on the rank that reads its node's counters."""
-        self._rows, self._meter = Rows(timeout_s), meter
+        self._rows, self._meter = Rows(members, timeout_s), meter
         self._since: list[float] = []
         self._held: list[Row] = []
         self._every, self._left = 1, 1

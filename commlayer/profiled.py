@@ -21,6 +21,7 @@ from commlayer.config import read_launch
 from commlayer.errors import CommError
 from commlayer.runtime.trial import LossOf, Trial, batches_of
 from commlayer.session import Session
+from commlayer.transport.members import Members
 from commlayer.transport.protocol import peer_name
 from commlayer.transport.rows import Rows
 
@@ -50,7 +51,7 @@ def together(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         found, first = [run()], _free(sampler)
     else:
-        with contextlib.closing(Rows(limit_s + SLACK_S, "profiles")) as rows:
+        with contextlib.closing(Rows(_members(session), limit_s + SLACK_S, "profiles")) as rows:
             found, first = _exchanged(rows, run, session, sampler)
     least = max(policy.minimum, sampler.least)
     begun = opening(found, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
@@ -59,6 +60,12 @@ def together(
         sampler.cap = found[sampler.rank].cap
     sampler.announce(first, begun.decision.by_worker)
     return found, begun
+
+
+def _members(session: Session) -> Members:
+    """With DDP there may be no connection yet."""
+    groups = session.connection.groups
+    return Members() if groups is None else groups.members
 
 
 def _exchanged(rows: Rows, run: Callable[[], Profile], session: Session, sampler: Sampler) -> tuple[list[Profile], int]:

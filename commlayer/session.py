@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
+from commlayer.accepting import Claim, check_dtypes, check_model, device_of, refuse_ddp_around
 from commlayer.auto import auto_of
 from commlayer.changed import Attached
 from commlayer.config import Config, read_config
-from commlayer.connect import Connection, connect, device_of, switch
+from commlayer.connect import Connection, connect, switch
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.drift import watch_drift
 from commlayer.exchanges import Exchanges
@@ -33,6 +34,7 @@ from commlayer.runtime.order import ForwardOrder
 from commlayer.runtime.outcome import Outcome
 from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
+from commlayer.starting import Start
 from commlayer.stepping import refuse
 from commlayer.tracing import STEPS, trace, trace_once
 from commlayer.watching import watch
@@ -210,8 +212,12 @@ class _ModuleDriver:
             connection.beside.append(self._attached.remove)
             agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end, lambda: self._syncing,
-                                self._broke_off)
+            refuse_ddp_around(model)
+            # Compiled modules pass attributes on to the one that they are made from.
+            plain = vars(getattr(model, "_orig_mod", model))
+            # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
+            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end,
+                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._broke_off)
             self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number))
             self._worker().settle = self._outcome.settle
 
@@ -317,27 +323,42 @@ class _ModuleDriver:
 
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
-    config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None,
+    config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
     `plan`: "auto", the path of a plan file, a Plan, or one codec for everything. `scaler`: the GradScaler in use, so that
     residuals are kept without its scale; from `optimizer` comes the learning rate, for codecs that correct for its changes.
     `sync`: an Outer says what plans of local steps do with the average of an exchange; otherwise that is taken as it is.
+    `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 
     >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
     """
-    if sync != "step" and not isinstance(sync, Outer):
-        raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
-    outer = sync if isinstance(sync, Outer) else Outer()
-    read = read_config(config)
-    refuse(model.named_parameters())
-    if isinstance(model, DistributedDataParallel):
-        return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
-    tensors = [*(p.data for p in model.parameters()), *model.buffers()]
-    if not tensors:
-        raise ValueError("the model has no parameters")
-    connection = connect(job_of(model), device_of(tensors), plan=plan, config=read, align=tensors,
-                         steps_locally=optimizer is not None)
+    ddp = isinstance(model, DistributedDataParallel)
+    if ddp and process_group not in (None, model.process_group):
+        raise ValueError("process_group: another one than that of the DistributedDataParallel module; leave it out")
+    first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
+    with Start(model.process_group if ddp else process_group, first.device) as start:
+        if sync != "step" and not isinstance(sync, Outer):
+            raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
+        outer = sync if isinstance(sync, Outer) else Outer()
+        read = read_config(config)
+        check_model(model)
+        refuse(model.named_parameters())
+        if isinstance(model, DistributedDataParallel):
+            return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
+        tensors = [*(p.data for p in model.parameters()), *model.buffers()]
+        if not tensors:
+            raise ValueError("the model has no parameters")
+        job, device = job_of(model), device_of(tensors)
+        check_dtypes(job)
+        claim = Claim(parameters_of(model))
+        try:
+            connection = connect(job, device, start, plan=plan, config=read, align=tensors, steps_locally=optimizer is not None,
+                                 must={"wrapper": "none", "sync": str(sync)})
+        except BaseException:
+            claim.release()
+            raise
+    connection.beside.append(claim.release)
     return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))

@@ -19,6 +19,7 @@ from commlayer import probing
 from commlayer.looks import Looks
 from commlayer.observe import links
 from commlayer.observe.links import PAYLOAD
+from commlayer.transport.members import Members
 from commlayer.transport.rows import spacing
 
 WORLD, SERVERS = 2, 2
@@ -100,7 +101,7 @@ def test_all_ranks_plan_again_when_links_become_slow_and_when_they_recover() -> 
 
 def tell_in_turn(rank: int, world: int, slow: list[list[bool]]) -> list[list[float]]:
     """Of each step, the words that are acted upon after it: (step of the row, step of the act)."""
-    looks, acted = Looks(20.0), list[list[float]]()
+    looks, acted = Looks(Members(), 20.0), list[list[float]]()
     try:
         for step, flags in enumerate(slow):
             looks.step(10.0)

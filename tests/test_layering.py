@@ -16,9 +16,9 @@ PACKAGE = ROOT / "commlayer"
 BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
-SURFACE = {"asked", "auto", "balancing", "bounds", "budget", "changed", "price", "profiled", "connect", "guarding",
-           "checkpoint", "drift", "exchanges", "crowded", "finding", "looks", "planfile", "probing", "session", "stepping",
-           "ddp", "tracing", "verdict", "watching"}
+SURFACE = {"accepting", "asked", "auto", "balancing", "bounds", "budget", "changed", "price", "profiled", "connect", "guarding",
+           "checkpoint", "drift", "exchanges", "crowded", "finding", "looks", "planfile", "probing", "session", "starting",
+           "stepping", "ddp", "tracing", "verdict", "watching"}
 TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 

@@ -17,6 +17,7 @@ from commlayer.planner import grammar, lower, tables
 from commlayer.planner.model import Cluster
 from commlayer.planner.paths import spell
 from commlayer.records import Bucket, Plan, Slice
+from commlayer.starting import Start
 
 WORLD, PER_NODE, SERVERS, STEPS = 4, 2, 2, 3
 NODES = Cluster(tuple(tables.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
@@ -65,7 +66,8 @@ def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
 
 def run(rank: int, address: str) -> dict[str, Any]:
     """What was applied in each step, and what this rank still owes, per tensor."""
-    made = connect(job(SHAPES), torch.device("cpu"), plan=plan(), config=config(address))
+    with Start(None, torch.device("cpu")) as start:
+        made = connect(job(SHAPES), torch.device("cpu"), start, plan=plan(), config=config(address))
     try:
         assert made.worker is not None
         applied = [step(made.worker, gradients(rank, number)) for number in range(STEPS)]

@@ -112,7 +112,7 @@ def models_that_differ(rank: int) -> str:
 
 def a_plan_that_is_missing(rank: int) -> str:
     # On the other rank the file is not even looked for.
-    return outcome(lambda: commlayer.attach(mlp(), plan="missing.json" if rank == 0 else "auto", config=quick()))
+    return outcome(lambda: commlayer.attach(mlp(), plan="missing.json" if rank == 0 else "elsewhere.json", config=quick()))
 
 
 def a_plan_for_other_nodes(rank: int) -> str:

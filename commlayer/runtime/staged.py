@@ -58,7 +58,7 @@ class Staged:
             made[bucket.id] = compile_path(path, flow.numel, place, owner=bucket.owner, rounds=rounds, bucket=bucket.id)
             # Not only the exchanges that this rank takes part in: all ranks make all groups.
             wanted |= set(enumerate(stages_of(path, rounds)))
-        channels = Channels(wanted, place.nodes, place.per_node, groups.timeout_s)
+        channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
         return cls(
             {f.bucket.id: StagedFlow(f, made[f.bucket.id], codecs[f.bucket.id], channels, job=plan.job)
              for f in flows},

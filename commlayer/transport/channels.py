@@ -6,7 +6,6 @@ overlap.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.transport.groups import Pending, named
+from commlayer.transport.members import Members
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Newer versions of torch have renamed it."""
@@ -57,24 +57,24 @@ class Channel:
 class Channels:
     """The channels of all stages. Every rank makes the same ones together."""
 
-    def __init__(self, wanted: Iterable[tuple[int, str]], nodes: int, per_node: int, timeout_s: float) -> None:
+    def __init__(self, wanted: Iterable[tuple[int, str]], members: Members, per_node: int, timeout_s: float) -> None:
         """`wanted`: pairs (stage, scope)."""
         self._groups: list[Any] = []
         self._channels: dict[tuple[int, str], Channel] = {}
-        rank, world = dist.get_rank(), nodes * per_node
+        world = members.world
+        nodes = world // per_node
         scopes = {
             "all": ([list(range(world))], "over all ranks"),
             "node": ([list(range(n * per_node, (n + 1) * per_node)) for n in range(nodes)], "inside the node"),
             "net": ([list(range(local, world, per_node)) for local in range(per_node)], "between nodes"),
         }
-        timeout = datetime.timedelta(seconds=timeout_s)
         for stage, scope in sorted(set(wanted)):
             lists, what = scopes[scope]
-            for ranks in lists:
-                group = dist.new_group(ranks, timeout=timeout)
-                if rank in ranks:
+            for chosen in lists:
+                group = members.group(chosen, timeout_s=timeout_s)
+                if group is not None:
                     self._groups.append(group)
-                    self._channels[stage, scope] = Channel(group, ranks, what)
+                    self._channels[stage, scope] = Channel(group, [members.ranks[m] for m in chosen], what)
 
     def __getitem__(self, place: tuple[int, str]) -> Channel:
         return self._channels[place]

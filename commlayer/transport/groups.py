@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.transport.members import Members
 
 GROUP = "a peer of the process group"
 """A collective does not say which: the heartbeats do."""
@@ -65,23 +66,22 @@ def _timed_out(error: RuntimeError) -> bool:
 class Groups:
     """The group of all ranks and, where nodes have several, the group of this node's."""
 
-    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
+        """`members`: the ranks that take part, None for the world."""
         self.device = device
-        if not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialised: call init_process_group or start under torchrun")
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.members = members or Members()
+        self.rank, self.world = self.members.rank, self.members.world
         self.ranks_per_node, self.timeout_s = ranks_per_node, timeout_s
         if self.world % ranks_per_node:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        self._all = dist.new_group(timeout=timeout)
+        self._all = self.members.group(timeout_s=timeout_s)
         self._node = None
         if ranks_per_node > 1:
             for node in range(self.world // ranks_per_node):
                 ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
-                group = dist.new_group(list(ranks), timeout=timeout)
-                self._node = group if self.rank in ranks else self._node
+                group = self.members.group(ranks, timeout_s=timeout_s)
+                self._node = self._node if group is None else group
 
     def allreduce(self, x: torch.Tensor) -> Pending:
         """Sum over all ranks, in place."""
@@ -97,10 +97,10 @@ class Groups:
 
     def broadcast_all(self, x: torch.Tensor) -> Pending:
         """From rank 0 to all."""
-        return self._start("broadcast", dist.broadcast, x, 0, group=self._all)
+        return self._start("broadcast", dist.broadcast, x, self.members.ranks[0], group=self._all)
 
     def _local_rank(self, owner: int) -> int:
-        return self.node * self.ranks_per_node + owner
+        return self.members.ranks[self.node * self.ranks_per_node + owner]
 
     def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> Pending:
         with named(what):
@@ -117,12 +117,12 @@ class Groups:
         """Rank 0's bytes, on every rank. Not torch's object broadcast: that one unpickles."""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         with named("broadcast from rank 0"):
-            dist.broadcast(size, 0, group=self._all)
+            dist.broadcast(size, self.members.ranks[0], group=self._all)
             body = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
             if self.rank == 0 and data:
                 body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if body.numel():
-                dist.broadcast(body, 0, group=self._all)
+                dist.broadcast(body, self.members.ranks[0], group=self._all)
         return bytes(body.cpu().numpy())
 
     def barrier(self) -> None:

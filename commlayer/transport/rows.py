@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import time
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from commlayer.errors import CommError
 from commlayer.transport.groups import Pending, named
+from commlayer.transport.members import Members
 
 COST_MOST = 0.01
 """Part of the training time that telling each other may take; where an exchange costs more of a step, several share one."""
@@ -21,10 +21,10 @@ EVERY_MOST = 64
 class Rows:
     """A group of its own, on CPUs, so that rows neither wait for gradients nor change their order. One exchange at a time."""
 
-    def __init__(self, timeout_s: float, what: str = "measured times") -> None:
-        self.rank, self.world, self._timeout_s = dist.get_rank(), dist.get_world_size(), timeout_s
+    def __init__(self, members: Members, timeout_s: float, what: str = "measured times") -> None:
+        self.rank, self.world, self._timeout_s = members.rank, members.world, timeout_s
         self._what = f"exchange of {what}"
-        self._group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
+        self._group = members.group(timeout_s=timeout_s, backend="gloo")
         self._pending: Pending | None = None
         self._all: list[torch.Tensor] = []
 

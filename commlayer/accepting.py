@@ -1,0 +1,102 @@
+"""Which models are taken, and which are refused by name before anything is exchanged. Knows modules; nothing of networks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from commlayer.records import Job
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+SHARDED = "each rank has a shard of it, and commlayer averages whole gradients: use a plain module or DistributedDataParallel"
+
+_claims: Any = WeakIdKeyDictionary()
+"""By parameter, who averages its gradients."""
+
+
+class Claim:
+    """One session's hold on the parameters that it averages."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """ValueError, and nothing claimed, if another session has one of them."""
+        parameters = []
+        for name, p in named:
+            holder = _claims.get(p)
+            if holder is not None and holder() is not None:
+                raise ValueError(f"{name or 'a parameter'} is attached already, by itself or inside a DistributedDataParallel "
+                                 "module, and would be averaged twice: attach a model once, or close the other session first")
+            parameters.append(p)
+        for p in parameters:
+            _claims[p] = weakref.ref(self)
+        self._parameters = parameters
+
+    def release(self) -> None:
+        for p in self._parameters:
+            _claims.pop(p, None)
+        self._parameters = []
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError with the name of what cannot be averaged."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: got {type(model).__name__}, allowed: a torch.nn.Module")
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for sharded, called in (("FullyShardedDataParallel", "FullyShardedDataParallel"), ("FSDPModule", "fully_shard()")):
+            if sharded in kinds:
+                raise ValueError(f"{name or 'the model'} is under {called}: {SHARDED}")
+    for name, p in model.named_parameters():
+        check_parameter(name, p)
+
+
+def check_parameter(name: str, p: torch.Tensor) -> None:
+    if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+        raise ValueError(f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
+
+
+def check_dtypes(job: Job) -> None:
+    for info in job.tensors:
+        if info.dtype not in DTYPES:
+            raise ValueError(f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
+
+
+def check_dense(name: str, gradient: torch.Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise ValueError(f"gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to the layer that "
+                         "has it, as in nn.Embedding(sparse=False)")
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The one device of what is trained."""
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+        raise ValueError(f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
+    return tensors[0].device
+
+
+def wrappers_of(state: object) -> list[DistributedDataParallel]:
+    """The DDP modules that a communication hook's state is registered with. DDP does not tell its hook who it is."""
+    wrapped = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return [ddp for ddp in wrapped if any(theirs is state for _, theirs in getattr(ddp, "_comm_hooks", ()))]
+
+
+def refuse_ddp_around(model: nn.Module) -> None:
+    """In its first forward pass an attached module finds out whether DDP has been put around it, and averages as well."""
+
+    def look(_module: nn.Module, _args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        handle.remove()
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if outer is not None and any(module is model for module in outer.module.modules()):
+            raise ValueError("the model is attached and inside a DistributedDataParallel module, so gradients would be "
+                             "averaged twice: attach the DistributedDataParallel module instead, or leave it out")
+
+    handle = model.register_forward_pre_hook(look)

@@ -1,0 +1,95 @@
+"""The ranks that take part: all of torch's world, or some of it. Knows torch.distributed and its store; nothing of nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from commlayer.errors import CommError, DeadlineExceeded
+
+_told: dict[str, int] = {}
+"""How often these ranks have told each other something. They do so together, so they count alike."""
+_named: dict[tuple[int, ...], int] = {}
+"""The highest number that a group of these ranks was named by."""
+
+
+def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
+    """Everyone's bytes, in rank order; DeadlineExceeded names who said nothing. All of `ranks` call it together.
+
+    By the store that made the process group: it works before there is a group, whatever its collectives would do, and it knows
+    who is missing.
+    """
+    place = "commlayer/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    number = _told[place] = _told.get(place, 0) + 1
+    keys = [f"{place}/{number}/{r}" for r in range(len(ranks))]
+    try:
+        store.set(keys[rank], data)
+        store.wait(keys, datetime.timedelta(seconds=deadline_s))
+        return [bytes(row) for row in store.multi_get(keys)] if store.has_extended_api() else [store.get(k) for k in keys]
+    except RuntimeError as error:
+        missing: list[str] = []
+        with contextlib.suppress(RuntimeError):
+            missing = [str(ranks[r]) for r, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise CommError(f"{what}: the process group's store does not answer: {str(error).splitlines()[0]}",
+                            peer="the launcher") from None
+        raise DeadlineExceeded(f"{what}: nothing heard within {deadline_s:g} s, of {len(ranks)} ranks: did it start, and has "
+                               "it come as far as this one?", peer=f"rank {', '.join(missing)}") from None
+
+
+class Members:
+    """Members are counted from 0 among themselves; `ranks` says who they are in the world."""
+
+    def __init__(self, group: Any = None) -> None:
+        """`group`: a process group that this rank is in, None for the world."""
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call init_process_group or start under torchrun")
+        if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+            outside = isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
+            what = "this rank is not in it" if outside else f"got {group!r}"
+            raise ValueError(f"process_group: {what}, allowed: a group of torch.distributed that this rank is in, on those "
+                             "ranks alone")
+        # In the order that our own groups have.
+        self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
+        self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self._all = self.world == dist.get_world_size()
+
+    def tell(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:
+        """Everyone's bytes, in rank order."""
+        return exchange(distributed_c10d._get_default_store(), self.ranks, self.rank, data, deadline_s, what)
+
+    def group(self, members: Iterable[int] | None = None, *, timeout_s: float, backend: str | None = None) -> Any:
+        """A process group of these, None for all; None for who is not among them. All members call it, in one order."""
+        chosen = range(self.world) if members is None else list(members)
+        ranks = [self.ranks[m] for m in chosen]
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if self._all:
+            made = dist.new_group(ranks, timeout=timeout, backend=backend)
+            return made if self.rank in chosen else None
+        with self._numbered(timeout_s):
+            return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+    @contextlib.contextmanager
+    def _numbered(self, timeout_s: float) -> Iterator[None]:
+        """Where others of the world take no part, torch names a group by its ranks and by how many groups this process is in.
+
+        That may differ between members, and would repeat a name whose keys are in the store from a group that was closed. So
+        all go to a number that none has used; groups of one, which talk to nobody, fill up to it.
+        """
+        mine = max(len(distributed_c10d._world.pg_names), _named.get(self.ranks, 0) + 1)
+        told = self.tell(str(mine).encode(), timeout_s, "making a process group")
+        number = _named[self.ranks] = max(int(row) for row in told)
+        alone = [dist.get_rank()]
+        fillers = [dist.new_group(alone, backend="gloo", use_local_synchronization=True)
+                   for _ in range(number - len(distributed_c10d._world.pg_names))]
+        try:
+            yield
+        finally:
+            for filler in fillers:
+                dist.destroy_process_group(filler)
