@@ -166,7 +166,7 @@ def test_no_legal_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: i
         ("int4(block=12)", "int4: block is 12, allowed is a multiple of 8 from 8 to 1048576"),
         ("onebit(block=0)", "onebit: block is 0, allowed is a multiple of 8"),
         ("qsgd(levels=2)", "qsgd: levels is 2, allowed is one of 1, 3, 7, 15, 127"),
-        ("qsgd(norm='l1')", "qsgd: norm is 'l1', allowed is one of max, l2"),
+        ("qsgd(norm='l1')", "qsgd: norm is 'l1', allowed is one of 'max', 'l2'"),
         ("natural(bits=2)", "natural: bits is 2, allowed is one of 3, 4, 5, 8"),
         ("terngrad(block=512)", "terngrad: block is 512, allowed is a multiple of 160 from 160"),
         ("terngrad(clip=0)", "terngrad: clip is 0, allowed is None or a number from 1 to 1000"),

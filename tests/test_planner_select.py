@@ -212,10 +212,10 @@ def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) 
 
 
 def test_a_codec_without_a_price_is_named() -> None:
-    machines, asked = cluster(2, "1g"), Policy(codecs=("magic()",))
-    with pytest.raises(ValueError, match=r"codec 'magic\(\)' is in no table, known are identity"):
+    machines, asked = cluster(2, "1g"), Policy(codecs=("powersgd()",))
+    with pytest.raises(ValueError, match=r"codec powersgd\(\) is in no table, known are identity"):
         plan(toy_job(), machines, None, asked)
-    with pytest.raises(ValueError, match=r"policy: codecs has magic\(\), which profile 'tables' does not price"):
+    with pytest.raises(ValueError, match=r"policy: codecs has powersgd\(\), which profile 'tables' does not price"):
         plan(toy_job(), machines, profile_from_tables(machines), asked)
 
 

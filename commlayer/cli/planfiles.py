@@ -12,6 +12,7 @@ from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
 from commlayer.planfile import text_of
 from commlayer.planner import jobs
+from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.written import cluster_from_line, cluster_of, profile_of
 from commlayer.records import Job
@@ -50,11 +51,11 @@ def profile_named(file: str) -> Profile | None:
 
 def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
     """As the profile spells them: a measured one writes every argument out."""
-    if profile is None or {cost.codec for cost in profile.codecs}.issuperset(texts):
-        return tuple(texts)
-    from commlayer.compressors import parse  # loads torch, which planning by tables does not need
-
-    return tuple(str(parse(text)) for text in texts)
+    try:
+        spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
+        return tuple(spelled.get(bare(text), text) for text in texts)
+    except ValueError as error:
+        raise ValueError(f"--codec: {error}") from None
 
 
 def loss_named(file: str) -> LossModel | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import MOST16, Dithered, check_block, check_scales16
+from commlayer.compressors.blockwise import MOST16, Dithered, check_scales16
 from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
 
@@ -53,8 +53,5 @@ def terngrad(block: int = 640, clip: float | None = 2.5) -> Terngrad:
 
     Unbiased but for what is cut. Its variance is about what it codes: error feedback around it would not settle.
     """
-    check_block("terngrad", block, GROUP)
-    number = isinstance(clip, int | float) and not isinstance(clip, bool)
-    if clip is not None and not (number and math.isfinite(clip) and 1 <= clip <= 1000):
-        raise ValueError(f"terngrad: clip is {clip!r}, allowed is None or a number from 1 to 1000 (root mean squares)")
+    checked("terngrad", block=block, clip=clip)
     return Terngrad(block, None if clip is None else float(clip))
