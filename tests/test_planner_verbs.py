@@ -125,6 +125,14 @@ def test_nodes_may_be_added_counted_and_changed() -> None:
     assert slow.plan_s > fast.plan_s
 
 
+def test_counted_nodes_are_those_that_train() -> None:
+    hub = tables.node("hub", "cpu", "fiber-1000", ranks=0)
+    served = structs.replace(HOMES, nodes=(hub, *HOMES.nodes))
+    curve = what_if(JOB, served, counts=[1, 2, 5])
+    assert [p.label for p in curve.points] == ["1 nodes", "2 nodes", "5 nodes"]
+    assert [p.samples_per_s * p.plan_s / (JOB.batch or 1) for p in curve.points] == pytest.approx([1, 2, 5])
+
+
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [({}, "one thing at a time"), ({"counts": [2], "gpus": ["v100"]}, "one thing at a time"),

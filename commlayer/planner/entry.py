@@ -51,6 +51,8 @@ LEAST_NBYTES = 16 << 10
 """Of a part, where it is tried whether a bucket should be cut for every server."""
 NEARLY = 0.01
 """A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
+MOST_PARTS = 1024
+"""More are not simulated with every server for itself: that costs seconds, and parts that small have costs of their own."""
 ANY = -1
 """Server of a part that may go to whichever has least."""
 
@@ -162,9 +164,15 @@ class Entry:
         if found.choice not in self._written:
             best = self._cut(found, SHARED)
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
-                best = min(best, self._cut(found, max(self.layout.sizes)), key=lambda written: written.seconds)
+                best = min(best, self._cut(found, self._finest), key=lambda written: written.seconds)
             self._written[found.choice] = best
         return self._written[found.choice]
+
+    @property
+    def _finest(self) -> int:
+        """A part of every bucket for every server, where those are not too many."""
+        few = len(self.layout.sizes) * len(self.hosts) <= MOST_PARTS
+        return max(self.layout.sizes) if few else max(SHARED, MOST_PARTS // len(self.hosts))
 
     def _cut(self, found: Found, finely: int) -> Written:
         parts, placed = self._parts(found, finely), self.ways.placed

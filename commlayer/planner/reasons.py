@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner.entry import Entry
+from commlayer.planner.model import Cluster
 from commlayer.planner.option import DENSE
 from commlayer.planner.simulate import Timeline, per_step, simulate
 from commlayer.records import Bucket, Plan, Why
@@ -18,12 +19,12 @@ SAME = 1e-6
 """Steps closer than this fraction are called equal."""
 
 
-def explained(plan: Plan, entry: Entry) -> Plan:
-    """The same plan with its predictions."""
-    job, _, cluster, profile, policy = entry.inputs
+def explained(plan: Plan, entry: Entry, cluster: Cluster) -> Plan:
+    """The same plan with its predictions. `cluster`: every node as it is, where the search knew kinds of nodes."""
+    job, _, searched, profile, policy = entry.inputs
     placed = entry.ways.placed.prices
     timeline = simulate(plan, job, cluster, profile, policy, spans=False,
-                        prices=placed if placed.hosts == plan.hosts else None)
+                        prices=placed if placed.hosts == plan.hosts and searched == cluster else None)
     step_s = per_step(timeline, plan.local_steps)
     bound_s = min(step_s, entry.bound_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
