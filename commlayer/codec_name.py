@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES
+
 VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
 """Kinds of values that sparse codecs send."""
 LEVEL_BITS: Mapping[int, int] = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
@@ -27,6 +29,8 @@ MOST_RANK = 256
 MOST_BLOCK = 1 << 20
 ROUNDINGS = ("stochastic", "nearest")
 ELEMENT_NBYTES = 4
+NAMES_NBYTES = 4096
+"""Of the names and numbers of one codec's state, generously."""
 
 FEEDBACK = "error_feedback"
 SPARSE = ("topk", "block_threshold", "randomk", "dgc", "chain")
@@ -87,6 +91,37 @@ class CodecName(msgspec.Struct, frozen=True):
     def shaped(self) -> bool:
         """Whether it needs a matrix: of a vector it sends every element as it is."""
         return self.core.family == "powersgd" and not any(part.get("shapes") for part in self.layers())
+
+    def around(self, make: Callable[[CodecName], CodecName]) -> CodecName:
+        """The same wrappers around what is made of the core."""
+        if self.inner is None:
+            return make(self)
+        inner = self.inner.around(make)
+        return CodecName(self.family, tuple((name, inner if name == "inner" else value) for name, value in self.arguments))
+
+    @property
+    def whole(self) -> CodecName:
+        """Without partitions, which cost what they are around costs."""
+        name = CodecName(self.family, tuple((argument, value.whole if isinstance(value, CodecName) else value)
+                                            for argument, value in self.arguments))
+        return name.inner if name.family == "partition" and name.inner is not None else name
+
+    def kept_nbytes(self, numel: int) -> int:
+        """At most so many bytes a server keeps of a bucket from step to step: a residual, or ef21's two estimates."""
+        each = 2 * ELEMENT_NBYTES if any(layer.family == "ef21" for layer in self.layers()) else ELEMENT_NBYTES
+        slices = sum(layer.slices(numel) for layer in self.layers())
+        return each * numel + NAMES_NBYTES * (1 + slices)
+
+    @property
+    def most_nbytes(self) -> int:
+        """Of a bucket's elements as float32, so that what a server keeps of it fits a frame."""
+        room = MAX_FRAME_NBYTES - self.kept_nbytes(0)
+        return min(MAX_BUCKET_NBYTES, room * ELEMENT_NBYTES * 1024 // (self.kept_nbytes(1024) - self.kept_nbytes(0)))
+
+    def slices(self, numel: int) -> int:
+        """Into how many a partition cuts a bucket; 0 for what cuts none."""
+        parts, nbytes, shapes = (self.get(name) for name in ("parts", "nbytes", "shapes"))
+        return int(min(parts, numel) if parts else -(-numel * ELEMENT_NBYTES // nbytes) if nbytes else len(shapes or ()))
 
     def layers(self) -> Iterator[CodecName]:
         """From the outermost wrapper to the core."""

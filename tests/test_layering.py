@@ -23,7 +23,7 @@ TOP = {"cli", "demo", ""}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "codec_name": set(),
+    "codec_name": {"errors", "records"},
     "records": {"errors"},
     "native": {"errors"},
     "config": {"errors", "records"},

@@ -76,7 +76,7 @@ def test_buckets_are_found_by_number_and_by_tensor() -> None:
 
 def test_equal_plans_have_no_difference() -> None:
     assert diff(PLAN, PLAN, JOB).equal
-    bare = structs.replace(PLAN, buckets=tuple(structs.replace(b, why=None) for b in PLAN.buckets), step_s=0.0, bound_s=0.0)
+    bare = structs.replace(PLAN, buckets=tuple(structs.replace(b, why=None) for b in PLAN.buckets), step_s=0.0, free_s=0.0)
     assert diff(PLAN, bare, JOB).equal, "predictions are no decisions"
 
 
@@ -158,7 +158,7 @@ CLUSTERS = {
 
 def written(made: Plan, model: str) -> str:
     """The decisions, a line for each run of buckets that go alike; figures to three places."""
-    lines = [f"step {made.step_s * 1e3:.3g} ms, bound {made.bound_s * 1e3:.3g} ms, servers {made.servers}, hosts {made.hosts}"]
+    lines = [f"step {made.step_s * 1e3:.3g} ms, free {made.free_s * 1e3:.3g} ms, servers {made.servers}, hosts {made.hosts}"]
     runs: list[tuple[str, int, int, int]] = []
     for bucket in made.buckets:
         how = spelled(bucket)

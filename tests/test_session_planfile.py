@@ -237,7 +237,7 @@ def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_o
     typo.write_text(records.encode(plan).decode().replace('"servers"', '"server"'))
     cases = [
         (save(other, "other.json"), settings(), r"plan: this plan was made for another model: job \w+, here \w+ .*"),
-        (save(old, "old.json"), settings(), r"plan: plan has schema 1, this commlayer reads 2: make the plan again"),
+        (save(old, "old.json"), settings(), r"plan: plan has schema 1, this commlayer reads 3: make the plan again"),
         (save(bad, "bad.json"), settings(), r"plan: bucket 0: path 'net.pull decode@cpu': .* \(and \d+ more\)"),
         (save(plan, "nodes.json"), quick(ranks_per_node=1),
          r"plan: made for 2 ranks per node, here are 1: make it again.*"),

@@ -59,7 +59,7 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
         f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes",
         f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
         f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}; "
-        f"with free compression {ms(plan.bound_s)}",
+        f"with free compression {ms(plan.free_s)}",
     ]
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
@@ -160,7 +160,7 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
     for p in told.points:
         gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
-        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), gain, ms(p.bound_s), f"{p.samples_per_s:,.1f}",
+        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), gain, ms(p.free_s), f"{p.samples_per_s:,.1f}",
                      "#" * max(1, round(bar_of(width) * (p.samples_per_s or 1 / p.plan_s) / most)))
     yield made
     yield "gain: of the plan over the best one without compression; free: if coding took no time; bar: samples a second"

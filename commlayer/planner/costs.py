@@ -109,9 +109,10 @@ class Prices:
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
         """Of a codec on that node's GPU or CPU."""
-        name = bare(codec)
-        found = self._costs.get((name, node.device)) if device == "gpu" else None
-        found = found or self._costs.get((name, device))
+        found = None
+        for name in (bare(codec), bare(codec).whole):
+            found = found or (self._costs.get((name, node.device)) if device == "gpu" else None)
+            found = found or self._costs.get((name, device))
         if found is None:
             known = ", ".join(sorted({c.codec for c in self.profile.codecs if c.device == device})) or "none"
             raise ValueError(f"profile {self.profile.source!r} has no cost of {codec} on {device}, it has: {known}")

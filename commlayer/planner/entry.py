@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from commlayer.codec_name import named
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
-from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
+from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, spread
 from commlayer.planner.layout import Kind, Layout, Piece
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.option import DENSE, Option
@@ -19,6 +20,7 @@ from commlayer.planner.placement import assign
 from commlayer.planner.problem import Load, Problem, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
+from commlayer.planner.shaping import shaped
 from commlayer.planner.simulate import pace, tail
 from commlayer.planner.stack import alone_s, stack
 from commlayer.planner.ways import Ways, free
@@ -142,8 +144,8 @@ class Entry:
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
 
-    def bound_s(self) -> float:
-        """The step if coding took no time."""
+    def free_s(self) -> float:
+        """The step if coding took no time: the best of a narrow search, so no bound on other plans."""
         prices = self.ways.prices
         ways = Ways(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread), self.options)
         useful = self._useful(ways)
@@ -189,8 +191,9 @@ class Entry:
         buckets = []
         for i, part in enumerate(parts):
             option = self.options[part.option]
-            buckets.append(Bucket(i, part.piece.slices, option.path, option.codec, part.server, part.owner,
-                                  shape_of(job, part.piece.slices), option.down, option.by_node))
+            codec, shape = shaped(option.codec, job, part.piece.slices)
+            buckets.append(Bucket(i, part.piece.slices, option.path, codec, part.server, part.owner, shape, option.down,
+                                  option.by_node))
         served = any(self.options[part.option].served for part in parts)
         return Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
@@ -204,7 +207,8 @@ class Entry:
         least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
         for b, size in enumerate(self.layout.sizes):
             option = self.useful[b][found.choice[b]]
-            parts = -(-size * finely * len(self.hosts) // total) if self.options[option].served else 1
+            cuts = self.options[option].served and not named(self.options[option].codec).shaped
+            parts = -(-size * finely * len(self.hosts) // total) if cuts else 1
             parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // least_nbytes))
             each = self.fitted and parts == len(self.hosts)
             even = [size * i // parts for i in range(1, parts)]

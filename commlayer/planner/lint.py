@@ -13,6 +13,7 @@ from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.option import DENSE
 from commlayer.planner.paths import parse
 from commlayer.planner.rules import verify, verify_alone
+from commlayer.planner.shaping import untouched
 from commlayer.planner.simulate import hosts_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
@@ -31,6 +32,7 @@ def lint(
     problems += [] if job is None or job.timing is None else list(job_problems(job))
     problems += [] if cluster is None else [*cluster_problems(cluster), *_places(plan, cluster)]
     problems += [] if profile is None else profile_problems(profile)
+    problems += untouched(plan, job)
     for bucket in plan.buckets:
         problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
     return list(dict.fromkeys(problems))  # a path that the tree does not have is told by verify, too

@@ -26,7 +26,7 @@ def explained(plan: Plan, entry: Entry, cluster: Cluster) -> Plan:
     timeline = simulate(plan, job, cluster, profile, policy, spans=False,
                         prices=placed if placed.hosts == plan.hosts and searched == cluster else None)
     step_s = per_step(timeline, plan.local_steps)
-    bound_s = min(step_s, entry.bound_s() / plan.local_steps)
+    free_s = min(step_s, entry.free_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
     origins = [part.origin for part in entry.parts(entry.found)]
     for b in origins:
@@ -35,7 +35,7 @@ def explained(plan: Plan, entry: Entry, cluster: Cluster) -> Plan:
         structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
         for bucket, b in zip(plan.buckets, origins, strict=True)
     )
-    return structs.replace(plan, buckets=buckets, step_s=step_s, bound_s=bound_s)
+    return structs.replace(plan, buckets=buckets, step_s=step_s, free_s=free_s)
 
 
 class Verdict(NamedTuple):

@@ -8,13 +8,14 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner import fuse, grammar
-from commlayer.planner.candidates import options
-from commlayer.planner.costs import Prices
+from commlayer.planner.candidates import allowed_codecs, options
+from commlayer.planner.costs import Prices, bare
 from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.kinds import condensed
 from commlayer.planner.layout import Layout
 from commlayer.planner.model import Cluster, Node, Policy, Profile
+from commlayer.planner.option import DENSE
 from commlayer.planner.paths import parse
 from commlayer.planner.placement import shares
 from commlayer.planner.reasons import explained
@@ -112,7 +113,9 @@ def _tried(inputs: Inputs) -> list[Entry]:
 def _layouts(inputs: Inputs) -> list[Layout]:
     """Of those with nearly as many buckets the first."""
     made: list[Layout] = []
-    for limits in fuse.limits(inputs.job):
+    allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
+    most, matrices = min(name.most_nbytes for name in allowed), any(name.shaped for name in allowed)
+    for limits in fuse.limits(inputs.job, most, matrices=matrices):
         layout = Layout(inputs.job, inputs.timing, limits)
         if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
             made.append(layout)

@@ -28,7 +28,7 @@ class Point(Record, frozen=True):
     plan_s: float
     dense_s: float
     """Without any codec."""
-    bound_s: float
+    free_s: float
     samples_per_s: float
     """Of all workers together; 0 where the job has no batch."""
 
@@ -54,7 +54,7 @@ def point(
     # What needs no codec is open to both, and a search may miss it.
     plan_s = min(made.step_s, dense.step_s)
     batch = (job.batch or 0) * cluster.ranks
-    return Point(label, x, plan_s, dense.step_s, min(made.bound_s, plan_s), batch / plan_s if plan_s else 0.0)
+    return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0)
 
 
 def what_if(
