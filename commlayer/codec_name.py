@@ -200,7 +200,7 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
     "natural": {"block": _block(512, 8), "bits": _one_of(4, POWER_BITS)},
     "terngrad": {"block": _block(640, 160),
                  "clip": _optional(_Rule(_NEEDED, lambda v: _number(v) and 1 <= v <= 1000,
-                                         "a number from 1 to 1000 (root mean squares)"))._replace(default=2.5)},
+                                         "a number from 1 to 1000 (root mean squares)"))},
     "onebit": {"block": _block(512, 8)},
     "topk": {"ratio": _ratio(0.01), "values": _VALUES, "exact": _FLAG},
     "block_threshold": {"ratio": _ratio(0.01), "run": _one_of(16, RUNS), "values": _VALUES},
