@@ -134,9 +134,9 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
     assert [r["decisions"] for r in results] == [[]] * WORLD
     # one by session.trace() before the first step, whose begin nobody saw; one by the setting, when steps are warm
     for file, begins in ((second, 1), (first, 2)):
-        code, out, errors = call("trace", file, "--json")
+        code, _, errors = call("trace", file, "--json", "told.json")
         assert (code, errors) == (0, "")
-        told = json.loads(out)
+        told = json.loads(Path("told.json").read_text())
         assert (told["ranks"], told["nodes"], told["first_step"], told["note"]) == (WORLD, 2, begins, "")
         # the file's, not that of what it is lowered to
         assert told["plan"] == records.digest(records.decode(Path(plan).read_bytes(), Plan, "plan"))
@@ -175,7 +175,8 @@ def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_pre
     code, out, _ = call("trace", trace)
     assert code == 0
     assert "nothing is predicted: what the plan was made from is not known here" in out
-    assert {row["predicted_s"] for row in json.loads(call("trace", trace, "--json")[1])["rows"]} == {None}
+    assert call("trace", trace, "--json", "told.json")[0] == 0
+    assert {row["predicted_s"] for row in json.loads(Path("told.json").read_text())["rows"]} == {None}
 
 
 def normed() -> nn.Module:

@@ -71,21 +71,22 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
-    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name and its reason."""
+    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name."""
     wide = width >= WIDE
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(spelled(bucket), []).append(bucket)
     made = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
-                 *([">sent, received", "such as", "why"] if wide else [">bytes", ">such as"]))
+                 *([">sent, received", "such as", "why"] if wide else [">such as", "why"]))
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
         made.add_row(
             str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
-            f"{sum(b.numel for b in buckets) / job.numel:.1%}", nbytes(sum(b.why.nbytes for b in buckets if b.why)),
-            *([f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}", first.why.reason if first.why else ""]
-              if wide else [str(first.id)]),
+            f"{sum(b.numel for b in buckets) / job.numel:.1%}",
+            *([nbytes(sum(b.why.nbytes for b in buckets if b.why)),
+               f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
+            first.why.reason if first.why else "",
         )
     return made
 
