@@ -20,6 +20,8 @@ BAR = 30
 WIDE = 110
 """Columns from which there is room for names and reasons in a table of plans."""
 SHORT_BAR = 12
+LONGEST = 24
+"""Letters of a codec or an op that are kept together."""
 SEEN_S = 5e-5
 """What is shown as more than 0.0 ms."""
 NAME = 16
@@ -88,6 +90,8 @@ def by_decision(plan: Plan, job: Job, width: int) -> Table:
                f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
             first.why.reason if first.why else "",
         )
+    for column in made.columns[1:3]:  # reasons may break anywhere, codecs and ops between words
+        column.min_width = min(LONGEST, max((len(word) for cell in column.cells for word in str(cell).split()), default=0))
     return made
 
 
