@@ -118,7 +118,7 @@ def _job(tensors: int) -> Job:
 
 
 def _above(made: Plan) -> float:
-    return 100 * (made.step_s / made.bound_s - 1)
+    return 100 * (made.step_s / made.free_s - 1)
 
 
 def _gap(seed: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from msgspec import structs
 
 from commlayer import budget, planfile, planner
 from commlayer.balance import tuner_loss
+from commlayer.codec_name import misspelled
 from commlayer.compressors import parse, wrap
 from commlayer.config import Config
 from commlayer.planner.model import Basis
+from commlayer.planner.shaping import untouched
 from commlayer.records import Job, Plan
 
 DEFAULT_CODEC, DEFAULT_RATIO = "topk(ratio={ratio}, values='int8')", 0.01
@@ -26,11 +29,8 @@ def settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Pl
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
-    if isinstance(plan, str | Path) and str(plan) != "auto":
-        path = Path(plan)
-        if not path.is_file():
-            raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a Plan, a codec)")
-        return planfile.plan_in(path)
+    if is_file(plan):
+        return planfile.plan_in(Path(plan))
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
         path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", _first_codec(config))
@@ -44,6 +44,19 @@ def settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Pl
     )
 
 
+def is_file(plan: Any) -> bool:
+    """Whether `plan` names a plan file, and not a codec by its spelling. ValueError for what is neither."""
+    if not isinstance(plan, str | Path) or str(plan) == "auto":
+        return False
+    if os.path.isfile(plan):
+        return True
+    if isinstance(plan, str) and not (wrong := misspelled(plan)):
+        return False
+    if isinstance(plan, str) and plan.rstrip().endswith(")"):
+        raise ValueError(f"plan {plan!r}: {wrong}")
+    raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)")
+
+
 def basis(plan: Any, tell: Tell) -> Basis | None:
     """What the plan was made from. Training does without."""
     try:
@@ -55,6 +68,8 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 
 def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Its servers where it has them, as far as they can be started there."""
+    for line in untouched(plan):
+        tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:
         tell(f"the plan was made for {planned} nodes, here are {nodes}: what it predicts does not hold")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 
 from msgspec import structs
 
-from commlayer.balance.tuner_loss import LossModel, codec_name
+from commlayer.balance.tuner_loss import LossModel, family
+from commlayer.codec_name import SPARSE, named
 from commlayer.planner.model import Cluster, Policy, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, SPARSE, profile_from_tables
+from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 
 DENSE = "identity()"
 BUDGET = 0.05
@@ -21,8 +21,7 @@ def penalty(model: LossModel, codec: str) -> float:
     """Of a spelling with its ratio, as profiles have it; infinite for what nobody measured."""
     if codec == DENSE:
         return 0.0
-    found = re.search(r"ratio=([0-9.eE+-]+)", codec)
-    return model.penalty(codec, float(found[1]) if found else 1.0)
+    return model.penalty(codec, named(codec).ratio or 1.0)
 
 
 def names(model: LossModel | None, max_loss: float) -> list[str]:
@@ -34,7 +33,7 @@ def names(model: LossModel | None, max_loss: float) -> list[str]:
         if name not in SPARSE:
             found |= dict.fromkeys(_known([f"{name}()"]))
         elif (least := model.least_ratio(name, max_loss)) is not None:
-            found |= dict.fromkeys([f"{name}(ratio={_up(least):g})"])
+            found |= dict.fromkeys(_known([f"{name}(ratio={_up(least):g})"]))
     return list(found)
 
 
@@ -59,7 +58,7 @@ def tables(cluster: Cluster, model: LossModel, max_loss: float) -> Profile:
 
 def first_codec(model: LossModel, max_loss: float, codec: str, ratio: float) -> str:
     """What a job may begin with, before there is a plan: `codec` with {ratio} filled in, no smaller than `ratio`, or dense."""
-    least = model.least_ratio(codec_name(codec), max_loss)
+    least = model.least_ratio(family(codec.replace("{ratio}", "1")), max_loss)
     return DENSE if least is None else codec.replace("{ratio}", f"{max(ratio, _up(least)):g}")
 
 

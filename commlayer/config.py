@@ -98,7 +98,7 @@ class Config(Record, frozen=True):
     """Link shaping inside the process, for the demo; empty for none."""
 
 
-ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard")
+ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
 ALIKE_SET = ("join", "trace")
 """Settings that must be there on all ranks or on none, whatever they are."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import bounds, planner
-from commlayer.compressors import parse
+from commlayer.compressors import build
 from commlayer.connect import Connection
 from commlayer.crowded import dearer, factor
 from commlayer.observe import Step
@@ -18,7 +18,7 @@ from commlayer.planner.costs import bare
 from commlayer.planner.default import COLLECTIVE_NBYTES
 from commlayer.planner.model import Basis, Cluster, Inputs, Line, Link, Node, Policy, Profile
 from commlayer.planner.option import DENSE
-from commlayer.planner.tables import codec_loss
+from commlayer.planner.sizes import codec_loss
 from commlayer.price import communication
 from commlayer.probing import Measured, homes_of
 from commlayer.records import Job, Plan
@@ -163,8 +163,8 @@ def _profile(current: Plan, steps: list[Step], collectives: grouped.Grouped, cod
 
     What these lose nobody can measure now: the tables guess.
     """
-    used = {bare(codec) for b in current.buckets for codec in (b.codec, b.down) if codec}
-    names = sorted({str(parse(codec)) for codec in (*codecs, *used)})
+    used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
+    names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
     alone = calibrate.measure(names)
     load = load_of(steps, current, alone)
     costs = tuple(structs.replace(under(load, cost), loss=codec_loss(cost.codec)) for cost in alone)

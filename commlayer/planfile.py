@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def inputs_of(path: Path) -> Inputs:
 
 def basis_of(plan: Any) -> Basis | None:
     """For what `attach` was given: a file's plan and what lies beside it, if something does. ValueError if it is wrong."""
-    if not isinstance(plan, str | Path) or str(plan) == "auto" or not sidecar(Path(plan)).is_file():
+    if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
         return None
     basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
     if basis.plan.job != basis.inputs.job.digest():

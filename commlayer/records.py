@@ -10,11 +10,14 @@ import msgspec
 
 from commlayer.errors import RecordError
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the records that leave the process: plan files, control messages."""
 
 MAX_TENSORS_PER_BUCKET = 64
 """A bucket's `used` mask is one 64-bit word of the frame header, so a bucket holds at most this many slices."""
+
+MAX_FRAME_NBYTES = 256 << 20
+"""Of a frame's body: a payload, or what a server keeps of a bucket, which travels when it is saved."""
 
 MAX_BUCKET_NBYTES = 128 << 20
 """Of a bucket's elements as float32: half of a frame's body, since a payload can be larger than what it codes."""
@@ -154,8 +157,8 @@ class Plan(Record, frozen=True):
     """Steps of local training per exchange."""
     step_s: float = 0.0
     """Predicted seconds of a step; 0: nobody predicted."""
-    bound_s: float = 0.0
-    """What a step would take if compression cost nothing: no plan of these codecs is faster."""
+    free_s: float = 0.0
+    """Predicted seconds of a step if coding took no time, as far as a search finds: no bound, another plan may be faster."""
     hosts: tuple[int, ...] = ()
     """The node of each server, as places in the cluster that was planned for; empty: the first that can host one."""
     schema: int = SCHEMA

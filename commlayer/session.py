@@ -327,8 +327,9 @@ def attach(
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
-    `plan`: "auto", the path of a plan file, a Plan, or one codec for everything. `scaler`: the GradScaler in use, so that
-    residuals are kept without its scale; from `optimizer` comes the learning rate, for codecs that correct for its changes.
+    `plan`: "auto", the path of a plan file, a Plan, or one codec for everything, as such or as a plan spells it ("fp16()").
+    `scaler`: the GradScaler in use, so that residuals are kept without its scale; from `optimizer` comes the learning rate, for
+    codecs that correct for its changes.
     `sync`: an Outer says what plans of local steps do with the average of an exchange; otherwise that is taken as it is.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.

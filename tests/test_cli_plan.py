@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -62,14 +64,48 @@ def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_pat
     assert "+ rtx3060 20 Mb/s up" in out
 
 
-def test_json_is_one_record(commlayer) -> None:
-    _, out, _ = commlayer("plan", "make", "lstm", "--nodes", NODES, "--json", "--out", "plan.json")
-    assert json.loads(out) == json.loads(Path("plan.json").read_text())
-    assert json.loads(commlayer("plan", "explain", "1", "--json")[1])["bucket"]["id"] == 1
-    assert json.loads(commlayer("plan", "diff", "plan.json", "plan.json", "--json")[1])["changes"] == []
-    assert json.loads(commlayer("plan", "lint", "plan.json", "--json")[1]) == []
-    curve = json.loads(commlayer("plan", "whatif", "--nodes", "2,3", "--json")[1])
-    assert [point["x"] for point in curve["points"]] == [2, 3]
+def test_json_is_one_record_in_a_file_besides_what_is_printed(commlayer) -> None:
+    def told(*arguments: str) -> Any:
+        plain, besides = commlayer("plan", *arguments), commlayer("plan", *arguments, "--json", "told.json")
+        assert plain == besides
+        return json.loads(Path("told.json").read_text())
+
+    assert told("make", "lstm", "--nodes", NODES, "--out", "plan.json") == json.loads(Path("plan.json").read_text())
+    assert told("explain", "1")["bucket"]["id"] == 1
+    assert told("diff", "plan.json", "plan.json")["changes"] == []
+    assert told("lint", "plan.json") == []
+    assert [point["x"] for point in told("whatif", "--nodes", "2,3")["points"]] == [2.0, 3.0]
+    for command in (("make", "lstm", "--nodes", NODES), ("explain", "1"), ("diff", "plan.json", "plan.json"),
+                    ("lint", "plan.json"), ("whatif", "--nodes", "2")):
+        assert commlayer("plan", *command, "--json", "absent/x.json")[0] == 2
+
+
+def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
+    """Times are of the batch that they were measured with."""
+    Path("j.json").write_text(json.dumps({**JOB, "batch": 8}))
+    Path("silent.json").write_text(json.dumps(JOB))
+    made = ("plan", "make", "j.json", "--nodes", "2xcpu@100m", "--batch")
+    assert commlayer(*made, "8")[0] == 0
+    code, out, errors = commlayer(*made, "16")
+    assert (code, out) == (2, "")
+    assert errors.startswith("commlayer: --batch 16: the times in j.json are of a batch of 8; leave --batch out, or")
+    _, out, _ = commlayer("plan", "make", "silent.json", "--nodes", "2xcpu@100m", "--batch", "16")
+    assert " samples a second" in out
+
+
+def test_reasons_stand_on_a_narrow_page_too() -> None:
+    job, machines = builtin("lstm"), cluster_from_line(NODES)
+    made = plan(job, machines)
+    for width in (80, 120):
+        console = Console(width=width, file=io.StringIO(), highlight=False)
+        console.print(plantables.by_decision(made, job, width))
+        out = console.file.getvalue()  # type: ignore[attr-defined]
+        header = next(line for line in out.splitlines() if "codec" in line)
+        assert header.split()[-1] == "why"
+        said = " ".join(out[out.index("why"):].split())
+        assert max(map(len, out.splitlines())) <= width
+        reasons = {b.why.reason.split()[0] for b in made.buckets if b.why}
+        assert all(word in said for word in reasons)
 
 
 def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
@@ -94,9 +130,9 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("make", "lstm", "--nodes", "3x"), "nodes: got '3x'"),
         (("make", "lstm", "--nodes", "rtx3060@0Mb"), "a link of 0"),
         (("make", "lstm", "--nodes", "rtx36@1Gb"), "GPU 'rtx36' is in no table"),
-        (("make", "lstm", "--nodes", NODES, "--codec", "gzip()"), "codec 'gzip()' is in no table, known are identity"),
-        (("make", "lstm", "--nodes", NODES, "--codec", "topk(ratio=0)"), "codec 'topk(ratio=0)': ratio is 0, allowed: above 0"),
-        (("make", "lstm", "--nodes", NODES, "--codec", ""), "policy: codecs has an empty name, allowed: names such as fp16()"),
+        (("make", "lstm", "--nodes", NODES, "--codec", "gzip()"), "--codec: codec 'gzip()': 'gzip' is unknown, allowed"),
+        (("make", "lstm", "--nodes", NODES, "--codec", "topk(ratio=0)"), "--codec: topk: ratio is 0, allowed is a number"),
+        (("make", "lstm", "--nodes", NODES, "--codec", ""), "--codec: codec '': expected name(argument=value"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "nan"), "policy: max_loss is nan, allowed: 0 or more"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "-1"), "policy: max_loss is -1.0"),
         (("make", "lstm", "--nodes", NODES, "--profile", "none.json"), "profile none.json: No such file"),
@@ -147,7 +183,7 @@ PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
         (JOB, {**PROFILE, "codecs": [{**COST, "decode": {"floor_s": 0, "error": -1}}]},
          "decode.error of identity() on cpu is -1.0, allowed: 0 or more"),
         (JOB, {**PROFILE, "codecs": [{**COST, "nbytes": {"floor_s": 0}}]}, "nbytes of identity() on cpu is 0 for every size"),
-        (JOB, {**PROFILE, "codecs": [{**COST, "codec": "gzip"}]}, "codec 'gzip' on cpu is no codec's name, allowed: such as"),
+        (JOB, {**PROFILE, "codecs": [{**COST, "codec": "gzip"}]}, "profile 'mine': codec 'gzip': expected name("),
         (JOB, {**PROFILE, "codecs": [COST, {**COST, "device": "rtx9999"}]},
          "device 'rtx9999' is neither gpu, cpu, a GPU of the tables nor a node's, nearest are rtx4090"),
         (JOB, {**PROFILE, "codecs": [{**COST, "rounds": 0}]}, "rounds of identity() on cpu is 0, allowed: 1 or more"),
@@ -200,7 +236,7 @@ def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_bein
         ("wrong", json.dumps(damaged), ["Expected `int`, got `str` - at `$.servers`",
                                         "bucket 0: Expected `int`, got `null` - at `$.server`",
                                         "bucket 2: Object contains unknown field `colour`"]),
-        ("later", json.dumps({**damaged, "schema": 3}), ["plan has schema 3, this commlayer reads 2: make the plan again"]),
+        ("later", json.dumps({**damaged, "schema": 4}), ["plan has schema 4, this commlayer reads 3: make the plan again"]),
         ("cut", text[: len(text) // 2], ["no JSON, or cut short: Input data was truncated"]),
         ("list", "[]", ["Expected `object` with job and buckets, got `list`"]),
         ("bare", "{}", ["Object missing required field `job`"]),

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Codec, int]] = {
     "qsgd-5-bits-l2": (qsgd(block=16, levels=15, norm="l2"), 21),
     "natural": (natural(block=8), 21),
     "natural-8-bits": (natural(block=16, bits=8), 21),
-    "terngrad": (terngrad(block=160), 167),
+    "terngrad": (terngrad(block=160, clip=2.5), 167),
     "onebit": (onebit(block=8), 21),
 }
 

@@ -8,7 +8,7 @@ import codecs_kit as kit
 import pytest
 import torch
 
-from commlayer.compressors import Codec, int4, int8, natural, onebit, parse, qsgd, restore, seed, snapshot, terngrad
+from commlayer.compressors import Codec, int4, int8, natural, onebit, parse, qsgd, restore, seed, snapshot, terngrad, wrap
 from commlayer.compressors.keys import SERVER
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -166,7 +166,7 @@ def test_no_legal_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: i
         ("int4(block=12)", "int4: block is 12, allowed is a multiple of 8 from 8 to 1048576"),
         ("onebit(block=0)", "onebit: block is 0, allowed is a multiple of 8"),
         ("qsgd(levels=2)", "qsgd: levels is 2, allowed is one of 1, 3, 7, 15, 127"),
-        ("qsgd(norm='l1')", "qsgd: norm is 'l1', allowed is one of max, l2"),
+        ("qsgd(norm='l1')", "qsgd: norm is 'l1', allowed is one of 'max', 'l2'"),
         ("natural(bits=2)", "natural: bits is 2, allowed is one of 3, 4, 5, 8"),
         ("terngrad(block=512)", "terngrad: block is 512, allowed is a multiple of 160 from 160"),
         ("terngrad(clip=0)", "terngrad: clip is 0, allowed is None or a number from 1 to 1000"),
@@ -177,3 +177,26 @@ def test_arguments_that_are_wrong_are_named(text: str, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse(text)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("clip", "least"), [(None, 0.999), (2.5, 0.97), (1.5, 0.8)])
+def test_terngrad_is_unbiased_as_long_as_it_clips_nothing(clip: float | None, least: float) -> None:
+    """And what says that it is biased gets error feedback in a plan, whose residual settles where the clip is narrow."""
+    codec, x = terngrad(clip=clip), torch.randn(64_000, generator=torch.Generator().manual_seed(1))
+    state, out, total = codec.init(Spec(x.shape)), torch.empty_like(x), torch.zeros_like(x)
+    for _ in range(100):
+        assert codec.decode(bytes(kit.encode(codec, x, state)), state, out)
+        total += out
+    along = float(total @ x / (100 * x @ x))
+    assert least < along < 1.001
+    assert codec.biased == (along < 0.999)
+    assert wrap(codec).keeps == codec.biased
+
+
+def test_what_a_narrow_clip_cuts_is_sent_later() -> None:
+    codec = wrap(terngrad(clip=2.0))
+    state, draw = codec.init(Spec((16_000,))), torch.Generator().manual_seed(2)
+    for _ in range(150):
+        x = torch.randn(16_000, generator=draw)
+        kit.encode(codec, x, state)
+    assert float(state["residual"].norm() / x.norm()) < 2

@@ -174,7 +174,7 @@ def test_codecs_of_several_rounds_pay_the_latency_again() -> None:
 
 
 def test_error_feedback_costs_what_its_codec_does() -> None:
-    assert bare("error_feedback(topk(ratio=0.01))") == SPARSE
+    assert bare("error_feedback(topk(0.01))") == bare(SPARSE)
     prices = Prices(flat(2), PROFILE)
     assert prices.tasks("service", N, f"error_feedback({SPARSE})") == prices.tasks("service", N, SPARSE)
 
@@ -185,7 +185,7 @@ def test_equal_nodes_do_not_make_planning_dearer() -> None:
 
 
 @pytest.mark.parametrize(("cluster", "path", "name", "message"), [
-    (flat(2), "service", "nope()", "profile 'tables' has no cost of nope() on cpu, it has: identity()"),
+    (flat(2), "service", "int4()", "profile 'tables' has no cost of int4() on cpu, it has: identity()"),
     (flat(2, device="cpu"), "encode@gpu net.push net.pull decode@cpu", SPARSE, "node n0 has no GPU; code on cpu"),
     (flat(2, home(0)), "service", SPARSE, "node n0: link.up_bps is 0, allowed: above 0"),
     (flat(2, home(1e6, -1)), "service", SPARSE, "node n0: link.down_bps is -1, allowed: above 0"),

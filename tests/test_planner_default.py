@@ -13,7 +13,7 @@ from commlayer import records
 from commlayer.compressors import parse, wrap
 from commlayer.planner import default_plan, verify, verify_alone
 from commlayer.planner.default import COLLECTIVE_NBYTES, ELEMENT_NBYTES, FIRST_COLLECTIVE_NBYTES, SPREAD_NBYTES, cut, spread
-from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Job, Plan, Slice, Spec, TensorInfo
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 50_000), st.just(20_000_000))
@@ -173,7 +173,8 @@ HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
 
 def test_a_bucket_that_fits_no_frame_is_named() -> None:
     job = job_of(HUGE)
-    whole = plan_of(job, cut_nbytes=1 << 40)
+    assert verify(plan_of(job, cut_nbytes=1 << 40), job) == [], "it is cut to what a frame carries"
+    whole = msgspec.structs.replace(plan_of(job), buckets=(Bucket(0, (Slice(0, 0, HUGE),), "service", "fp16()"),))
     assert verify(whole, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
     assert verify(plan_of(job, cut_nbytes=MAX_BUCKET_NBYTES), job) == []
     assert verify(plan_of(job, path="allreduce"), job) == []

@@ -79,3 +79,20 @@ def test_two_fast_links_share_what_one_could_not_carry() -> None:
     even = Cluster(tuple(structs.replace(node, link=tables.link("fiber-100")) for node in cluster.nodes), False)
     assert made.step_s < 0.7 * plan(toy_job(), alone, None, DENSE_ONLY).step_s
     assert made.step_s < 0.7 * plan(toy_job(), even, None, DENSE_ONLY).step_s
+
+
+@pytest.mark.parametrize("nodes", [49, 50, 51, 64, 128])
+def test_many_equal_hosts_are_all_worth_a_server(nodes: int) -> None:
+    """The part of one of many is small, as all parts are."""
+    evenly, fastest = host_sets(machines(*["fiber-1000"] * nodes))
+    assert (len(evenly.places), len(fastest.places)) == (nodes, 1)
+
+
+@pytest.mark.parametrize("cluster", [
+    machines(*["fiber-1000"] * 50),
+    Cluster(tuple(tables.node(f"n{i}", "v100", "100g", ranks=8, intra="nvlink") for i in range(64))),
+], ids=["50 homes", "64 x 8 v100"])
+def test_many_equal_hosts_can_be_planned_for(cluster: Cluster) -> None:
+    made = plan(toy_job(4), cluster)
+    assert made.step_s > 0
+    assert {bucket.server for bucket in made.buckets} <= {*range(max(made.servers, 1))}

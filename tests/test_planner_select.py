@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import re
@@ -15,6 +16,7 @@ from plan_kit import cluster, toy_job
 from schedule_kit import chain
 
 from commlayer import records
+from commlayer.planfile import misread
 from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
@@ -96,7 +98,7 @@ def test_plans_are_legal_and_lie_between_the_bound_and_the_dense_plan(name: str)
     assert lint(made, job, machines, profile) == []
     dense = plan(job, machines, None, DENSE_ONLY)
     assert {b.codec for b in dense.buckets} == {DENSE}
-    assert made.bound_s <= made.step_s <= dense.step_s * (1 + 1e-9)
+    assert made.free_s <= made.step_s <= dense.step_s * (1 + 1e-9)
     assert made.step_s == simulate(made, job, machines, profile, policy).step_s
     assert all(b.why is not None and b.why.reason for b in made.buckets)
 
@@ -212,10 +214,10 @@ def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) 
 
 
 def test_a_codec_without_a_price_is_named() -> None:
-    machines, asked = cluster(2, "1g"), Policy(codecs=("magic()",))
-    with pytest.raises(ValueError, match=r"codec 'magic\(\)' is in no table, known are identity"):
+    machines, asked = cluster(2, "1g"), Policy(codecs=("powersgd()",))
+    with pytest.raises(ValueError, match=r"codec powersgd\(\) is in no table, known are identity"):
         plan(toy_job(), machines, None, asked)
-    with pytest.raises(ValueError, match=r"policy: codecs has magic\(\), which profile 'tables' does not price"):
+    with pytest.raises(ValueError, match=r"policy: codecs has powersgd\(\), which profile 'tables' does not price"):
         plan(toy_job(), machines, profile_from_tables(machines), asked)
 
 
@@ -274,3 +276,10 @@ def test_a_budget_that_no_choice_keeps_is_refused() -> None:
 def test_an_empty_job_has_an_empty_plan() -> None:
     timing = structs.replace(toy_job().timing, ready_s=(), needed_s=())
     assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()
+
+
+def test_an_older_schemas_plan_says_so() -> None:
+    """The field of schema 2 promised a bound that other plans went below."""
+    old = json.loads(records.encode(plan(toy_job(2), cluster(2, "1g"))))
+    old |= {"schema": 2, "bound_s": old.pop("free_s")}
+    assert misread(json.dumps(old).encode()) == ["plan has schema 2, this commlayer reads 3: make the plan again"]

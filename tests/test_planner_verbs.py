@@ -76,7 +76,7 @@ def test_buckets_are_found_by_number_and_by_tensor() -> None:
 
 def test_equal_plans_have_no_difference() -> None:
     assert diff(PLAN, PLAN, JOB).equal
-    bare = structs.replace(PLAN, buckets=tuple(structs.replace(b, why=None) for b in PLAN.buckets), step_s=0.0, bound_s=0.0)
+    bare = structs.replace(PLAN, buckets=tuple(structs.replace(b, why=None) for b in PLAN.buckets), step_s=0.0, free_s=0.0)
     assert diff(PLAN, bare, JOB).equal, "predictions are no decisions"
 
 
@@ -125,6 +125,14 @@ def test_nodes_may_be_added_counted_and_changed() -> None:
     assert slow.plan_s > fast.plan_s
 
 
+def test_counted_nodes_are_those_that_train() -> None:
+    hub = tables.node("hub", "cpu", "fiber-1000", ranks=0)
+    served = structs.replace(HOMES, nodes=(hub, *HOMES.nodes))
+    curve = what_if(JOB, served, counts=[1, 2, 5])
+    assert [p.label for p in curve.points] == ["1 nodes", "2 nodes", "5 nodes"]
+    assert [p.samples_per_s * p.plan_s / (JOB.batch or 1) for p in curve.points] == pytest.approx([1, 2, 5])
+
+
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [({}, "one thing at a time"), ({"counts": [2], "gpus": ["v100"]}, "one thing at a time"),
@@ -150,7 +158,7 @@ CLUSTERS = {
 
 def written(made: Plan, model: str) -> str:
     """The decisions, a line for each run of buckets that go alike; figures to three places."""
-    lines = [f"step {made.step_s * 1e3:.3g} ms, bound {made.bound_s * 1e3:.3g} ms, servers {made.servers}, hosts {made.hosts}"]
+    lines = [f"step {made.step_s * 1e3:.3g} ms, free {made.free_s * 1e3:.3g} ms, servers {made.servers}, hosts {made.hosts}"]
     runs: list[tuple[str, int, int, int]] = []
     for bucket in made.buckets:
         how = spelled(bucket)

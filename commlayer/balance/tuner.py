@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commlayer.balance.tuner_loss import LossModel, LossPoint, codec_name
+from commlayer.balance.tuner_loss import LossModel, LossPoint, family
 from commlayer.balance.tuner_space import DENSE, EXACT, Settings, Space, spelled
 from commlayer.balance.tuner_store import Search, Store, Trial
 
@@ -97,7 +97,7 @@ def loss_model(trials: Sequence[Trial]) -> LossModel:
             continue
         spelling = str(trial.settings["codec"])
         ratio = float(trial.settings.get("ratio", 1.0)) if "{ratio}" in spelling else 1.0
-        points.append(LossPoint(codec_name(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, against))))
+        points.append(LossPoint(family(spelling.replace("{ratio}", "1")), ratio, max(0.0, excess(trial, against))))
     return LossModel(tuple(points))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from commlayer.codec_name import named
 from commlayer.records import Record, decode, encode
 
 
@@ -27,7 +27,7 @@ class LossModel(Record, frozen=True):
 
     def penalty(self, codec: str, ratio: float = 1.0) -> float:
         """Of a codec by name or spelling; infinite for one that nobody measured, or below the smallest ratio measured."""
-        curve = self._curve(codec_name(codec))
+        curve = self._curve(family(codec))
         if not curve or ratio < curve[0][0] * (1 - 1e-9):
             return math.inf
         if ratio >= curve[-1][0]:
@@ -38,7 +38,7 @@ class LossModel(Record, frozen=True):
 
     def least_ratio(self, codec: str, budget: float) -> float | None:
         """The smallest ratio whose penalty is within the budget; None where no measured one is."""
-        curve = self._curve(codec_name(codec))
+        curve = self._curve(family(codec))
         inside = [i for i, (_, penalty) in enumerate(curve) if penalty <= budget]
         if not inside:
             return None
@@ -58,9 +58,9 @@ class LossModel(Record, frozen=True):
         return curve[::-1]
 
 
-def codec_name(spelling: str) -> str:
-    """The name of the innermost codec: "topk" of "error_feedback(topk(ratio=0.01))"."""
-    return str(re.findall(r"([a-z_0-9]+)(?=\(|$)", spelling)[-1])
+def family(codec: str) -> str:
+    """Of a name or a spelling: "topk" of "error_feedback(topk(ratio=0.01))"."""
+    return codec if codec.isidentifier() else named(codec).core.family
 
 
 def write(path: Path, model: LossModel) -> None:

@@ -32,7 +32,7 @@ def demo(
     rtt: Annotated[str, typer.Option(help="Round trip between hosts, such as 30ms.", metavar="TIME")] = "30ms",
     codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
     target: Annotated[float | None, typer.Option(help="Test accuracy to reach, else 0.97.", show_default=False)] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the results there, too.", metavar="FILE")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and 100 steps at most, to see that it runs.")] = False,
 ) -> None:
     """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from msgspec import structs
 
 if TYPE_CHECKING:
-    from commlayer.records import Job, Plan, Record
+    from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
 
 PLAN = Path("plan.json")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")]
 Loss = Annotated[str, typer.Option(help="What `commlayer tune` measured: --max-loss 0.005 is half a per cent.", metavar="FILE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its inputs beside it.", metavar="FILE")]
 
@@ -36,15 +37,17 @@ def make(
     staleness: Annotated[bool, typer.Option("--staleness", help="Late results may be used a step later.")] = False,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Find the plan with the shortest step, and say why each bucket goes as it goes."""
     from commlayer import planfile, records
     from commlayer.cli import planfiles, plantables
     from commlayer.planner.model import Policy
     from commlayer.planner.select import plan
+    from commlayer.planner.shaping import untouched
     from commlayer.planner.simulate import simulate
 
+    planfiles.check_json(json)
     if out is not None:
         planfiles.check_out(out)
         planfiles.check_out(planfile.sidecar(out))
@@ -58,12 +61,12 @@ def make(
     made = plan(job, machines, costs, policy)
     if out is not None:
         planfiles.write({planfile.sidecar(out): records.encode(inputs).decode() + "\n", out: planfile.written(made)})
-    if json:
-        _print_json(made)
-        return
+    planfiles.write_json(json, records.encode(made).decode())
     console = plantables.console_of()
     console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
     console.print(plantables.by_decision(made, job, console.width))
+    for line in untouched(made, job):
+        console.print(line, markup=False)
     if out is not None:
         console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {planfile.sidecar(out)}",
                       markup=False)
@@ -73,44 +76,42 @@ def make(
 def explain(
     bucket: Annotated[str, typer.Argument(help="A bucket's number, or the name of a tensor in it.")],
     plan: PlanFile = PLAN,
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Say why a bucket goes as it goes, what that costs, and what came second."""
-    from commlayer import planfile
-    from commlayer.cli import plantables
+    from commlayer import planfile, records
+    from commlayer.cli import planfiles, plantables
     from commlayer.planner.explain import bucket_of
     from commlayer.planner.explain import explain as explained
 
+    planfiles.check_json(json)
     made, inputs = planfile.plan_in(plan), planfile.inputs_of(plan)
     _refuse(made, inputs.job)
     told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
-    if json:
-        _print_json(told)
-    else:
-        console = plantables.console_of()
-        for part in plantables.explanation(told, console.width):
-            console.print(part)
+    planfiles.write_json(json, records.encode(told).decode())
+    console = plantables.console_of()
+    for part in plantables.explanation(told, console.width):
+        console.print(part)
 
 
 @app.command()
 def diff(
     before: Annotated[Path, typer.Argument(help="A plan.")],
     after: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Show what another plan does otherwise, tensor by tensor. Exit code 1 if they differ."""
-    from commlayer import planfile
-    from commlayer.cli import plantables
+    from commlayer import planfile, records
+    from commlayer.cli import planfiles, plantables
     from commlayer.planner.diff import diff as differ
 
+    planfiles.check_json(json)
     beside = planfile.sidecar(before)
     job = planfile.inputs_of(before).job if beside.is_file() else None
     told = differ(planfile.plan_in(before), planfile.plan_in(after), job)
-    if json:
-        _print_json(told)
-    else:
-        for part in plantables.difference(told, str(before), str(after)):
-            plantables.console_of().print(part)
+    planfiles.write_json(json, records.encode(told).decode())
+    for part in plantables.difference(told, str(before), str(after)):
+        plantables.console_of().print(part)
     raise typer.Exit(0 if told.equal else 1)
 
 
@@ -124,14 +125,15 @@ def whatif(
     gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
     loss: Loss = "",
     plot: Annotated[Path | None, typer.Option(help="Draw the curve there, too.", metavar="PNG")] = None,
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
-    from commlayer import planfile
+    from commlayer import planfile, records
     from commlayer.cli import planfiles, plantables
     from commlayer.planner.whatif import what_if
     from commlayer.planner.written import nodes_of, rate_of
 
+    planfiles.check_json(json)
     if bool(add_node) != bool(link):
         raise ValueError("--add-node GPU and --link RATE go together: the new machine needs both")
     given = [name for name, value in (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu))
@@ -157,19 +159,17 @@ def whatif(
         from commlayer.cli.plancurve import draw
 
         draw(curve, plot)
-    if json:
-        _print_json(curve)
-    else:
-        console = plantables.console_of()
-        for part in plantables.curve(curve, console.width):
-            console.print(part)
+    planfiles.write_json(json, records.encode(curve).decode())
+    console = plantables.console_of()
+    for part in plantables.curve(curve, console.width):
+        console.print(part)
 
 
 @app.command()
 def lint(
     plan: Annotated[Path, typer.Argument(help="The plan to check.")],
     job: Annotated[str, typer.Option(help="The model it is for, else the one beside the plan.")] = "",
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
     from commlayer import planfile
@@ -177,6 +177,7 @@ def lint(
     from commlayer.errors import RecordError
     from commlayer.planner.lint import lint as linted
 
+    planfiles.check_json(json)
     problems, inputs = planfile.misread(planfile.text_of(plan, "plan").encode()), None
     made = None if problems else planfile.plan_in(plan)
     try:
@@ -186,13 +187,9 @@ def lint(
     of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
     if made is not None:
         problems += linted(made, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
-    if json:
-        import json as library
-
-        typer.echo(library.dumps(problems))
-    else:
-        for line in problems or [f"{plan}: nothing wrong"]:
-            typer.echo(line)
+    planfiles.write_json(json, msgspec.json.encode(problems).decode())
+    for line in problems or [f"{plan}: nothing wrong"]:
+        typer.echo(line)
     raise typer.Exit(2 if problems else 0)
 
 
@@ -237,9 +234,3 @@ def _whole(text: str) -> int:
     if not text.isdigit():
         raise ValueError(f"--nodes: got {text!r}, allowed: whole numbers such as 2,4,8")
     return int(text)
-
-
-def _print_json(record: Record) -> None:
-    from commlayer import records
-
-    typer.echo(records.encode(record).decode())

@@ -28,7 +28,7 @@ def draw(curve: Curve, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     wide = curve.swept == "bandwidth"
     xs = [p.x / 1e6 if wide else p.x for p in curve.points]
-    for name, label, style in (("dense_s", "no compression", "o--"), ("plan_s", "plan", "o-"), ("bound_s", "free coding", ":")):
+    for name, label, style in (("dense_s", "no compression", "o--"), ("plan_s", "plan", "o-"), ("free_s", "free coding", ":")):
         axes.plot(xs, [getattr(p, name) * 1e3 for p in curve.points], style, label=label)
     axes.set_yscale("log")
     axes.set_ylabel("step, ms")

@@ -7,11 +7,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec import structs
+
 from commlayer import records
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
 from commlayer.planfile import text_of
 from commlayer.planner import jobs
+from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.written import cluster_from_line, cluster_of, profile_of
 from commlayer.records import Job
@@ -22,7 +25,7 @@ def job_named(model: str, batch: int | None) -> Job:
     if batch is not None and batch < 1:
         raise ValueError(f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
-        return jobs.on_reference(records.decode(text_of(model, "job").encode(), Job, f"job {model}"))
+        return jobs.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
         # Here, since it loads torch, which plans of built-in models and job files do without.
         from commlayer.cli.measuring import job_of_function
@@ -32,6 +35,14 @@ def job_named(model: str, batch: int | None) -> Job:
         return jobs.builtin(model, batch)
     except ValueError as error:
         raise ValueError(f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
+
+
+def _of_batch(job: Job, batch: int | None, file: str) -> Job:
+    """With the batch that it was timed with, where the file does not say: its times are of no other."""
+    if batch is not None and job.batch not in (None, batch):
+        raise ValueError(f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
+                         f"with `commlayer profile --model FILE.py:FUNCTION --batch {batch} --job {file}`")
+    return job if batch is None else structs.replace(job, batch=batch)
 
 
 def cluster_named(file: str, nodes: str) -> Cluster:
@@ -50,15 +61,27 @@ def profile_named(file: str) -> Profile | None:
 
 def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
     """As the profile spells them: a measured one writes every argument out."""
-    if profile is None or {cost.codec for cost in profile.codecs}.issuperset(texts):
-        return tuple(texts)
-    from commlayer.compressors import parse  # loads torch, which planning by tables does not need
-
-    return tuple(str(parse(text)) for text in texts)
+    try:
+        spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
+        return tuple(spelled.get(bare(text), text) for text in texts)
+    except ValueError as error:
+        raise ValueError(f"--codec: {error}") from None
 
 
 def loss_named(file: str) -> LossModel | None:
     return tuner_loss.read(Path(file)) if file else None
+
+
+def check_json(path: Path | None) -> None:
+    """See write_json: before time is spent on what it is to hold."""
+    if path is not None:
+        check_out(path)
+
+
+def write_json(path: Path | None, text: str) -> None:
+    """What --json FILE asks for, in every command: the record besides what is printed."""
+    if path is not None:
+        write({path: text + "\n"})
 
 
 def check_out(path: Path) -> None:

@@ -20,6 +20,8 @@ BAR = 30
 WIDE = 110
 """Columns from which there is room for names and reasons in a table of plans."""
 SHORT_BAR = 12
+LONGEST = 24
+"""Letters of a codec or an op that are kept together."""
 SEEN_S = 5e-5
 """What is shown as more than 0.0 ms."""
 NAME = 16
@@ -59,7 +61,7 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
         f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes",
         f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
         f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}; "
-        f"with free compression {ms(plan.bound_s)}",
+        f"with free compression {ms(plan.free_s)}",
     ]
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
@@ -71,22 +73,25 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
-    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name and its reason."""
+    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name."""
     wide = width >= WIDE
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(spelled(bucket), []).append(bucket)
     made = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
-                 *([">sent, received", "such as", "why"] if wide else [">bytes", ">such as"]))
+                 *([">sent, received", "such as", "why"] if wide else [">such as", "why"]))
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
         made.add_row(
             str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
-            f"{sum(b.numel for b in buckets) / job.numel:.1%}", nbytes(sum(b.why.nbytes for b in buckets if b.why)),
-            *([f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}", first.why.reason if first.why else ""]
-              if wide else [str(first.id)]),
+            f"{sum(b.numel for b in buckets) / job.numel:.1%}",
+            *([nbytes(sum(b.why.nbytes for b in buckets if b.why)),
+               f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
+            first.why.reason if first.why else "",
         )
+    for column in made.columns[1:3]:  # reasons may break anywhere, codecs and ops between words
+        column.min_width = min(LONGEST, max((len(word) for cell in column.cells for word in str(cell).split()), default=0))
     return made
 
 
@@ -160,7 +165,7 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
     for p in told.points:
         gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
-        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), gain, ms(p.bound_s), f"{p.samples_per_s:,.1f}",
+        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), gain, ms(p.free_s), f"{p.samples_per_s:,.1f}",
                      "#" * max(1, round(bar_of(width) * (p.samples_per_s or 1 / p.plan_s) / most)))
     yield made
     yield "gain: of the plan over the best one without compression; free: if coding took no time; bar: samples a second"

@@ -11,7 +11,8 @@ from commlayer import records
 from commlayer.cli.measuring import job_made_by, made_by
 from commlayer.cli.planfiles import check_out, write
 from commlayer.planner.model import CodecCost, Line, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY, codec_loss
+from commlayer.planner.sizes import codec_loss
+from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
 
 SHOWN = 1 << 20

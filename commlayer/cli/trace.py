@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 def trace(
     file: Annotated[Path, typer.Argument(help="What attach(config={'trace': FILE}) or session.trace(FILE) wrote.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")] = None,
 ) -> None:
     """Say how far each op of a recorded step lies from its prediction. The drawing: open FILE in ui.perfetto.dev."""
     from commlayer import records
+    from commlayer.cli.planfiles import check_json, write_json
     from commlayer.observe import read_comparison
 
+    check_json(json)
     told = read_comparison(file)
-    if json:
-        typer.echo(records.encode(told).decode())
-    else:
-        _show(told)
+    write_json(json, records.encode(told).decode())
+    _show(told)
 
 
 def _show(told: Comparison) -> None:

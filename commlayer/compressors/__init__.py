@@ -14,7 +14,7 @@ from commlayer.compressors.keys import seed
 from commlayer.compressors.momentum import momentum, momentum_correction
 from commlayer.compressors.natural import natural
 from commlayer.compressors.onebit import onebit
-from commlayer.compressors.parse import parse
+from commlayer.compressors.parse import build, parse
 from commlayer.compressors.partition import partition
 from commlayer.compressors.placement import place, runs_on
 from commlayer.compressors.powersgd import powersgd
@@ -31,6 +31,7 @@ __all__ = [
     "Round",
     "bf16",
     "block_threshold",
+    "build",
     "chain",
     "codec_of",
     "dgc",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload, positions, runs, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Out, State
@@ -17,7 +18,6 @@ from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
-RUNS = (8, 16, 32, 64)
 
 
 class BlockThreshold(OneRound, frozen=True):
@@ -28,7 +28,7 @@ class BlockThreshold(OneRound, frozen=True):
 
     ratio: float
     run: int
-    values: value_kinds.Kind
+    values: str
 
     def bound(self, spec: Spec) -> int:
         runs_, cap = self._runs(spec.numel), runs.room(self._runs(spec.numel), self.wanted(spec.numel))
@@ -89,7 +89,5 @@ class BlockThreshold(OneRound, frozen=True):
 
 def block_threshold(ratio: float = 0.01, run: int = 16, values: str = "int8") -> BlockThreshold:
     """The runs of `run` neighbours of largest summed magnitude, until `ratio` of all entries is sent."""
-    fraction, kind = value_kinds.share("block_threshold", ratio), value_kinds.named("block_threshold", values)
-    if not isinstance(run, int) or isinstance(run, bool) or run not in RUNS:
-        raise ValueError(f"block_threshold: run is {run!r}, allowed is one of {', '.join(map(str, RUNS))}")
-    return BlockThreshold(fraction, run, kind)
+    checked("block_threshold", ratio=ratio, run=run, values=values)
+    return BlockThreshold(float(ratio), run, values)

@@ -15,7 +15,6 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
-MOST_BLOCK = 1 << 20
 
 MOST16 = 0x7F7F
 """The largest bfloat16 that is finite, as bits: those of numbers that are not negative are ordered as the numbers are."""
@@ -101,9 +100,3 @@ def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
     used = numel * bits % 8
     if used and int(codes[-1]) >> used:
         raise CorruptFrame(f"{name} payload with bits set past its last element")
-
-
-def check_block(name: str, block: int, multiple: int) -> None:
-    if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= MOST_BLOCK or block % multiple:
-        allowed = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
-        raise ValueError(f"{name}: block is {block!r}, allowed is {allowed} from {multiple} to {MOST_BLOCK}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from commlayer.codec_name import checked
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.momentum import momentum_correction
 from commlayer.compressors.topk import topk
@@ -13,6 +14,7 @@ def dgc(ratio: float = 0.001, momentum: float = 0.9, clip: float | None = None, 
 
     A plan spells it as what it is: momentum_correction(warmup(topk(...))).
     """
+    checked("dgc", ratio=ratio, momentum=momentum, clip=clip, warmup=warmup)
     inner: Codec = topk(ratio)
     if warmup:
         inner = warmed(inner, warmup)

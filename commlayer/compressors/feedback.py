@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec.structs
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
 from commlayer.compressors.oneround import accumulator, check_numel, spell
@@ -178,8 +179,7 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
         raise ValueError(f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
     if len(inner.rounds) > 1 and not isinstance(inner, Sent):
         raise ValueError(f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not known")
-    if not isinstance(lr_correction, bool):
-        raise ValueError(f"error_feedback: lr_correction is {lr_correction!r}, allowed is True or False")
+    checked("error_feedback", lr_correction=lr_correction)
     return ErrorFeedback(inner, lr_correction)
 
 

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import MOST16, Blockwise, check_block, check_padding, check_scales16
+from commlayer.compressors.blockwise import MOST16, Blockwise, check_padding, check_scales16
 from commlayer.compressors.codec import Buffer, Out, State
 
 BITS = 4
@@ -43,5 +44,5 @@ class Int4(Blockwise, frozen=True):
 
 def int4(block: int = 64) -> Int4:
     """One scale per `block` elements: 4 + 16 / block bits per element."""
-    check_block("int4", block, 8)
+    checked("int4", block=block)
     return Int4(block)

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import Blockwise, check_block
+from commlayer.compressors.blockwise import Blockwise
 from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.errors import CorruptFrame
 
@@ -38,5 +39,5 @@ class Int8(Blockwise, frozen=True):
 
 def int8(block: int = 1024) -> Int8:
     """One scale per `block` elements: smaller blocks follow the values better and cost 32 / block bits per element."""
-    check_block("int8", block, 1)
+    checked("int8", block=block)
     return Int8(block)

@@ -5,16 +5,16 @@ With either the optimizer's own momentum is 0: velocity is kept here, in the res
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State, ranges
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.picking import Placed
-from commlayer.compressors.wrapper import Wrapper, check_codec, check_plain, check_share
+from commlayer.compressors.wrapper import Wrapper, check_codec, check_plain
 from commlayer.records import Spec
 
 MOST = torch.finfo(torch.float32).max
@@ -137,7 +137,8 @@ def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, cut: Cut = None)
 
 def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
     """Momentum ahead of any codec; a plan adds error feedback inside it where the codec needs that."""
-    return Momentum(check_codec("momentum", inner), check_share("momentum", "beta", beta))
+    checked("momentum", beta=beta)
+    return Momentum(check_codec("momentum", inner), float(beta))
 
 
 def momentum_correction(
@@ -151,9 +152,5 @@ def momentum_correction(
     if not isinstance(inner, Placed):
         raise ValueError(f"momentum_correction: {inner} sends every entry, so masking would leave no momentum: use "
                          "momentum(error_feedback(...)), or a sparse codec")
-    if not isinstance(nesterov, bool):
-        raise ValueError(f"momentum_correction: nesterov is {nesterov!r}, allowed is True or False")
-    if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not 0 < clip < math.inf):
-        raise ValueError(f"momentum_correction: clip is {clip!r}, allowed is None or a number above 0")
-    beta = check_share("momentum_correction", "beta", beta)
-    return MomentumCorrection(inner, beta, nesterov, None if clip is None else float(clip))
+    checked("momentum_correction", beta=beta, nesterov=nesterov, clip=clip)
+    return MomentumCorrection(inner, float(beta), nesterov, None if clip is None else float(clip))

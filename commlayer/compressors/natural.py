@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import Dithered, check_block, check_padding
+from commlayer.compressors.blockwise import Dithered, check_padding
 from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
 
-WIDTHS = (3, 4, 5, 8)
 TOP_EXPONENT = 254
 
 
@@ -49,7 +49,5 @@ def natural(block: int = 512, bits: int = 4) -> Natural:
     Unbiased. The variance of an element is at most 1/8 of its square, but for elements below the lowest power; with bits=8
     there are 127 powers and hardly any such elements.
     """
-    if not isinstance(bits, int) or bits not in WIDTHS:
-        raise ValueError(f"natural: bits is {bits!r}, allowed is one of {', '.join(map(str, WIDTHS))}")
-    check_block("natural", block, 8)
+    checked("natural", block=block, bits=bits)
     return Natural(block, bits)

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import MOST16, Blockwise, check_block, check_padding, check_scales16
+from commlayer.compressors.blockwise import MOST16, Blockwise, check_padding, check_scales16
 from commlayer.compressors.codec import Buffer, Out, State
 
 
@@ -40,5 +41,5 @@ class OneBit(Blockwise, frozen=True):
 
 def onebit(block: int = 512) -> OneBit:
     """1 + 16 / block bits per element: the mean magnitude of `block` elements, with the sign of each."""
-    check_block("onebit", block, 8)
+    checked("onebit", block=block)
     return OneBit(block)

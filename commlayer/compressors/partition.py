@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.feedback import Sent, add_back
@@ -208,18 +208,5 @@ def partition(
         raise ValueError(f"partition: inner is {inner}, allowed is a codec without wrappers; put those around partition")
     if len(codec.rounds) > 1 and not isinstance(inner, Sent):
         raise ValueError(f"partition: {inner} has {len(codec.rounds)} rounds and no sent()")
-    if [parts, nbytes, shapes].count(None) != 2:
-        raise ValueError(f"partition: parts is {parts!r}, nbytes {nbytes!r}, shapes {shapes!r}; exactly one must be set")
-    for what, value, least in (("parts", parts, 1), ("nbytes", nbytes, ELEMENT_NBYTES)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ValueError(f"partition: {what} is {value!r}, allowed is a whole number of at least {least}")
-    if shapes is not None and not _are_shapes(shapes):
-        raise ValueError(f"partition: shapes is {shapes!r}, allowed is a tuple of shapes, such as ((64, 33), (64,))")
+    checked("partition", parts=parts, nbytes=nbytes, shapes=shapes)
     return Partition(codec, parts, nbytes, shapes)
-
-
-def _are_shapes(shapes: object) -> bool:
-    return isinstance(shapes, tuple) and len(shapes) > 0 and all(
-        isinstance(shape, tuple) and all(isinstance(d, int) and not isinstance(d, bool) and d >= 0 for d in shape)
-        for shape in shapes
-    ) and math.prod(len(shape) for shape in shapes) > 0

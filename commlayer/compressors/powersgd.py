@@ -11,14 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, lowrank, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.several import HEADER, SeveralRounds, add_floats, read_floats, write_floats
 from commlayer.records import Spec
-
-MOST_RANK = 256
 
 
 class Sides(NamedTuple):
@@ -146,6 +145,5 @@ class PowerSGD(SeveralRounds, frozen=True):
 
 def powersgd(rank: int = 4) -> PowerSGD:
     """Factors of that rank. Only buckets that keep their tensor's shape of two or more dimensions gain."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
-        raise ValueError(f"powersgd: rank is {rank!r}, allowed is a whole number from 1 to {MOST_RANK}")
+    checked("powersgd", rank=rank)
     return PowerSGD(rank)

@@ -6,14 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import LEVEL_BITS, checked
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import MOST16, Dithered, check_block, check_padding, check_scales16
+from commlayer.compressors.blockwise import MOST16, Dithered, check_padding, check_scales16
 from commlayer.compressors.codec import Buffer, Out
-
-BITS = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
-"""Levels and the bits that they fill, sign included."""
-
-NORMS = ("max", "l2")
 
 
 class Qsgd(Dithered, frozen=True):
@@ -26,7 +22,7 @@ class Qsgd(Dithered, frozen=True):
 
     @property
     def bits(self) -> int:
-        return BITS[self.levels]
+        return LEVEL_BITS[self.levels]
 
     def codes_nbytes(self, numel: int) -> int:
         return (numel * self.bits + 7) // 8
@@ -52,9 +48,5 @@ def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
     Unbiased, so it needs no error feedback, and must not have any where its variance exceeds what it codes (levels=1, or
     norm="l2" with blocks much longer than the square of levels): such a residual would grow from step to step.
     """
-    if not isinstance(levels, int) or levels not in BITS or isinstance(levels, bool):
-        raise ValueError(f"qsgd: levels is {levels!r}, allowed is one of {', '.join(map(str, BITS))}, which fill whole bits")
-    if norm not in NORMS:
-        raise ValueError(f"qsgd: norm is {norm!r}, allowed is one of {', '.join(NORMS)}")
-    check_block("qsgd", block, 8)
+    checked("qsgd", block=block, levels=levels, norm=norm)
     return Qsgd(block, levels, norm)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, Round, State
@@ -18,7 +19,6 @@ from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
-VALUES = ("fp32", "fp16", "bf16")
 
 
 class RandomK(OneRound, frozen=True):
@@ -28,7 +28,7 @@ class RandomK(OneRound, frozen=True):
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
 
     ratio: float
-    values: value_kinds.Kind
+    values: str
     unbiased: bool
 
     @property
@@ -142,7 +142,5 @@ class RandomK(OneRound, frozen=True):
 
 def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
     """Entries at random, the same for all members. unbiased=True scales them and is meant to run without error feedback."""
-    fraction, kind = value_kinds.share("randomk", ratio), value_kinds.named("randomk", values, VALUES)
-    if not isinstance(unbiased, bool):
-        raise ValueError(f"randomk: unbiased is {unbiased!r}, allowed is True or False")
-    return RandomK(fraction, kind, unbiased)
+    checked("randomk", ratio=ratio, values=values, unbiased=unbiased)
+    return RandomK(float(ratio), values, unbiased)

@@ -6,11 +6,12 @@ The sum of n workers needs more bits than what each sends: a result says in its 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
@@ -25,7 +26,6 @@ MOST_BF16 = 0x7F7F
 WIDTHS = (4, 8, 12, 16, 32)
 """Bits that an integer may have on the wire."""
 
-ROUNDINGS = ("stochastic", "nearest")
 
 
 class SharedInt(SeveralRounds, frozen=True):
@@ -36,7 +36,7 @@ class SharedInt(SeveralRounds, frozen=True):
 
     bits: int
     block: int
-    rounding: Literal["stochastic", "nearest"]
+    rounding: str
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
@@ -204,10 +204,5 @@ def _check_quanta(head: payload.Head, numel: int, width: int) -> None:
 
 def shared_int(bits: int = 8, block: int = 1024, rounding: str = "stochastic") -> SharedInt:
     """`bits` 8 or 4 per element towards the server; from it 12 for 2 to 16 workers at 8 bits, 8 for up to 18 at 4 bits."""
-    if not isinstance(bits, int) or bits not in (4, 8):
-        raise ValueError(f"shared_int: bits is {bits!r}, allowed are 4 and 8")
-    if not isinstance(block, int) or isinstance(block, bool) or not 8 <= block <= 1 << 20 or block % 8:
-        raise ValueError(f"shared_int: block is {block!r}, allowed is a multiple of 8 from 8 to {1 << 20}")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"shared_int: rounding is {rounding!r}, allowed is one of {', '.join(map(repr, ROUNDINGS))}")
-    return SharedInt(bits, block, rounding)  # type: ignore[arg-type]
+    checked("shared_int", bits=bits, block=block, rounding=rounding)
+    return SharedInt(bits, block, rounding)

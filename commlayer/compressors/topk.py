@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload, positions, queued, selection, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, State
@@ -26,7 +27,7 @@ class TopK(OneRound, frozen=True):
     biased: ClassVar[bool] = True
 
     ratio: float
-    values: value_kinds.Kind
+    values: str
     exact: bool
 
     def bound(self, spec: Spec) -> int:
@@ -111,7 +112,5 @@ class TopK(OneRound, frozen=True):
 
 def topk(ratio: float = 0.01, values: str = "int8", exact: bool = False) -> TopK:
     """The largest `ratio` of all entries; exact=True sorts at any size, which costs several passes."""
-    fraction, kind = value_kinds.share("topk", ratio), value_kinds.named("topk", values)
-    if not isinstance(exact, bool):
-        raise ValueError(f"topk: exact is {exact!r}, allowed is True or False")
-    return TopK(fraction, kind, exact)
+    checked("topk", ratio=ratio, values=values, exact=exact)
+    return TopK(float(ratio), values, exact)

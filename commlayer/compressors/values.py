@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from commlayer.codec_name import VALUE_BITS
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
-
-Kind = Literal["int8", "fp16", "fp32", "bf16", "int4"]
 
 KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
 """Numbers on the wire: the high half of a sparse header's aux."""
@@ -19,7 +18,6 @@ KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
 BLOCK = 256
 """Entries that share one scale."""
 
-BITS = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
 SCALED = ("int8", "int4")
 MOST = {"fp16": torch.finfo(torch.float16).max, "bf16": torch.finfo(torch.bfloat16).max}
 MOST_SCALE: dict[str, np.floating[Any]] = {"int8": kernels.MOST_SCALE, "int4": np.finfo(np.float32).max / np.float32(8)}
@@ -32,7 +30,7 @@ def scales_nbytes(kind: str, count: int) -> int:
 
 def nbytes(kind: str, count: int) -> int:
     """Exact size: the scales, if any, then the entries."""
-    return scales_nbytes(kind, count) + (BITS[kind] * count + 7) // 8
+    return scales_nbytes(kind, count) + (VALUE_BITS[kind] * count + 7) // 8
 
 
 def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
@@ -88,17 +86,3 @@ def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
         if not kernels.all_finite(val):
             raise CorruptFrame("sparse payload with a value that is not finite")
     return val
-
-
-def named(codec: str, kind: object, allowed: tuple[str, ...] = tuple(KINDS)) -> Kind:
-    """`kind` if it is one of those allowed."""
-    if not isinstance(kind, str) or kind not in allowed:
-        raise ValueError(f"{codec}: values is {kind!r}, allowed is one of {', '.join(map(repr, allowed))}")
-    return kind  # type: ignore[return-value]
-
-
-def share(codec: str, ratio: object) -> float:
-    """`ratio` as a float, if it is one that a sparse codec can have."""
-    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
-        raise ValueError(f"{codec}: ratio is {ratio!r}, allowed is a number above 0 and up to 1")
-    return float(ratio)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import msgspec.structs
 import torch
 
+from commlayer.codec_name import checked
 from commlayer.compressors import payload
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Fed
@@ -89,6 +90,5 @@ def warmup(inner: Codec, steps: int) -> Warmup:
     fits = isinstance(inner, Fed) and isinstance(inner, Placed) and hasattr(inner, "ratio")
     if not fits or inner.rounds != (Round.GATHER,):
         raise ValueError(f"warmup: inner is {inner}, allowed is a sparse codec with a ratio, such as topk")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"warmup: steps is {steps!r}, allowed is a whole number above 0")
+    checked("warmup", steps=steps)
     return Warmup(inner, steps)

@@ -95,10 +95,3 @@ def check_plain(name: str, inner: object) -> Codec:
     if codec.keeps or len(codec.rounds) != 1:
         raise ValueError(f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
     return codec
-
-
-def check_share(name: str, what: str, value: object) -> float:
-    """A number from 0 up to 1, 1 left out."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        raise ValueError(f"{name}: {what} is {value!r}, allowed is a number from 0 up to, and not, 1")
-    return float(value)

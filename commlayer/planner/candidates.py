@@ -6,11 +6,11 @@ send most and least; so a two-level cluster's hundreds of paths are priced for t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
+from commlayer.codec_name import named
 from commlayer.planner import grammar
 from commlayer.planner.costs import Prices, bare
 from commlayer.planner.fit import Promise, fits, on_gpus, promise_of
@@ -80,20 +80,15 @@ def _uneven(cluster: Cluster, coded: Sequence[str], promise: Promise, served: Se
     slow = [node.link.up_bps < SLOW * median(n.link.up_bps for n in workers) for node in workers]
     families: dict[str, list[str]] = {}
     for name in coded:
-        families.setdefault(name.partition("(")[0], []).append(name)
+        families.setdefault(named(name).family, []).append(name)
     for path in served:
         text = _name(path, cluster)
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
-            if any(slow) and not all(slow) and _but_ratio(less) == _but_ratio(more):
+            if any(slow) and not all(slow) and named(less).but_ratio() == named(more).but_ratio():
                 yield Option(text, more, by_node=tuple(less if late else more for late in slow))
             if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
                 yield Option(text, more, down=less)
                 yield Option(text, less, down=more)
-
-
-def _but_ratio(codec: str) -> str:
-    """What codecs that one server reads have in common."""
-    return re.sub(r"ratio=[^,)]*", "ratio", codec)
 
 
 def _name(path: Path, cluster: Cluster) -> str:
@@ -103,10 +98,12 @@ def _name(path: Path, cluster: Cluster) -> str:
 
 
 def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
-    """Of the profile, those that the policy names; by name."""
-    known = {cost.codec for cost in profile.codecs}
-    unknown = sorted({bare(codec) for codec in policy.codecs} - known - {DENSE})  # collectives need no price for floats
+    """Of the profile, those that the policy names; as the profile spells them."""
+    known = {bare(cost.codec): cost.codec for cost in profile.codecs}
+    # Collectives need no price for floats.
+    unknown = sorted(codec for codec in policy.codecs if bare(codec) not in {*known, bare(DENSE)})
     if unknown:
         raise ValueError(f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
-                         f"it has: {', '.join(sorted(known))}")
-    return sorted(({bare(codec) for codec in policy.codecs} or known) & known)
+                         f"it has: {', '.join(sorted(known.values()))}")
+    asked = {bare(codec) for codec in policy.codecs} or {*known}
+    return sorted(text for name, text in known.items() if name in asked)

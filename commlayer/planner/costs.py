@@ -10,22 +10,21 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from commlayer.codec_name import CodecName, named
 from commlayer.planner.groups import Group, fold
 from commlayer.planner.model import Cluster, CodecCost, Line, Node, Profile, Task
 from commlayer.planner.paths import CODING, Path, parse
 from commlayer.planner.template import Template, template
 from commlayer.planner.walk import Coded, Step, Walk
 
-WRAPPER = "error_feedback("
 
+def bare(codec: str) -> CodecName:
+    """What profiles price: the codec without error feedback, whose cost is in the figures, however it is spelled.
 
-def bare(codec: str) -> str:
-    """A codec as profiles name it: without error feedback, whose cost is in the figures.
-
-    >>> bare("error_feedback(topk(ratio=0.01))")
-    'topk(ratio=0.01)'
+    >>> bare("error_feedback(topk(0.01))") == bare("topk(ratio=0.01, values='int8')")
+    True
     """
-    return codec[len(WRAPPER) : -1] if codec.startswith(WRAPPER) and codec.endswith(")") else codec
+    return named(codec).bare
 
 
 class Prices:
@@ -44,7 +43,7 @@ class Prices:
         self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), tuple(spread)
         self.groups = fold(cluster, self.hosts, spread=bool(spread))
         _check(self.groups)
-        self._costs = {(c.codec, c.device): c for c in profile.codecs}
+        self._costs = {(bare(c.codec), c.device): c for c in profile.codecs}
         self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]
         self._templates: dict[object, Template] = {}
         self._steps: dict[object, tuple[Step, ...]] = {}
@@ -110,12 +109,13 @@ class Prices:
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
         """Of a codec on that node's GPU or CPU."""
-        name = bare(codec)
-        found = self._costs.get((name, node.device)) if device == "gpu" else None
-        found = found or self._costs.get((name, device))
+        found = None
+        for name in (bare(codec), bare(codec).whole):
+            found = found or (self._costs.get((name, node.device)) if device == "gpu" else None)
+            found = found or self._costs.get((name, device))
         if found is None:
             known = ", ".join(sorted({c.codec for c in self.profile.codecs if c.device == device})) or "none"
-            raise ValueError(f"profile {self.profile.source!r} has no cost of {name} on {device}, it has: {known}")
+            raise ValueError(f"profile {self.profile.source!r} has no cost of {codec} on {device}, it has: {known}")
         return found
 
     def _served_by(self, server: int) -> dict[int, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from commlayer.codec_name import named
 from commlayer.planner.doubles import unrounded
+from commlayer.planner.shaping import row_of, shaped
 from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -36,33 +38,30 @@ def default_plan(
     [(0, 1, 1000), (1, 0, 500000), (2, 0, 500000)]
     """
     _check(path, servers, ranks_per_node, cut_nbytes)
+    name = named(codec)
+    most, matrices = name.most_nbytes, path == "service" and name.shaped
+    fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
         first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
     collective = path == "allreduce"
-    groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective))
+    groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
+                        most if matrices else 0))
     # A bucket is ready when its last tensor is; those of buffers when backward is over.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
     hosts = spread(sizes, servers) if service else [0] * len(sizes)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
-    buckets = tuple(
-        Bucket(i, group, path, BUFFER_CODEC if _buffer(job, group) else codec, hosts[i], owners[i], shape_of(job, group))
-        for i, group in enumerate(groups)
-    )
-    return unrounded(Plan(job.digest(), buckets, servers if service else 0, ranks_per_node), job)
+    buckets = []
+    for i, group in enumerate(groups):
+        mine, shape = shaped(BUFFER_CODEC if _buffer(job, group) else codec, job, group)
+        buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape))
+    return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
 
 
 def _buffer(job: Job, group: Sequence[Slice]) -> bool:
     return job.tensors[group[0].tensor].buffer
-
-
-def shape_of(job: Job, group: Sequence[Slice]) -> tuple[int, ...]:
-    """A whole matrix in a bucket of its own keeps its shape."""
-    info = job.tensors[group[0].tensor]
-    whole = len(group) == 1 and group[0].numel == info.numel
-    return info.shape if whole and len(info.shape) > 1 else ()
 
 
 def spread(sizes: Sequence[int], hosts: int) -> list[int]:
@@ -76,18 +75,20 @@ def spread(sizes: Sequence[int], hosts: int) -> list[int]:
     return chosen
 
 
-def cut(tensor: int, numel: int, parts: int) -> tuple[Slice, ...]:
-    """So many slices, which differ in size by at most one element."""
-    edges = [numel * i // parts for i in range(parts + 1)]
+def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
+    """So many slices, which differ in size by at most one element; between rows by at most one of them."""
+    edges = [numel // row * i // parts * row for i in range(parts + 1)]
     return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
 
 
 def fused(
-    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool
+    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
+    matrix_nbytes: int = 0,
 ) -> Iterator[tuple[Slice, ...]]:
     """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow.
 
     A collective's bucket takes tensors until it has reached the limit, which lets the first go out as early as DDP's does.
+    With `matrix_nbytes` matrices stay whole up to so many bytes, and are cut between rows.
     """
     limit = first_nbytes
     held: list[Slice] = []
@@ -99,9 +100,12 @@ def fused(
         kind = (info.dtype, info.buffer)
         nbytes = info.numel * ELEMENT_NBYTES
         # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
-        parts = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // SPREAD_NBYTES))
+        parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // SPREAD_NBYTES)), 1
+        if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_of(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
+            row = max(row_of(info.shape), 1)
+            parts = -(-info.numel // (matrix_nbytes // ELEMENT_NBYTES // row * row))
         if parts > 1:
-            for part in cut(tensor, info.numel, parts):
+            for part in cut(tensor, info.numel, parts, row):
                 yield (part,)
             limit = fuse_nbytes
         elif nbytes:

@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from commlayer.codec_name import named
 from commlayer.planner.costs import Prices
 from commlayer.planner.critical import critical
-from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, shape_of, spread
+from commlayer.planner.default import ELEMENT_NBYTES, SPREAD_NBYTES, spread
 from commlayer.planner.doubles import EXACT, unrounded
 from commlayer.planner.fuse import Sort
 from commlayer.planner.layout import Kind, Layout, Piece
@@ -21,6 +22,7 @@ from commlayer.planner.placement import assign
 from commlayer.planner.problem import Load, Problem, flatten
 from commlayer.planner.schedule import schedule
 from commlayer.planner.search import WORTH, Found, Space, best, priced, search
+from commlayer.planner.shaping import shaped
 from commlayer.planner.simulate import pace, tail
 from commlayer.planner.stack import alone_s, stack
 from commlayer.planner.ways import Ways, free
@@ -53,6 +55,8 @@ LEAST_NBYTES = 16 << 10
 """Of a part, where it is tried whether a bucket should be cut for every server."""
 NEARLY = 0.01
 """A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
+MOST_PARTS = 1024
+"""More are not simulated with every server for itself: that costs seconds, and parts that small have costs of their own."""
 ANY = -1
 """Server of a part that may go to whichever has least."""
 
@@ -142,8 +146,8 @@ class Entry:
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
 
-    def bound_s(self) -> float:
-        """The step if coding took no time."""
+    def free_s(self) -> float:
+        """The step if coding took no time: the best of a narrow search, so no bound on other plans."""
         prices = self.ways.prices
         ways = Ways(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread), self.options)
         useful = self._useful(ways)
@@ -164,9 +168,15 @@ class Entry:
         if found.choice not in self._written:
             best = self._cut(found, SHARED)
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
-                best = min(best, self._cut(found, max(self.layout.sizes)), key=lambda written: written.seconds)
+                best = min(best, self._cut(found, self._finest), key=lambda written: written.seconds)
             self._written[found.choice] = best
         return self._written[found.choice]
+
+    @property
+    def _finest(self) -> int:
+        """A part of every bucket for every server, where those are not too many."""
+        few = len(self.layout.sizes) * len(self.hosts) <= MOST_PARTS
+        return max(self.layout.sizes) if few else max(SHARED, MOST_PARTS // len(self.hosts))
 
     def _cut(self, found: Found, finely: int) -> Written:
         parts, placed = self._parts(found, finely), self.ways.placed
@@ -183,8 +193,9 @@ class Entry:
         buckets = []
         for i, part in enumerate(parts):
             option = self.options[part.option]
-            buckets.append(Bucket(i, part.piece.slices, option.path, option.codec, part.server, part.owner,
-                                  shape_of(job, part.piece.slices), option.down, option.by_node))
+            codec, shape = shaped(option.codec, job, part.piece.slices)
+            buckets.append(Bucket(i, part.piece.slices, option.path, codec, part.server, part.owner, shape, option.down,
+                                  option.by_node))
         served = any(self.options[part.option].served for part in parts)
         made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     hosts=self.hosts if served else ())
@@ -199,7 +210,8 @@ class Entry:
         least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
         for b, size in enumerate(self.layout.sizes):
             option = self.useful[b][found.choice[b]]
-            parts = -(-size * finely * len(self.hosts) // total) if self.options[option].served else 1
+            cuts = self.options[option].served and not named(self.options[option].codec).shaped
+            parts = -(-size * finely * len(self.hosts) // total) if cuts else 1
             parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // least_nbytes))
             each = self.fitted and parts == len(self.hosts)
             even = [size * i // parts for i in range(1, parts)]

@@ -15,6 +15,8 @@ class Limits(NamedTuple):
 
     fuse_nbytes: int
     cut_nbytes: int
+    matrix_nbytes: int = 0
+    """Where a codec needs matrices, these stay whole up to so many bytes."""
 
 
 class Sort(IntEnum):
@@ -32,19 +34,19 @@ TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * 
 """From overlap (small buckets go out early) to few calls (each pays latency and floors)."""
 
 
-def limits(job: Job) -> tuple[Limits, ...]:
-    """The limits worth trying for a model of this size, without repetitions."""
+def limits(job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False) -> tuple[Limits, ...]:
+    """The limits worth trying for a model of this size, without repetitions. `most`: bytes that a bucket may have."""
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
-    most = MAX_BUCKET_NBYTES
-    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b in TRIED)
+    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
     # As in Espresso, each tensor by itself.
     alone = [Limits(0, most)] if len(job.tensors) <= MOST_BUCKETS * 2 else []
-    return tuple(dict.fromkeys([*tried, *alone]))
+    kept = most if matrices else 0
+    return tuple(dict.fromkeys([limit._replace(matrix_nbytes=kept) for limit in (*tried, *alone)]))
 
 
 def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
     """Slices by bucket, in the order in which backward makes them ready; buffers last."""
-    made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False))
+    made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
     return sorted(made, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterator
 
+from commlayer.codec_name import misspelled
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Line, Policy, Profile
-from commlayer.planner.option import DENSE
 from commlayer.planner.tables import DEFAULT_CODECS, GPUS, profile_from_tables
 from commlayer.records import Job, Timing
 
 MOST_NUMEL = 1 << 36
 """Elements of a job: more than any one machine holds a replica of, and its buckets can still be searched."""
-CODEC = re.compile(r"\w+\(.*\)")
 
 
 def checked_inputs(
@@ -37,7 +35,8 @@ def checked_inputs(
 
 def tables_profile(cluster: Cluster, policy: Policy) -> Profile:
     """Of the tables' usual codecs, and of what else the policy asks for."""
-    return profile_from_tables(cluster, tuple(dict.fromkeys((*DEFAULT_CODECS, *(bare(codec) for codec in policy.codecs)))))
+    once = {bare(codec): str(bare(codec)) for codec in (*DEFAULT_CODECS, *policy.codecs)}
+    return profile_from_tables(cluster, tuple(once.values()))
 
 
 def job_problems(job: Job) -> Iterator[str]:
@@ -113,12 +112,13 @@ def profile_problems(profile: Profile) -> Iterator[str]:
         yield f"{name} has no codecs"
     seen = set()
     for cost in profile.codecs:
-        if (cost.codec, cost.device) in seen:
+        priced = (cost.codec if misspelled(cost.codec) else bare(cost.codec), cost.device)
+        if priced in seen:
             yield f"{name}: {cost.codec} on {cost.device} stands there twice"
-        seen.add((cost.codec, cost.device))
+        seen.add(priced)
         where = f"{cost.codec} on {cost.device}"
-        if not CODEC.fullmatch(cost.codec):
-            yield f"{name}: codec {cost.codec!r} on {cost.device} is no codec's name, allowed: such as {DENSE}"
+        if wrong := misspelled(cost.codec):
+            yield f"{name}: {wrong}"
         if cost.rounds < 1:
             yield f"{name}: rounds of {where} is {cost.rounds}, allowed: 1 or more"
         for field in ("encode", "decode", "nbytes", "reduced"):
@@ -144,8 +144,7 @@ def device_problems(profile: Profile, cluster: Cluster) -> Iterator[str]:
 
 
 def policy_problems(policy: Policy) -> Iterator[str]:
-    if not all(codec.strip() for codec in policy.codecs):
-        yield "policy: codecs has an empty name, allowed: names such as fp16()"
+    yield from (f"policy: {wrong}" for codec in policy.codecs if (wrong := misspelled(codec)))
     if not policy.devices or set(policy.devices) - {"gpu", "cpu"}:
         yield f"policy: devices is {', '.join(policy.devices) or 'empty'}, allowed: gpu, cpu"
     if not policy.max_loss >= 0:

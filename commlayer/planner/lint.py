@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from commlayer.codec_name import CodecName, misspelled
 from commlayer.planner import grammar
 from commlayer.planner.costs import bare
 from commlayer.planner.fit import Promise, misfits, on_gpus, promise_of
@@ -12,6 +13,7 @@ from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.option import DENSE
 from commlayer.planner.paths import parse
 from commlayer.planner.rules import verify, verify_alone
+from commlayer.planner.shaping import untouched
 from commlayer.planner.simulate import hosts_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
@@ -30,6 +32,7 @@ def lint(
     problems += [] if job is None or job.timing is None else list(job_problems(job))
     problems += [] if cluster is None else [*cluster_problems(cluster), *_places(plan, cluster)]
     problems += [] if profile is None else profile_problems(profile)
+    problems += untouched(plan, job)
     for bucket in plan.buckets:
         problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
     return list(dict.fromkeys(problems))  # a path that the tree does not have is told by verify, too
@@ -40,11 +43,11 @@ def _bucket(
     codec_problem: Callable[[str], str] | None,
 ) -> Iterator[str]:
     codecs = dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])
-    if codec_problem is not None:
-        yield from (told for codec in codecs if (told := codec_problem(codec)))
-    known = {cost.codec: cost for cost in profile.codecs} if profile else {}
+    wrong = [told for codec in codecs if (told := misspelled(codec) or (codec_problem(codec) if codec_problem else ""))]
+    yield from wrong
+    known = {bare(cost.codec): cost for cost in profile.codecs} if profile else {}
     if profile is not None:
-        yield from (f"codec {c!r} has no cost in profile {profile.source!r}" for c in codecs if bare(c) not in known)
+        yield from (f"codec {c!r} has no cost in profile {profile.source!r}" for c in codecs if _bare(c) not in known)
     try:
         path = parse(bucket.path, plan.ranks_per_node)
     except ValueError as error:
@@ -52,8 +55,8 @@ def _bucket(
         return
     yield from (f"path {bucket.path!r}: {line}" for line in grammar.check(path, cluster))
     promises = {name: promise_of(cost) for name, cost in known.items()}
-    up = [promises.get(bare(codec), ANY) for codec in (bucket.codec, *bucket.by_node)]
-    down = promises.get(bare(bucket.down), ANY) if bucket.down else None
+    up = [promises.get(_bare(codec), ANY) for codec in (bucket.codec, *bucket.by_node)]
+    down = promises.get(_bare(bucket.down), ANY) if bucket.down else None
     gpus = cluster is not None and on_gpus(cluster)
     problems = misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=gpus)
     yield from (f"path {bucket.path!r}: {line}" for line in problems)
@@ -63,7 +66,7 @@ def _bucket(
         nodes = sum(1 for node in cluster.nodes if node.ranks)
         if len(bucket.by_node) != nodes:
             yield f"by_node has {len(bucket.by_node)} codecs for {nodes} nodes with ranks"
-    families = {bare(codec).partition("(")[0] for codec in bucket.by_node}
+    families = {_bare(codec).family for codec in bucket.by_node}
     if len(families) > 1:
         yield f"by_node mixes {', '.join(sorted(families))}: one server reads one family"
     buffer = job is not None and any(
@@ -73,6 +76,11 @@ def _bucket(
         yield f"holds buffers, which are averaged as they are: codec {DENSE!r}, not {bucket.codec!r}"
     if buffer and bucket.stale:
         yield "holds buffers, which are never a step late"
+
+
+def _bare(codec: str) -> CodecName:
+    """What is no codec is of a family of its own."""
+    return CodecName(codec, ()) if misspelled(codec) else bare(codec)
 
 
 def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:

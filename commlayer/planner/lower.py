@@ -12,11 +12,11 @@ from itertools import pairwise
 
 from msgspec import structs
 
+from commlayer.codec_name import named
 from commlayer.planner import grammar
 from commlayer.planner.paths import parse, spell
 from commlayer.records import Bucket, Plan, Slice
 
-SPARSE = ("topk(", "block_threshold(", "dgc(", "chain(")
 MERGED = "topk(ratio=1.0, values='int8')"
 """All entries of a merged sparse sum: no zeros."""
 AS_IT_IS = "identity()"
@@ -42,8 +42,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
         raise ValueError(f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
                          "server is coded on one of them")
     forwards = any(op.name == "forward" for op in path)
-    bare = bucket.codec.removeprefix("error_feedback(")
-    down = (MERGED if bare.startswith(SPARSE) else AS_IT_IS) if forwards else bucket.down
+    down = (MERGED if named(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
     served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")
     if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
         yield served

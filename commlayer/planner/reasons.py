@@ -9,6 +9,7 @@ from msgspec import structs
 
 from commlayer.planner.doubles import DOUBLE
 from commlayer.planner.entry import Entry
+from commlayer.planner.model import Cluster
 from commlayer.planner.option import DENSE
 from commlayer.planner.simulate import Timeline, per_step, simulate
 from commlayer.records import Bucket, Plan, Why
@@ -19,14 +20,14 @@ SAME = 1e-6
 """Steps closer than this fraction are called equal."""
 
 
-def explained(plan: Plan, entry: Entry) -> Plan:
-    """The same plan with its predictions."""
-    job, _, cluster, profile, policy = entry.inputs
+def explained(plan: Plan, entry: Entry, cluster: Cluster) -> Plan:
+    """The same plan with its predictions. `cluster`: every node as it is, where the search knew kinds of nodes."""
+    job, _, searched, profile, policy = entry.inputs
     placed = entry.ways.placed.prices
     timeline = simulate(plan, job, cluster, profile, policy, spans=False,
-                        prices=placed if placed.hosts == plan.hosts else None)
+                        prices=placed if placed.hosts == plan.hosts and searched == cluster else None)
     step_s = per_step(timeline, plan.local_steps)
-    bound_s = min(step_s, entry.bound_s() / plan.local_steps)
+    free_s = min(step_s, entry.free_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
     origins = [part.origin for part in entry.parts(entry.found)]
     for b in origins:
@@ -35,7 +36,7 @@ def explained(plan: Plan, entry: Entry) -> Plan:
         structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
         for bucket, b in zip(plan.buckets, origins, strict=True)
     )
-    return structs.replace(plan, buckets=buckets, step_s=step_s, bound_s=bound_s)
+    return structs.replace(plan, buckets=buckets, step_s=step_s, free_s=free_s)
 
 
 class Verdict(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from commlayer.codec_name import misspelled, named
 from commlayer.planner import grammar, paths
 from commlayer.planner.doubles import rounded
-from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 FLOAT32_NBYTES = 4
 
@@ -36,7 +37,7 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
     problems += [f"{name} is {getattr(plan, name)}, allowed: at least {least}"
                  for name, least in (("local_steps", 1), ("servers", 0)) if getattr(plan, name) < least]
     problems += [f"{name} is {getattr(plan, name)}, allowed: seconds, 0 or more"
-                 for name in ("step_s", "bound_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
+                 for name in ("step_s", "free_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
     return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
 
 
@@ -79,6 +80,16 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     if not backward and served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
         yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
+    if not backward and served:
+        yield from (f"{name}: {line}" for text in dict.fromkeys((bucket.codec, bucket.down, *bucket.by_node)) if text
+                    for line in _kept(text, bucket.numel))
+
+
+def _kept(codec: str, numel: int) -> Iterator[str]:
+    """What a server keeps is one frame when it is saved. What is no codec is told by whoever knows them."""
+    if not misspelled(codec) and (kept := named(codec).kept_nbytes(numel)) > MAX_FRAME_NBYTES:
+        yield (f"a server keeps up to {kept} bytes of {numel} elements under {codec}, a frame carries {MAX_FRAME_NBYTES}: cut "
+               f"it into parts of at most {named(codec).most_nbytes // FLOAT32_NBYTES} elements")
 
 
 def _slices(job: Job, bucket: Bucket) -> Iterator[str]:

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner import fuse, grammar
-from commlayer.planner.candidates import options
-from commlayer.planner.costs import Prices
+from commlayer.planner.candidates import allowed_codecs, options
+from commlayer.planner.costs import Prices, bare
 from commlayer.planner.entry import Entry, Inputs
 from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.kinds import condensed
 from commlayer.planner.layout import Layout
 from commlayer.planner.model import Cluster, Node, Policy, Profile
+from commlayer.planner.option import DENSE
 from commlayer.planner.paths import parse
 from commlayer.planner.placement import shares
 from commlayer.planner.reasons import explained
@@ -31,18 +33,20 @@ WORTH = 0.02
 
 NEAR = 0.01
 """What is written is no more than this fraction faster than what was searched, where buckets are spread over all servers."""
+WRITTEN = 2000
+"""Squares of servers, as which simulating what would be written costs: where it is dear, the first few alone are looked at."""
 ALIKE = 0.1
 """Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
 EVEN = 0.1
 """Links that differ by no more than this fraction are equal, where it is asked who should host."""
-LEAST_PART = 0.02
-"""Whoever would sum less than this is not worth a server."""
+LEAST_PART = 0.05
+"""Whoever would sum less than this of what the busiest server sums is not worth one."""
 
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
     """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    inputs = Inputs(job, timing, cluster, profile, policy)
+    inputs = Inputs(job, timing, condensed(cluster), profile, policy)
     tried = _tried(inputs)
     finalists = _finalists(tried)
     choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
@@ -64,7 +68,7 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     made = entry.emit()
     if policy.staleness and entry.local_steps == 1:
         made = _stale(made, inputs)
-    return explained(made, entry)
+    return explained(made, entry, cluster)
 
 
 def _local_steps(most: int) -> list[int]:
@@ -109,7 +113,9 @@ def _tried(inputs: Inputs) -> list[Entry]:
 def _layouts(inputs: Inputs) -> list[Layout]:
     """Of those with nearly as many buckets the first."""
     made: list[Layout] = []
-    for limits in fuse.limits(inputs.job):
+    allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
+    most, matrices = min(name.most_nbytes for name in allowed), any(name.shaped for name in allowed)
+    for limits in fuse.limits(inputs.job, most, matrices=matrices):
         layout = Layout(inputs.job, inputs.timing, limits)
         if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
             made.append(layout)
@@ -125,10 +131,12 @@ def _finalists(tried: list[Entry]) -> list[Entry]:
 def _shortest(tried: list[Entry], most: int, which: Callable[[Entry], Found]) -> list[Entry]:
     """By what would be written of them, which takes some per cent longer than what was searched, and not all alike."""
     found: list[tuple[float, int, Entry]] = []
+    left = WRITTEN
     for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).step_s)):
         kind = which(entry)
-        if len(found) == most and kind.step_s >= found[-1][0]:
+        if len(found) == most and (kind.step_s >= found[-1][0] or left <= 0):
             break
+        left -= len(entry.hosts) ** 2
         found = sorted([*found, (max(kind.step_s, entry.exact_s(kind)), place, entry)])[:most]
     return [entry for *_, entry in found]
 
@@ -166,7 +174,8 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
     if len(able) < 2:
         return [Hosts(tuple(able))]
     evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
-    parts = {i: part for i, part in enumerate(shares(cluster).shares) if part >= LEAST_PART}
+    owned = shares(cluster).shares
+    parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
     fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
     alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
     fastest = Hosts((max(able, key=lambda i: (_bps(cluster.nodes[i]), -i)),))

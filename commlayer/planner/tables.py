@@ -3,8 +3,7 @@
 GPUs: FP32 peak and memory bandwidth of the vendors' data sheets. Training speed against a V100 is taken as the geometric mean
 of the two ratios: convolutions and products follow the first, everything between them the second. Where cards multiply in TF32
 that is too little; the A100's is from ResNet-50's published images/s (NVIDIA's DeepLearningExamples).
-Codecs: they are bound by memory, so an element costs the bytes that its kernels read and write; on a CPU at the speed that
-one core streams at, on a GPU at its own bandwidth. The CPU's figures are those of the project's own bench of codecs.
+Codecs: what an element costs is sizes.py's; on a CPU at the speed that one core streams at, on a GPU at its own bandwidth.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from commlayer.codec_name import named
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.sizes import touch
 
 
 class Gpu(NamedTuple):
@@ -87,17 +88,6 @@ DEFAULT_CODECS = (
 )
 
 
-class _Touch(NamedTuple):
-    """Bytes an element: read and written to encode and to add one payload; sent."""
-
-    encode: float
-    decode: float
-    sent: float
-    loss: float
-    sums: bool = False
-    alone: bool = True
-
-
 def gpu(name: str) -> Gpu:
     found = GPUS.get(name.lower())
     if found is None:
@@ -158,62 +148,12 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
-    touch = _touch(name)
+    touched = touch(named(name))
     return CodecCost(
-        name, device, Line(floor_s, touch.encode / bytes_s), Line(floor_s / 2, touch.decode / bytes_s),
-        Line(PAYLOAD_HEADER_NBYTES, touch.sent), touch.loss, sums=touch.sums,
-        alone=touch.alone, answers=touch.alone,
+        name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
+        Line(PAYLOAD_HEADER_NBYTES, touched.sent), touched.loss, sums=touched.sums,
+        alone=touched.alone, answers=touched.answers,
     )
 
 
 PAYLOAD_HEADER_NBYTES = 16
-SPARSE = ("topk", "randomk", "block_threshold")
-UNKNOWN_LOSS = 0.5
-_NAME = re.compile(r"(\w+)\((.*)\)")
-
-
-def _touch(name: str) -> _Touch:
-    """Encoding with error feedback reads gradient and residual and writes the residual: 12 B, at 0.68 of the stream for
-    top-k and 0.72 for int8. Losses are guesses that rank codecs, until a tuner has measured them."""
-    match = _NAME.fullmatch(name)
-    family, arguments = (match[1], match[2]) if match else (name, "")
-    found = re.search(r"ratio=([0-9.eE+-]+)", arguments)
-    ratio = float(found[1]) if found else 0.01
-    if family in SPARSE:
-        if not 0 < ratio <= 1:
-            raise ValueError(f"codec {name!r}: ratio is {ratio:g}, allowed: above 0, up to 1")
-        loss = min(1.0, 0.25 * -math.log10(ratio))
-        if family == "randomk":
-            return _Touch(12, 4 + 64 * ratio, 4 * ratio, min(1.0, 2 * loss), sums=True, alone=False)
-        return _Touch(12 / 0.68, 4 + 64 * ratio, ratio * (1 + _position_nbytes(ratio)), loss)
-    fixed = {
-        "identity": _Touch(0, 12, 4, 0.0, sums=True),
-        "fp16": _Touch(6, 10, 2, 0.0),
-        "bf16": _Touch(6, 10, 2, 0.0),
-        "int8": _Touch(13 / 0.72, 9, 1.004, 0.1),
-        "int4": _Touch(12.5 / 0.72, 8.5, 0.53, 0.2),
-        "onebit": _Touch(16.25, 8.125, 0.129, 0.5),
-        "qsgd": _Touch(12.5 / 0.35, 8.5, 0.504, 0.2),
-        "natural": _Touch(12.5 / 0.3, 8.5, 0.503, 0.2),
-        "terngrad": _Touch(12.2 / 0.35, 8.2, 0.204, 0.6),
-    }
-    if family not in fixed:
-        raise ValueError(f"codec {name!r} is in no table, known are {', '.join((*fixed, *SPARSE))}; "
-                         "or measure it with `commlayer profile`")
-    return fixed[family]
-
-
-def codec_loss(name: str) -> float:
-    """The tables' guess at what a codec costs in quality; that of a coarse one where they have none."""
-    try:
-        return _touch(name).loss
-    except ValueError:
-        return UNKNOWN_LOSS
-
-
-def _position_nbytes(ratio: float) -> float:
-    """Bytes an entry for its position: the entropy of a sparse bitmap, and the 15 % that the format stays above it."""
-    if ratio == 1:
-        return 0.0
-    bits = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)
-    return 1.15 * bits / 8

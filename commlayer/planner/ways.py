@@ -28,7 +28,8 @@ class Ways:
         self._useful: dict[tuple[int, int], list[int]] = {}
         self._unbeaten: dict[tuple[int, int], list[int]] = {}
         self._at_edges: dict[int, list[list[float]]] = {}
-        of = {bare(option): codec_loss(prices.profile, option) for o in options for option in (o.codec, o.down, *o.by_node)}
+        codecs = {codec for o in options for codec in (o.codec, o.down, *o.by_node) if codec}
+        of = {codec: codec_loss(prices.profile, codec) for codec in codecs}
         self.losses = [_loss(option, of) for option in self.options]
         """In final quality, if the whole model were sent so; by option."""
 
@@ -113,14 +114,14 @@ def _respects(template: Template, sizes: Reals) -> list[list[float]]:
 
 def _loss(option: Option, of: dict[str, float]) -> float:
     """A codec's loss is of both ways; where they differ, each has half of its own."""
-    losses = [of[bare(codec)] for codec in option.by_node or (option.codec,)]
+    losses = [of[codec] for codec in option.by_node or (option.codec,)]
     up = sum(losses) / len(losses)
-    return (up + of[bare(option.down)]) / 2 if option.down else up
+    return (up + of[option.down]) / 2 if option.down else up
 
 
 def codec_loss(profile: Profile, codec: str) -> float:
     """The worst of its entries; 0 for a codec that the profile does not know."""
-    return max((c.loss for c in profile.codecs if c.codec == bare(codec)), default=0.0)
+    return max((c.loss for c in profile.codecs if bare(c.codec) == bare(codec)), default=0.0)
 
 
 def free(profile: Profile) -> Profile:

@@ -28,7 +28,7 @@ class Point(Record, frozen=True):
     plan_s: float
     dense_s: float
     """Without any codec."""
-    bound_s: float
+    free_s: float
     samples_per_s: float
     """Of all workers together; 0 where the job has no batch."""
 
@@ -54,7 +54,7 @@ def point(
     # What needs no codec is open to both, and a search may miss it.
     plan_s = min(made.step_s, dense.step_s)
     batch = (job.batch or 0) * cluster.ranks
-    return Point(label, x, plan_s, dense.step_s, min(made.bound_s, plan_s), batch / plan_s if plan_s else 0.0)
+    return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0)
 
 
 def what_if(
@@ -116,12 +116,15 @@ def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float
 
 
 def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
-    *_, last = (node for node in cluster.nodes if node.ranks)
+    """Of nodes that train; those that only serve stay."""
+    trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
     for n in counts:
         if n < 1:
             raise ValueError(f"nodes: got {n}, allowed: 1 or more")
-        copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(cluster.nodes)))
-        yield f"{n} nodes", float(n), structs.replace(cluster, nodes=cluster.nodes[:n] + copies)
+        left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
+        kept = tuple(node for place, node in enumerate(cluster.nodes) if place not in left_out)
+        copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
+        yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
 
 
 def _with_gpus(cluster: Cluster, gpus: Sequence[str]) -> Iterator[tuple[str, float, Cluster]]:

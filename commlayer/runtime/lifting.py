@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from commlayer.codec_name import named
 from commlayer.compressors import Codec, codec_of, parse, wrap
 from commlayer.compressors.ef21 import EF21
 from commlayer.compressors.momentum import Momentum, MomentumCorrection
@@ -34,9 +35,8 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
     >>> level(parse("error_feedback(topk(ratio=0.01))")), level(parse("fp16()"))
     (0.01, 0.5)
     """
-    ratios = list(_ratios(codec))
-    if ratios:
-        return min(ratios)
+    if (ratio := named(str(codec)).ratio) is not None:
+        return ratio
     if hasattr(codec, "bits"):
         return float(codec.bits / 32)  # what a sum of them takes is more
     spec = spec if spec.numel > SMALL else TYPICAL
@@ -124,12 +124,3 @@ def _with_ratio(codec: Any, floor: float) -> Any:
         elif isinstance(value, msgspec.Struct):
             changed[name] = _with_ratio(value, floor)
     return structs.replace(codec, **changed) if changed else codec
-
-
-def _ratios(codec: Any) -> Iterator[float]:
-    for name in codec.__struct_fields__:
-        value = getattr(codec, name)
-        if name == "ratio":
-            yield value
-        elif isinstance(value, msgspec.Struct):
-            yield from _ratios(value)

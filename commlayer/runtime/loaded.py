@@ -28,7 +28,7 @@ class Load(NamedTuple):
 
 def load_of(steps: Sequence[Step], plan: Plan, costs: Sequence[CodecCost]) -> Load:
     """From the buckets that go over servers: each is coded once, and its result decoded once, whole."""
-    of = {cost.codec: cost for cost in costs if cost.device == "cpu"}
+    of = {bare(cost.codec): cost for cost in costs if cost.device == "cpu"}
     numel, encode, decode = {}, {}, {}
     for bucket in plan.buckets:
         up, down = of.get(bare(bucket.codec)), of.get(bare(bucket.down or bucket.codec))

@@ -11,7 +11,7 @@ from commlayer.compressors import Codec, codec_of, parse, wrap
 from commlayer.compressors.reducing import adds_up, stands_alone
 from commlayer.compressors.twoway import answers
 from commlayer.planner import fit, grammar, paths
-from commlayer.records import Bucket, Plan
+from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 
 
 def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True) -> list[str]:
@@ -36,7 +36,10 @@ def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
     try:
         codecs = [codec_of(bucket), *(codec_of(bucket, node) for node in range(nodes if bucket.by_node else 0))]
         for codec in codecs:
-            codec.bound(bucket.spec)
+            if (nbytes := codec.bound(bucket.spec)) > MAX_FRAME_NBYTES and bucket.path == "service":
+                yield (f"payloads of {codec} may have {nbytes} bytes of {bucket.numel} elements, a frame carries "
+                       f"{MAX_FRAME_NBYTES}: cut it into several, or take a codec that sends less")
+                return
     except ValueError as error:
         yield str(error).removeprefix(f"bucket {bucket.id}: ")
         return

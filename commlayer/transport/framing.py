@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from commlayer.errors import CorruptFrame
+from commlayer.records import MAX_FRAME_NBYTES
 from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import Flag, Header, Kind
 
 MAGIC = b"CML2"
 VERSION = 2
-DEFAULT_MAX_NBYTES = 256 << 20
+DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
 

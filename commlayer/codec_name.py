@@ -1,0 +1,293 @@
+"""A codec's spelling as a value: its family, every argument, what is inside. Parsed once, where text enters.
+
+Reads literals and known names only and evaluates nothing. Knows what arguments may be; no bytes, no tensors, no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES
+
+VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
+"""Kinds of values that sparse codecs send."""
+LEVEL_BITS: Mapping[int, int] = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
+"""qsgd's levels and the bits that they fill, sign included."""
+DRAWN_VALUES = ("fp32", "fp16", "bf16")
+"""Kinds of values of random-k: sums of them need no scale."""
+NORMS = ("max", "l2")
+POWER_BITS = (3, 4, 5, 8)
+RUNS = (8, 16, 32, 64)
+MOST_RANK = 256
+MOST_BLOCK = 1 << 20
+ROUNDINGS = ("stochastic", "nearest")
+ELEMENT_NBYTES = 4
+NAMES_NBYTES = 4096
+"""Of the names and numbers of one codec's state, generously."""
+
+FEEDBACK = "error_feedback"
+SPARSE = ("topk", "block_threshold", "randomk", "dgc", "chain")
+"""Families that send some entries and not others."""
+
+
+class CodecName(msgspec.Struct, frozen=True):
+    """
+    >>> named("error_feedback(topk(0.5))").bare == named("topk(ratio=0.5, values='int8')")
+    True
+    >>> named("warmup(topk(values='fp32'), steps=9)").core.get("values")
+    'fp32'
+    """
+
+    family: str
+    arguments: tuple[tuple[str, Any], ...]
+    """All of them, in order; what was left out has its default."""
+
+    def __str__(self) -> str:
+        """The shortest spelling that says its ratio."""
+        rules = RULES[self.family]
+        said = [f"{name}={value if isinstance(value, CodecName) else repr(value)}" for name, value in self.arguments
+                if name == "ratio" or value != rules[name].default]
+        return f"{self.family}({', '.join(text.removeprefix('inner=') for text in said)})"
+
+    def get(self, name: str) -> Any:
+        """The argument of that name; None where the family has none such."""
+        return dict(self.arguments).get(name)
+
+    @property
+    def inner(self) -> CodecName | None:
+        """What it is wrapped around."""
+        found = self.get("inner")
+        return found if isinstance(found, CodecName) else None
+
+    @property
+    def core(self) -> CodecName:
+        """The innermost codec: of a chain the chain itself, since both its parts say what is sent."""
+        return self if self.inner is None else self.inner.core
+
+    @property
+    def bare(self) -> CodecName:
+        """Without error feedback, which a plan adds where it is needed and whose cost is in every profile's figures."""
+        return self.inner if self.family == FEEDBACK and self.inner is not None else self
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the entries, as many are sent; None for a codec that sends all."""
+        core = self.core
+        found = core.get("first").ratio if core.family == "chain" else core.get("ratio")
+        return None if found is None else float(found)
+
+    @property
+    def sparse(self) -> bool:
+        return self.core.family in SPARSE
+
+    @property
+    def shaped(self) -> bool:
+        """Whether it needs a matrix: of a vector it sends every element as it is."""
+        return self.core.family == "powersgd" and not any(part.get("shapes") for part in self.layers())
+
+    def around(self, make: Callable[[CodecName], CodecName]) -> CodecName:
+        """The same wrappers around what is made of the core."""
+        if self.inner is None:
+            return make(self)
+        inner = self.inner.around(make)
+        return CodecName(self.family, tuple((name, inner if name == "inner" else value) for name, value in self.arguments))
+
+    @property
+    def whole(self) -> CodecName:
+        """Without partitions, which cost what they are around costs."""
+        name = CodecName(self.family, tuple((argument, value.whole if isinstance(value, CodecName) else value)
+                                            for argument, value in self.arguments))
+        return name.inner if name.family == "partition" and name.inner is not None else name
+
+    def kept_nbytes(self, numel: int) -> int:
+        """At most so many bytes a server keeps of a bucket from step to step: a residual, or ef21's two estimates."""
+        each = 2 * ELEMENT_NBYTES if any(layer.family == "ef21" for layer in self.layers()) else ELEMENT_NBYTES
+        slices = sum(layer.slices(numel) for layer in self.layers())
+        return each * numel + NAMES_NBYTES * (1 + slices)
+
+    @property
+    def most_nbytes(self) -> int:
+        """Of a bucket's elements as float32, so that what a server keeps of it fits a frame."""
+        room = MAX_FRAME_NBYTES - self.kept_nbytes(0)
+        return min(MAX_BUCKET_NBYTES, room * ELEMENT_NBYTES * 1024 // (self.kept_nbytes(1024) - self.kept_nbytes(0)))
+
+    def slices(self, numel: int) -> int:
+        """Into how many a partition cuts a bucket; 0 for what cuts none."""
+        parts, nbytes, shapes = (self.get(name) for name in ("parts", "nbytes", "shapes"))
+        return int(min(parts, numel) if parts else -(-numel * ELEMENT_NBYTES // nbytes) if nbytes else len(shapes or ()))
+
+    def layers(self) -> Iterator[CodecName]:
+        """From the outermost wrapper to the core."""
+        yield self
+        if self.inner is not None:
+            yield from self.inner.layers()
+
+    def but_ratio(self) -> CodecName:
+        """What codecs that differ in their ratio alone have in common."""
+        return CodecName(self.family, tuple(
+            (name, value.but_ratio() if isinstance(value, CodecName) else None if name == "ratio" else value)
+            for name, value in self.arguments
+        ))
+
+
+class _Rule(NamedTuple):
+    """Of one argument."""
+
+    default: Any
+    fits: Callable[[Any], bool]
+    allowed: str
+
+
+_NEEDED = object()
+_parsing = threading.Lock()
+"""CPython 3.11's parser fails in one thread (SystemError) if another enters it at a collection of garbage."""
+
+
+def _whole(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_of(default: Any, kinds: Any, note: str = "") -> _Rule:
+    said = ", ".join(map(repr, kinds))
+    return _Rule(default, lambda v: isinstance(v, str | int) and not isinstance(v, bool) and v in kinds, f"one of {said}{note}")
+
+
+def _block(default: int, multiple: int) -> _Rule:
+    what = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
+    return _Rule(default, lambda v: _whole(v) and v <= MOST_BLOCK and v % multiple == 0,
+                 f"{what} from {multiple} to {MOST_BLOCK}")
+
+
+def _optional(rule: _Rule) -> _Rule:
+    return _Rule(None, lambda v: v is None or rule.fits(v), f"None or {rule.allowed}")
+
+
+def _ratio(default: float) -> _Rule:
+    return _Rule(default, lambda v: _number(v) and 0 < v <= 1, "a number above 0 and up to 1")
+
+
+def _shapes(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(
+        isinstance(shape, tuple) and len(shape) > 0 and all(_whole(side, 0) for side in shape) for shape in value)
+
+
+_FLAG = _Rule(False, lambda v: isinstance(v, bool), "True or False")
+_INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecName), "a codec")
+_BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 up to, and not, 1")
+_NORM_CLIP = _optional(_Rule(_NEEDED, lambda v: _number(v) and v > 0, "a number above 0"))
+_VALUES = _one_of("int8", tuple(VALUE_BITS))
+_COUNT = _Rule(_NEEDED, _whole, "a whole number of at least 1")
+
+RULES: Mapping[str, Mapping[str, _Rule]] = {
+    "identity": {},
+    "fp16": {},
+    "bf16": {},
+    "int8": {"block": _block(1024, 1)},
+    "int4": {"block": _block(64, 8)},
+    "qsgd": {"block": _block(512, 8), "levels": _one_of(7, tuple(LEVEL_BITS), ", which fill whole bits"),
+             "norm": _one_of("max", NORMS)},
+    "natural": {"block": _block(512, 8), "bits": _one_of(4, POWER_BITS)},
+    "terngrad": {"block": _block(640, 160),
+                 "clip": _optional(_Rule(_NEEDED, lambda v: _number(v) and 1 <= v <= 1000,
+                                         "a number from 1 to 1000 (root mean squares)"))},
+    "onebit": {"block": _block(512, 8)},
+    "topk": {"ratio": _ratio(0.01), "values": _VALUES, "exact": _FLAG},
+    "block_threshold": {"ratio": _ratio(0.01), "run": _one_of(16, RUNS), "values": _VALUES},
+    "randomk": {"ratio": _ratio(0.01), "values": _one_of("fp32", DRAWN_VALUES), "unbiased": _FLAG},
+    "powersgd": {"rank": _Rule(4, lambda v: _whole(v) and v <= MOST_RANK, f"a whole number from 1 to {MOST_RANK}")},
+    "shared_int": {"bits": _one_of(8, (4, 8)), "block": _block(1024, 8), "rounding": _one_of("stochastic", ROUNDINGS)},
+    "partition": {"inner": _INNER, "parts": _optional(_COUNT),
+                  "nbytes": _optional(_Rule(_NEEDED, lambda v: _whole(v, ELEMENT_NBYTES),
+                                            f"a whole number of at least {ELEMENT_NBYTES}")),
+                  "shapes": _optional(_Rule(_NEEDED, _shapes, "a tuple of shapes, such as ((64, 33), (64,))"))},
+    "chain": {"first": _INNER, "second": _INNER},
+    "error_feedback": {"inner": _INNER, "lr_correction": _FLAG},
+    "ef21": {"inner": _INNER},
+    "momentum": {"inner": _INNER, "beta": _BETA},
+    "momentum_correction": {"inner": _INNER, "beta": _BETA, "nesterov": _FLAG, "clip": _NORM_CLIP},
+    "dgc": {"ratio": _ratio(0.001), "momentum": _BETA, "clip": _NORM_CLIP,
+            "warmup": _Rule(0, lambda v: _whole(v, 0), "a whole number, 0 for none")},
+    "warmup": {"inner": _INNER, "steps": _Rule(_NEEDED, _whole, "a whole number above 0")},
+}
+"""By family its arguments, in the order of its factory."""
+
+
+def checked(family: str, **arguments: Any) -> None:
+    """ValueError in one line for the first of these arguments that no such codec can have."""
+    for name, value in arguments.items():
+        rule = RULES[family][name]
+        if not rule.fits(value):
+            raise ValueError(f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
+    if family == "partition":
+        given = {name: arguments.get(name) for name in ("parts", "nbytes", "shapes")}
+        if list(given.values()).count(None) != 2:
+            said = ", ".join(f"{name} {'is ' if name == 'parts' else ''}{value!r}" for name, value in given.items())
+            raise ValueError(f"partition: {said}; exactly one must be set")
+
+
+@functools.lru_cache(4096)
+def named(text: str) -> CodecName:
+    """What `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"; else a ValueError in one line."""
+    try:
+        with _parsing:
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = None
+    if not isinstance(tree, ast.Call):
+        raise ValueError(f"codec {text!r}: expected name(argument=value, ...), such as topk(ratio=0.01)")
+    return _read(tree, text)
+
+
+def misspelled(text: str) -> str:
+    """Why `text` is no codec; empty if it is one."""
+    try:
+        named(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _read(call: ast.Call, text: str) -> CodecName:
+    family = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    if family not in RULES:
+        raise ValueError(f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(RULES))}")
+    rules = RULES[family]
+    allowed = list(rules)
+    given: dict[str, Any] = {}
+    if len(call.args) > len(allowed):
+        raise ValueError(f"codec {text!r}: {family} takes {len(allowed)} arguments ({', '.join(allowed)}), "
+                         f"got {len(call.args)}")
+    pairs = [*zip(allowed, call.args, strict=False), *((str(k.arg), k.value) for k in call.keywords)]
+    for argument, node in pairs:
+        if argument not in rules:
+            raise ValueError(f"codec {text!r}: {family} has no argument {argument!r}, "
+                             f"allowed are {', '.join(allowed) or 'none'}")
+        if argument in given:
+            raise ValueError(f"codec {text!r}: {family} got {argument!r} twice")
+        given[argument] = _value(node, text)
+    missing = [name for name, rule in rules.items() if rule.default is _NEEDED and name not in given]
+    if missing:
+        raise ValueError(f"codec {text!r}: {family} needs {', '.join(missing)}")
+    arguments = {name: given.get(name, rule.default) for name, rule in rules.items()}
+    checked(family, **arguments)
+    return CodecName(family, tuple(arguments.items()))
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Call):
+        return _read(node, text)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError(f"codec {text!r}: {ast.unparse(node)!r} is neither a literal nor a codec") from None

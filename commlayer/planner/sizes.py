@@ -1,0 +1,142 @@
+"""What coding an element costs where nobody has measured: bytes touched and bytes sent, by the codec's parsed name.
+
+Codecs are bound by memory, so an element costs the bytes that its kernels read and write, over the part of the stream's speed
+that the project's own bench finds for the codec. Losses are guesses that rank codecs, until a tuner has measured them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from msgspec import structs
+
+from commlayer.codec_name import LEVEL_BITS, VALUE_BITS, CodecName, named
+from commlayer.records import Record
+
+
+class Touch(Record, frozen=True):
+    """Bytes an element: read and written to encode and to add one payload; sent. And what its payloads promise."""
+
+    encode: float
+    decode: float
+    sent: float
+    loss: float
+    sums: bool = False
+    alone: bool = True
+    answers: bool = True
+
+
+MEMORY_NBYTES = 12
+"""An element of a wrapper's own memory (velocities, estimates) is read and written once more."""
+REMEMBER = ("momentum", "momentum_correction", "dgc", "ef21")
+POSITION_ROOM = 1.15
+"""What coded positions take over their entropy."""
+SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
+"""Gradient and residual are read, the residual written. Scoring runs takes topk's time once more."""
+LEVEL_LOSS = {1: 0.6, 3: 0.4, 7: 0.2, 15: 0.15, 127: 0.1}
+"""Of qsgd: with four bits as int4, with eight as int8."""
+POWER_LOSS = {3: 0.3, 4: 0.2, 5: 0.2, 8: 0.2}
+"""Of natural: from four bits on the error is that between neighbouring powers of two."""
+
+
+def touch(name: CodecName) -> Touch:
+    """ValueError for a codec whose bytes no size alone tells."""
+    core = name.core
+    if core.family not in _FAMILIES:
+        raise ValueError(f"codec {core.family}() is in no table, known are {', '.join(_FAMILIES)}; "
+                         "or measure it with `commlayer profile`")
+    made = _FAMILIES[core.family](core)
+    layers = tuple(name.bare.layers())
+    more = MEMORY_NBYTES * sum(layer.family in REMEMBER for layer in layers)
+    plain = len(layers) == 1 and core.family != "dgc"
+    return structs.replace(made, encode=made.encode + more, answers=made.answers and plain,
+                           alone=made.alone and not any(layer.family == "ef21" for layer in layers))
+
+
+UNKNOWN_LOSS = 0.5
+
+
+def codec_loss(text: str) -> float:
+    """The guess at what a codec costs in quality; that of a coarse one where there is none."""
+    try:
+        return touch(named(text)).loss
+    except ValueError:
+        return UNKNOWN_LOSS
+
+
+def _quantiser(speed: float, bits: float, scale_nbytes: int, loss: float) -> Callable[[CodecName], Touch]:
+    return lambda name: _quantised(name, speed, bits, scale_nbytes, loss)
+
+
+def _quantised(name: CodecName, speed: float, bits: float, scale_nbytes: int, loss: float) -> Touch:
+    """`speed`: encoding's part of the stream's."""
+    code = bits / 8
+    return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"), loss)
+
+
+def _qsgd(name: CodecName) -> Touch:
+    return _quantised(name, 0.35, LEVEL_BITS[name.get("levels")], 2, LEVEL_LOSS[name.get("levels")])
+
+
+def _natural(name: CodecName) -> Touch:
+    return _quantised(name, 0.3, name.get("bits"), 1, POWER_LOSS[name.get("bits")])
+
+
+def _sparse_loss(ratio: float) -> float:
+    return min(1.0, 0.25 * -math.log10(ratio))
+
+
+def _topk(name: CodecName) -> Touch:
+    ratio = float(name.get("ratio"))
+    return _picked(SELECT, ratio, VALUE_BITS[name.get("values") or "int8"] / 8 + _position_nbytes(ratio))
+
+
+def _block_threshold(name: CodecName) -> Touch:
+    ratio = float(name.get("ratio"))
+    return _picked(SELECT_RUNS, ratio, VALUE_BITS[name.get("values")] / 8 + _position_nbytes(ratio) / name.get("run"))
+
+
+def _picked(encode: float, ratio: float, entry_nbytes: float) -> Touch:
+    return Touch(encode, 4 + 64 * ratio, ratio * entry_nbytes, _sparse_loss(ratio))
+
+
+def _randomk(name: CodecName) -> Touch:
+    ratio = float(name.get("ratio"))
+    return Touch(12, 4 + 64 * ratio, ratio * VALUE_BITS[name.get("values")] / 8, min(1.0, 2 * _sparse_loss(ratio)),
+                 sums=True, alone=False, answers=False)
+
+
+def _chain(name: CodecName) -> Touch:
+    """Positions as the first codec has them, values as the second."""
+    first, second = touch(name.get("first")), touch(name.get("second"))
+    ratio = name.ratio or 1.0
+    positions = first.sent - ratio * 4
+    return structs.replace(first, sent=positions + ratio * second.sent, loss=max(first.loss, second.loss),
+                           encode=first.encode + ratio * second.encode, decode=first.decode + ratio * second.decode)
+
+
+def _position_nbytes(ratio: float) -> float:
+    """Bytes an entry for its position: the entropy of a sparse bitmap, and what the format stays above it."""
+    if ratio == 1:
+        return 0.0
+    bits = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)
+    return POSITION_ROOM * bits / 8
+
+
+_FAMILIES: Mapping[str, Callable[[CodecName], Touch]] = {
+    "identity": lambda _: Touch(0, 12, 4, 0.0, sums=True),
+    "fp16": lambda _: Touch(6, 10, 2, 0.0),
+    "bf16": lambda _: Touch(6, 10, 2, 0.0),
+    "int8": _quantiser(0.72, 8, 4, 0.1),
+    "int4": _quantiser(0.72, 4, 2, 0.2),
+    "onebit": _quantiser(0.746, 1, 2, 0.5),
+    "qsgd": _qsgd,
+    "natural": _natural,
+    "terngrad": _quantiser(0.35, 1.6, 2, 0.6),
+    "topk": _topk,
+    "dgc": _topk,
+    "randomk": _randomk,
+    "block_threshold": _block_threshold,
+    "chain": _chain,
+}

@@ -1,0 +1,110 @@
+"""A codec's spelling as a value: the same for all ways to write it, and what it says agrees with the codec that it spells."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from commlayer.codec_name import RULES, misspelled, named
+from commlayer.compressors import parse, wrap
+from commlayer.compressors.parse import FACTORIES
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.select import plan
+from commlayer.planner.tables import node, profile_from_tables
+from commlayer.records import Spec
+from commlayer.runtime.lifting import level
+from commlayer.runtime.suited import promise_of
+
+NUMEL = 1 << 20
+PRICED = (
+    "identity()", "fp16()", "bf16()", "int8()", "int8(block=64)", "int4()", "int4(block=32)", "qsgd()", "qsgd(levels=1)",
+    "qsgd(levels=127)", "natural()", "natural(bits=8)", "terngrad()", "onebit()", "onebit(block=64)",
+    "topk(0.5)", "topk(0.01)", "topk(0.01, values='fp32')", "topk(0.01, values='int4')", "topk(0.001, values='fp16')",
+    "topk(1.0)", "block_threshold()", "block_threshold(0.1, run=64)", "block_threshold(0.1, values='fp32')", "randomk()",
+    "randomk(0.3)", "dgc(0.01)", "chain(topk(0.01, values='fp32'), int8())",
+    "chain(topk(0.1, values='fp32'), qsgd(levels=127))",
+    "error_feedback(topk(0.2), lr_correction=True)", "momentum(topk(0.1))", "momentum(fp16())", "momentum_correction(topk())",
+    "ef21(topk(0.05))", "ef21(int8())", "partition(topk(), parts=4)",
+)
+NOT_PRICED = ("powersgd()", "shared_int()", "partition(powersgd(), shapes=((2, 3),))")
+
+
+@pytest.mark.parametrize("text", PRICED)
+def test_tables_price_what_is_sent(text: str) -> None:
+    """Not what the family sends with other arguments: half of the entries, whole floats, eight bits."""
+    cost, = (c for c in profile_from_tables(Cluster((node("a", "cpu", "10g"),)), (text,)).codecs)
+    codec = wrap(parse(text))
+    bound = codec.bound(Spec((NUMEL,)))
+    assert 0.8 * bound <= cost.nbytes(NUMEL) <= 1.15 * bound
+    assert (cost.sums, cost.alone, cost.answers) == promise_of(codec)
+
+
+@pytest.mark.parametrize("text", NOT_PRICED)
+def test_what_depends_on_more_than_a_size_has_to_be_measured(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is in no table, known are .*`commlayer profile`"):
+        profile_from_tables(Cluster(()), (text,))
+
+
+def test_a_price_is_found_however_a_codec_is_spelled() -> None:
+    cluster = Cluster((node("a", "cpu", "10g"),))
+    prices = Prices(cluster, profile_from_tables(cluster, ("topk(ratio=0.5)", "qsgd(levels=127)")))
+    for text in (" topk(0.5)", "topk( ratio = 0.5, values='int8')", "error_feedback(topk(0.5))", str(wrap(parse("topk(0.5)")))):
+        assert prices.cost(text, "cpu", cluster.nodes[0]).codec == "topk(ratio=0.5)"
+    with pytest.raises(ValueError, match=r"has no cost of topk\(0.4\) on cpu, it has: qsgd"):
+        prices.cost("topk(0.4)", "cpu", cluster.nodes[0])
+
+
+@pytest.mark.parametrize("family", FACTORIES)
+def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
+    parameters = inspect.signature(FACTORIES[family]).parameters
+    assert list(RULES[family]) == list(parameters)
+    given = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    assert given == {name: rule.default for name, rule in RULES[family].items() if name in given}
+    assert set(RULES) == set(FACTORIES)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("topk(0)", "topk: ratio is 0, allowed is a number above 0 and up to 1"),
+    ("topk(ratio=True)", "topk: ratio is True"),
+    ("topk(ratio=1e999)", "topk: ratio is inf"),
+    ("block_threshold(-0.1)", "block_threshold: ratio is -0.1"),
+    ("topk(values='fp64')", "topk: values is 'fp64', allowed is one of 'int8', 'fp16', 'fp32', 'bf16', 'int4'"),
+    ("qsgd(levels=8)", "qsgd: levels is 8, allowed is one of 1, 3, 7, 15, 127, which fill whole bits"),
+    ("momentum(7)", "momentum: inner is 7, allowed is a codec"),
+    ("partition(int8())", "partition: parts is None, nbytes None, shapes None; exactly one must be set"),
+    ("dgc(warmup=-1)", "dgc: warmup is -1, allowed is a whole number, 0 for none"),
+    ("gzip()", "'gzip' is unknown, allowed are bf16"),
+])
+def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
+    """By the planner without a codec at hand, and by the codecs in the same words."""
+    assert words in misspelled(text)
+    with pytest.raises(ValueError) as told:
+        parse(text)
+    assert str(told.value) == misspelled(text)
+    assert "\n" not in misspelled(text)
+    cluster = Cluster((node("a", "cpu", "10g"), node("b", "cpu", "10g")))
+    for refused in (lambda: profile_from_tables(cluster, (text,)), lambda: plan(toy(), cluster, None, Policy(codecs=(text,)))):
+        with pytest.raises(ValueError) as told:
+            refused()
+        assert words in str(told.value)
+
+
+def toy():  # type: ignore[no-untyped-def]
+    from plan_kit import toy_job
+
+    return toy_job()
+
+
+@pytest.mark.parametrize(("text", "family", "ratio"), [
+    ("error_feedback(momentum(warmup(topk(0.2), steps=3)))", "topk", 0.2), ("dgc()", "dgc", 0.001), ("int8()", "int8", None),
+    ("chain(topk(0.3, values='fp32'), int8())", "chain", 0.3), ("partition(powersgd(), parts=2)", "powersgd", None),
+])
+def test_what_a_name_says(text: str, family: str, ratio: float | None) -> None:
+    assert (named(text).core.family, named(text).ratio) == (family, ratio)
+
+
+def test_a_level_is_the_parsed_ratio() -> None:
+    assert level(parse("ef21(chain(topk(0.3, values='fp32'), int8()))")) == 0.3
+    assert level(parse("qsgd(levels=127)")) == 0.25
