@@ -171,7 +171,8 @@ class Balancer:
         open_yet = frozenset(
             w for w in here if self.members[w].online.ambiguous and self._now[w] > self.policy.minimum
         )
-        found = self._solve(workers, open_yet)
+        # Where leaving one out is never worth it, nobody need look whom.
+        found = self._solve(workers, open_yet | here if self.policy.exclude_gain >= 1 else open_yet)
         out = [w for w, share in zip(workers, found.shares, strict=True) if not share and w in here]
         if out:
             kept = self._solve(workers, open_yet | here)
@@ -219,13 +220,15 @@ class Balancer:
         return sorted(sorted(room, key=lambda worker: (self._line(worker).time_s(least), worker))[: self.total // least])
 
     def _solve(self, workers: Sequence[int], keep: frozenset[int], most: dict[int, int] | None = None) -> Solution:
-        caps = [(most or {}).get(worker, self.members[worker].cap) for worker in workers]
+        """`most`: what single workers are to get at most, in all."""
+        caps = [self.members[worker].cap for worker in workers]
+        at_most = {place: most[worker] for place, worker in enumerate(workers) if most and worker in most}
         places = [place for place, worker in enumerate(workers) if worker in keep]
         names = tuple(workers)
         comm = self.communication
         named = comm if comm is FREE else Communication(lambda at: comm.seconds(tuple(names[p] for p in at)), comm.overlap)
         lines = [self._line(worker) for worker in workers]
-        return solve(lines, self.total, caps, minimum=self.policy.minimum, keep=places, communication=named)
+        return solve(lines, self.total, caps, minimum=self.policy.minimum, keep=places, communication=named, most=at_most)
 
     def _line(self, worker: int) -> Line:
         """Its own line, or before it has one the middle of the others'."""
