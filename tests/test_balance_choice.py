@@ -132,16 +132,16 @@ def test_sets_with_communication_against_brute_force(seed: int, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [14, 20, 24])
+@pytest.mark.parametrize("workers", [14, 22])
 def test_more_sets_than_can_be_looked_at(monkeypatch: pytest.MonkeyPatch, workers: int, kind: str) -> None:
     """What is found with little effort, against the best that much effort finds and what it proves."""
-    for seed in range(3):
+    for seed in range(2):
         draw = random.Random(100 * workers + seed)
         models = [a_line(draw) for _ in range(workers)]
         caps = [draw.choice([None, None, 20, 50]) for _ in models]
         comm, total = Communication(links(kind, draw, workers), draw.choice([0.0, 0.5])), 40 * workers
         found = solve(models, total, caps, communication=comm)
-        monkeypatch.setattr(search, "EFFORT", 5 * search.EFFORT)
+        monkeypatch.setattr(search, "EFFORT", 4 * search.EFFORT)
         more = solve(models, total, caps, communication=comm)
         monkeypatch.undo()
         assert sum(found.shares) == total

@@ -46,7 +46,7 @@ class Asked(Protocol):
     def cost_s(self, taken_in: tuple[int, ...], makespan_s: float) -> float:
         """An iteration of that makespan with the communication of these; without any, with none."""
 
-    def able(self, time_s: float) -> Sequence[float]:
+    def able(self, time_s: float) -> Sequence[int]:
         """How many samples each worker does in a time."""
 
 

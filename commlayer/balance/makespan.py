@@ -18,11 +18,12 @@ FEW = 24
 
 
 class Speeds:
-    """The models of all workers, ready to be inverted together. `most`: what each may take."""
+    """The models of all workers, ready to be asked together. `most`: what each may take."""
 
     def __init__(self, models: Sequence[TimeModel], most: Sequence[int]) -> None:
         self.models, self.most = models, most
         self._table = _table(models, most) if len(models) >= FEW else None
+        self._longest_s = self.times(range(len(models)), most)
 
     def hand_out(self, places: Sequence[int], total: int, minimum: int, kept: Collection[int] | None = None) -> list[int]:
         """Shares of these workers, in their order, with the smallest greatest time; None of `kept`: all of them take part.
@@ -31,13 +32,12 @@ class Speeds:
         above the total by less than the minimum: it is then what those with a share can do in the smallest time for the total.
         The caller has seen to it that the bounds admit the total.
         """
-        models, most = [self.models[place] for place in places], [self.most[place] for place in places]
-        least = [minimum if kept is None or place in kept else 0 for place in places]
-        counts = self._counts(places, minimum, least)
-        low_s, high_s = 0.0, max(model.time_s(high) for model, high in zip(models, most, strict=True))
+        most = [self.most[place] for place in places]
+        counts = self._counts(places, minimum, [minimum if kept is None or place in kept else 0 for place in places])
+        low_s, high_s = 0.0, max(self._longest_s[place] for place in places)
         taken, given = counts(low_s)
         above = sum(most)
-        while above - given > len(models) // 2 + 1:
+        while above - given > len(places) // 2 + 1:
             middle_s = (low_s + high_s) / 2
             if not low_s < middle_s < high_s:
                 break
@@ -47,17 +47,30 @@ class Speeds:
             else:
                 high_s, above = middle_s, here_sum
         # Next to each worker's share: one more sample, or its first ones together.
-        nexts = [(models[i].time_s(taken[i] + 1 if taken[i] else minimum), i) for i in range(len(models)) if taken[i] < most[i]]
+        more = [min(share + 1 if share else minimum, high) for share, high in zip(taken, most, strict=True)]
+        nexts = [(time_s, i) for i, time_s in enumerate(self.times(places, more)) if taken[i] < most[i]]
         heapq.heapify(nexts)
         while given < total:
             i = nexts[0][1]
-            more = 1 if taken[i] else minimum
-            taken[i], given = taken[i] + more, given + more
+            given, taken[i] = given + more[i] - taken[i], more[i]
             if taken[i] < most[i]:
-                heapq.heapreplace(nexts, (models[i].time_s(taken[i] + 1), i))
+                more[i] += 1
+                heapq.heapreplace(nexts, (self.models[places[i]].time_s(more[i]), i))
             else:
                 heapq.heappop(nexts)
         return taken
+
+    def times(self, places: Sequence[int], shares: Sequence[int]) -> list[float]:
+        """How long each takes for its share, above 0."""
+        if self._table is None or len(places) < FEW:
+            return [self.models[place].time_s(share) for place, share in zip(places, shares, strict=True)]
+        launch_s, slope_s, _, cap, full_s, _ = self._table[:, list(places)]
+        full, rest = np.divmod(np.array(shares, float), cap)
+        return (full * full_s + np.where(rest > 0, launch_s + slope_s * rest, 0.0)).tolist()  # type: ignore[no-any-return]
+
+    def able(self, time_s: float) -> list[int]:
+        """How many samples each does in a time, at most."""
+        return self._counts(range(len(self.models)), 1, [0] * len(self.models))(time_s)[0]
 
     def _counts(self, places: Sequence[int], minimum: int, least: Sequence[int]) -> Callable[[float], tuple[list[int], int]]:
         """The samples that each finishes in a time, within its bounds, and their sum."""
@@ -77,16 +90,14 @@ def makespan_s(models: Sequence[TimeModel], shares: Sequence[int]) -> float:
     return max((model.time_s(share) for model, share in zip(models, shares, strict=True) if share), default=0.0)
 
 
-def fewer_pieces(
-    models: Sequence[TimeModel], shares: Sequence[int], caps: Sequence[int], most: Sequence[int], makespan: float
-) -> list[int]:
+def fewer_pieces(speeds: Speeds, shares: Sequence[int], caps: Sequence[int], makespan: float) -> list[int]:
     """As fast as these shares, in fewer micro-batches where others have time left: what lies above a cap goes to them."""
     taken = list(shares)
     over = [i for i, (share, cap) in enumerate(zip(taken, caps, strict=True)) if share > cap]
     if not over:
         return taken
-    workers = zip(models, taken, caps, most, strict=True)
-    spare = [_spare(model, share, cap, high, makespan) if share else 0 for model, share, cap, high in workers]
+    workers = zip(speeds.models, taken, caps, speeds.able(makespan), strict=True)
+    spare = [_spare(model, share, cap, able, makespan) if share else 0 for model, share, cap, able in workers]
     left = sum(spare)
     givers = [i for i, more in enumerate(spare) if more]
     last = [((taken[i] - 1) % caps[i] + 1, i) for i in over]
@@ -107,14 +118,14 @@ def fewer_pieces(
     return taken
 
 
-def _spare(model: TimeModel, share: int, cap: int, most: int, makespan: float) -> int:
+def _spare(model: TimeModel, share: int, cap: int, able: int, makespan: float) -> int:
     """What a worker could take beyond its share in that time, in no more micro-batches."""
-    high = int(min(model.within(makespan), -(-share // cap) * cap, most))
+    high = min(able, -(-share // cap) * cap)
     return high - share if high > share and model.time_s(high) <= makespan else 0
 
 
 def _table(models: Sequence[TimeModel], most: Sequence[int]) -> np.ndarray | None:
-    """Rows: launch, samples a second, cap, seconds of a full micro-batch, the most; None where some model is no line."""
+    """Rows: launch, seconds a sample, samples a second, cap, seconds of a full one, the most; None where a model is no line."""
     columns = []
     for model, high in zip(models, most, strict=True):
         line, cap = (model.inner, model.cap) if isinstance(model, Accumulated) else (model, high)
@@ -122,12 +133,12 @@ def _table(models: Sequence[TimeModel], most: Sequence[int]) -> np.ndarray | Non
             return None
         # A flat line finishes everything as soon as it has started.
         per_s = 1 / line.slope_s if line.slope_s > 1e-300 else np.finfo(float).max / 1e9
-        columns.append((line.intercept_s, per_s, cap, line.time_s(cap), high))
+        columns.append((line.intercept_s, line.slope_s, per_s, cap, line.time_s(cap), high))
     return np.array(columns, float).T
 
 
 def _line_counts(table: np.ndarray, minimum: int, least: np.ndarray) -> Callable[[float], tuple[list[int], int]]:
-    launch_s, per_s, cap, full_s, most = table
+    launch_s, _, per_s, cap, full_s, most = table
 
     def counts(time_s: float) -> tuple[list[int], int]:
         with np.errstate(over="ignore"):

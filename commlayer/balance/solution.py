@@ -69,18 +69,18 @@ class Problem:
         communication: Communication,
     ) -> None:
         self.models, self.workers, self.minimum, self.total = models, workers, minimum, total
-        self.most, self._speeds, self._communication = most, Speeds(models, most), communication
+        self.speeds, self._most, self._communication = Speeds(models, most), most, communication
         self._seconds: dict[tuple[int, ...], float] = {}
 
     def best(self, allowed: Sequence[int], kept: frozenset[int]) -> Computed | None:
-        if not max(1, len(kept)) * self.minimum <= self.total <= sum(self.most[place] for place in allowed):
+        if not max(1, len(kept)) * self.minimum <= self.total <= sum(self._most[place] for place in allowed):
             return None
-        return self._computed(allowed, self._speeds.hand_out(allowed, self.total, self.minimum, kept))
+        return self._computed(allowed, self.speeds.hand_out(allowed, self.total, self.minimum, kept))
 
     def exactly(self, places: Sequence[int]) -> Computed | None:
-        if not len(places) * self.minimum <= self.total <= sum(self.most[place] for place in places):
+        if not len(places) * self.minimum <= self.total <= sum(self._most[place] for place in places):
             return None
-        return self._computed(places, self._speeds.hand_out(places, self.total, self.minimum))
+        return self._computed(places, self.speeds.hand_out(places, self.total, self.minimum))
 
     def cost_s(self, taken_in: tuple[int, ...], makespan_s: float) -> float:
         if not taken_in or self._communication is FREE:
@@ -89,22 +89,21 @@ class Problem:
             self._seconds[taken_in] = self._communication.checked_s(tuple(self.workers[place] for place in taken_in))
         return makespan_s + max(0.0, self._seconds[taken_in] - self._communication.overlap * makespan_s)
 
-    def able(self, time_s: float) -> list[float]:
-        return [min(model.within(time_s), high) for model, high in zip(self.models, self.most, strict=True)]
+    def able(self, time_s: float) -> list[int]:
+        return self.speeds.able(time_s)
 
     def shares(self, found: Computed) -> list[int]:
         """For all places."""
         whole, taken = [0] * len(self.models), found.shares
         if sum(taken) > self.total:
-            taken = tuple(self._speeds.hand_out(found.active, self.total, self.minimum))
+            taken = tuple(self.speeds.hand_out(found.active, self.total, self.minimum))
         for place, share in zip(found.active, taken, strict=True):
             whole[place] = share
         return whole
 
     def _computed(self, places: Sequence[int], taken: Sequence[int]) -> Computed:
-        own = [(place, share) for place, share in zip(places, taken, strict=True) if share]
-        active, shares = zip(*own, strict=True)
-        return Computed(max(self.models[place].time_s(share) for place, share in own), active, shares)
+        active, shares = zip(*((place, share) for place, share in zip(places, taken, strict=True) if share), strict=True)
+        return Computed(max(self.speeds.times(active, shares)), active, shares)
 
 
 def shares(models: Sequence[Given], total: int, caps: Sequence[int | None] | None = None, *, minimum: int = 1) -> list[int]:
@@ -146,7 +145,7 @@ def solve(
     taken = problem.shares(found)
     makespan = makespan_s(problem.models, taken)
     if accumulate == "needed":
-        taken = fewer_pieces(problem.models, taken, [room[worker] for worker in problem.workers], problem.most, makespan)
+        taken = fewer_pieces(problem.speeds, taken, [room[worker] for worker in problem.workers], makespan)
     whole = [0] * len(models)
     for worker, share in zip(problem.workers, taken, strict=True):
         whole[worker] = share
