@@ -9,7 +9,6 @@ in less time than a part of it. It begins with good sets: those of which the dea
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
@@ -20,6 +19,8 @@ EVERY_SET = 6
 """Up to this many workers whose part is open, all sets are priced, so that communication may be any function of the set."""
 EFFORT = 20_000
 """Workers in all sets that the search looks at: past it the best set known stands. Ten workers never come near it."""
+ANCHORS = 4
+"""From so many workers the prices of all others are looked at."""
 ROUNDS = 4
 """How often each order's cut is looked at again, for the cuts of the others have moved."""
 SWEEP = 24
@@ -98,23 +99,21 @@ class _Best:
 
 
 def _orders(asked: Asked, best: _Best, workers: int, kept: frozenset[int], open_yet: Sequence[int]) -> list[list[int]]:
-    """In what order workers might be dropped: dear links first, seen from the fastest worker and from the fastest far from it;
-    dear for what they compute; slow ones."""
+    """In what order workers might be dropped: dear ones first, seen from the fastest and from those far from it and from each
+    other, as in other sites; dear for what they compute; slow ones."""
     able = asked.able(best.cost_s)
-
-    def prices(anchor: int) -> list[float]:
-        return [asked.cost_s(tuple(sorted({anchor, worker})), 0.0) for worker in range(workers)]
-
     anchor = max(kept or open_yet, key=lambda worker: able[worker])
-    near = prices(anchor)
-    far = prices(max(open_yet, key=lambda worker: (near[worker], able[worker])))
-    keys: list[Callable[[int], tuple[float, float]]] = [
-        lambda worker: (-near[worker], able[worker]),
-        lambda worker: (-far[worker], able[worker]),
-        lambda worker: (-near[worker] / max(able[worker], 0.5), able[worker]),
-        lambda worker: (able[worker], -near[worker]),
-    ]
-    return [sorted(open_yet, key=key) for key in keys]
+    nearest: list[float] = []
+    keys: list[list[float]] = []
+    for _ in range(ANCHORS):
+        prices = [asked.cost_s(tuple(sorted({anchor, worker})), 0.0) for worker in range(workers)]
+        keys.append([-price for price in prices])
+        nearest = [min(pair) for pair in zip(nearest or prices, prices, strict=True)]
+        anchor = max(open_yet, key=lambda worker: (nearest[worker], able[worker]))
+    keys.append([price / max(samples, 1) for price, samples in zip(keys[0], able, strict=True)])
+    keys.append([0.0] * workers)
+    orders = (tuple(sorted(open_yet, key=lambda worker: (key[worker], able[worker]))) for key in keys)
+    return [list(order) for order in dict.fromkeys(orders)]
 
 
 def _descend(asked: Asked, best: _Best, everyone: Sequence[int], kept: frozenset[int], orders: Sequence[Sequence[int]]) -> None:
@@ -129,15 +128,16 @@ def _descend(asked: Asked, best: _Best, everyone: Sequence[int], kept: frozenset
             costs[out] = best.offer(asked.best(allowed, kept)) if allowed else math.inf
         return costs[out]
 
-    def with_cut(before: list[int], after: list[int], cut: int) -> float:
-        return price([*before, cut, *after])
+    def swept(at: int) -> tuple[float, list[int]]:
+        before, after = cuts[:at], cuts[at + 1 :]
+        cut, cost_s = _sweep(lambda cut: price([*before, cut, *after]), len(orders[at]))
+        return cost_s, [*before, cut, *after]
 
-    now_s = math.inf
+    now_s, cuts = min(swept(at) for at in range(len(orders)))
     for _ in range(ROUNDS):
         before_s = now_s
-        for at, order in enumerate(orders):
-            others = cuts[:at], cuts[at + 1 :]
-            cuts[at], now_s = _sweep(functools.partial(with_cut, *others), len(order))
+        for at in range(len(orders)):
+            now_s, cuts = swept(at)
         if now_s >= before_s:
             return
 
