@@ -40,6 +40,14 @@ class Policy(Record, frozen=True):
     readmit_after: int = 50
     """Steps until a worker that was left out is tried again; doubled each time it is left out again."""
 
+    def __post_init__(self) -> None:
+        for name in ("minimum", "horizon", "readmit_after"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 1 or more")
+        for name in ("gain_least", "change_s", "exclude_gain"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 0 or more")
+
 
 class Member:
     """A worker as the balancer sees it."""
@@ -82,6 +90,11 @@ class Balancer:
         self._forced = ""
 
     def _given(self, shares: Mapping[int, int], from_step: int) -> Decision:
+        for worker, share in shares.items():
+            if share and worker not in self.members:
+                raise ValueError(f"balancer: got a share of {share} for worker {worker}, who has not joined")
+        if sum(shares.values()) != self.total:
+            raise ValueError(f"balancer: shares add up to {sum(shares.values())}, allowed is the total, which is {self.total}")
         named = {worker: shares.get(worker, 0) for worker in sorted(self.members)}
         caps = [self.members[worker].cap or self.total for worker in named]
         pieces = tuple(-(-share // cap) for share, cap in zip(named.values(), caps, strict=True))

@@ -7,12 +7,14 @@ rising models that greedy end is exact: the samples that it hands out are the ne
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from commlayer.balance.models import Accumulated, Line, TimeModel
 
+LONGEST_S = sys.float_info.max
 FEW = 24
 """Below this many workers plain Python is faster than numpy's calls."""
 
@@ -34,12 +36,17 @@ class Speeds:
         """
         most = [self.most[place] for place in places]
         counts = self._counts(places, minimum, [minimum if kept is None or place in kept else 0 for place in places])
-        low_s, high_s = 0.0, max(self._longest_s[place] for place in places)
+        low_s, high_s = 0.0, min(max(self._longest_s[place] for place in places), LONGEST_S)
         taken, given = counts(low_s)
         above = sum(most)
         while above - given > len(places) // 2 + 1:
-            middle_s = (low_s + high_s) / 2
+            middle_s = low_s + (high_s - low_s) / 2
             if not low_s < middle_s < high_s:
+                # All that is open ends at one time, as where a time does not depend on the share: whoever comes first has it.
+                for i, able in enumerate(counts(high_s)[0]):
+                    if given < total and able > taken[i]:
+                        more = min(able - taken[i], total - given if taken[i] else max(total - given, minimum))
+                        taken[i], given = taken[i] + more, given + more
                 break
             here, here_sum = counts(middle_s)
             if here_sum <= total:
@@ -47,15 +54,15 @@ class Speeds:
             else:
                 high_s, above = middle_s, here_sum
         # Next to each worker's share: one more sample, or its first ones together.
-        more = [min(share + 1 if share else minimum, high) for share, high in zip(taken, most, strict=True)]
-        nexts = [(time_s, i) for i, time_s in enumerate(self.times(places, more)) if taken[i] < most[i]]
+        larger = [min(share + 1 if share else minimum, high) for share, high in zip(taken, most, strict=True)]
+        nexts = [(time_s, i) for i, time_s in enumerate(self.times(places, larger)) if taken[i] < most[i]]
         heapq.heapify(nexts)
         while given < total:
             i = nexts[0][1]
-            given, taken[i] = given + more[i] - taken[i], more[i]
+            given, taken[i] = given + larger[i] - taken[i], larger[i]
             if taken[i] < most[i]:
-                more[i] += 1
-                heapq.heapreplace(nexts, (self.models[places[i]].time_s(more[i]), i))
+                larger[i] += 1
+                heapq.heapreplace(nexts, (self.models[places[i]].time_s(larger[i]), i))
             else:
                 heapq.heappop(nexts)
         return taken
@@ -132,8 +139,8 @@ def _table(models: Sequence[TimeModel], most: Sequence[int]) -> np.ndarray | Non
         if not isinstance(line, Line):
             return None
         # A flat line finishes everything as soon as it has started.
-        per_s = 1 / line.slope_s if line.slope_s > 1e-300 else np.finfo(float).max / 1e9
-        columns.append((line.intercept_s, line.slope_s, per_s, cap, line.time_s(cap), high))
+        per_s = 1 / line.slope_s if line.slope_s > 1e-300 else LONGEST_S / 1e9
+        columns.append((line.intercept_s, line.slope_s, per_s, cap, min(line.time_s(cap), LONGEST_S), high))
     return np.array(columns, float).T
 
 

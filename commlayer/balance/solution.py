@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 from commlayer.balance.active import Computed, choose
 from commlayer.balance.makespan import Speeds, fewer_pieces, makespan_s
-from commlayer.balance.models import Accumulated, Given, Line, Piecewise, TimeModel, as_model
+from commlayer.balance.models import Given, Line, Piecewise, TimeModel, accumulated, as_model
 from commlayer.records import Record
 
 Accumulate = Literal["never", "needed", "always"]
@@ -139,7 +139,7 @@ def solve(
     "needed": where the iteration takes less time so, or there is none else; of equally fast shares those with fewer
     micro-batches. "always": as fast, however many. `most`: what single workers may take in all.
     """
-    problem, room = _problem(models, total, caps, minimum, accumulate, communication, most or {})
+    problem, room = _problem(models, total, caps, minimum, accumulate, communication, most or {}, keep)
     kept = frozenset(p for p, worker in enumerate(problem.workers) if not exclude or worker in keep)
     found, bound_s = choose(problem, len(problem.workers), kept, free=communication is FREE)
     taken = problem.shares(found)
@@ -155,20 +155,29 @@ def solve(
 
 def _problem(
     models: Sequence[Given], total: int, caps: Sequence[int | None] | None, minimum: int, accumulate: Accumulate,
-    communication: Communication, bounds: Mapping[int, int],
+    communication: Communication, bounds: Mapping[int, int], keep: Sequence[int],
 ) -> tuple[Problem, list[int]]:
     """The problem, and each worker's room for one micro-batch."""
     if not models:
         raise ValueError("shares: got no model, allowed is one for each worker, at least one")
-    if total < 1 or minimum < 1:
+    if not total >= 1 or not minimum >= 1 or total % 1 or minimum % 1:
         raise ValueError(f"shares: got total {total} and minimum {minimum}, allowed are whole numbers from 1")
     if accumulate not in get_args(Accumulate):
         raise ValueError(f"shares: accumulate: got {accumulate!r}, allowed: {', '.join(get_args(Accumulate))}")
     if caps is not None and len(caps) != len(models):
         raise ValueError(f"shares: got {len(caps)} caps for {len(models)} models; give one for each worker, None for no bound")
     room = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(models))]
-    if min(room) < 0:
-        raise ValueError(f"shares: cap of worker {room.index(min(room))}: got {min(room)}, allowed is 0 (no part) or more")
+    for worker, cap in enumerate(room):
+        if not cap >= 0 or cap % 1:
+            raise ValueError(f"shares: cap of worker {worker}: got {cap}, allowed is a whole number from 0 (no part), or None")
+    total, minimum, room = int(total), int(minimum), [int(cap) for cap in room]
+    if not 0 <= communication.overlap <= 1:
+        raise ValueError(f"shares: communication with overlap {communication.overlap}, allowed is 0 to 1, a part of computing")
+    for worker in keep:
+        if not 0 <= worker < len(models):
+            raise ValueError(f"shares: keep: got worker {worker}, allowed are 0 to {len(models) - 1}")
+        if room[worker] < minimum:
+            raise ValueError(f"shares: keep: worker {worker} has no room: cap {room[worker]}, minimum batch {minimum}")
     workers = [i for i, cap in enumerate(room) if cap >= minimum]
     if not workers:
         raise ValueError(
@@ -192,5 +201,5 @@ def _problem(
     made: list[TimeModel] = []
     for i, high in zip(workers, most, strict=True):
         model: Line | Piecewise = as_model(models[i], room[i], f"model of worker {i}")
-        made.append(Accumulated(model, room[i]) if room[i] < high else model)
+        made.append(accumulated(model, room[i]) if room[i] < high else model)
     return Problem(made, workers, most, minimum, total, communication), room
