@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,10 @@ def emulated(quick: bool) -> Result:
             "recover_iterations_additive50_small": max(one[3] for one in recovery),
             "share_sum_violations": sum(_wrong(steps, BATCH) for steps in ours) + _wrong(many, MANY_TOTAL),
             "oracle_gap_pct": max(_gap_pct(steps) for steps in ours),
-            "solve_us_4": _solve_us(list(PAPER), BATCH, 200),
-            "solve_us_1000": _solve_us(_many_lines(), MANY_TOTAL, 10),
+            "solve_us_4": _solve_us(lambda: shares(PAPER, BATCH), 200),
+            "solve_us_1000": _solve_us(lambda: shares(_many_lines(), MANY_TOTAL), 10),
+            "solve_us_1000_caps": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
+            "solve_us_1000_links": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, communication=MANY_LINKS), 2),
         },
     }
 
@@ -199,8 +202,13 @@ def _recovery(seed: int) -> list[int]:
 
 
 MANY_TOTAL = 64_000
+MANY_CAPS = [40 if worker % 2 else None for worker in range(1000)]
+"""Memory that half of them use more than once."""
+MANY_LINKS = Communication(lambda active: max(0.0 if worker % 50 else 3.0 for worker in active) + 1e-5 * len(active))
+"""Twenty of them behind slow links, which are to be found."""
 
 
+@lru_cache
 def _many_lines() -> list[Line]:
     draw = random.Random(1)
     return [Line(draw.uniform(0.3e-3, 9e-3), draw.uniform(1e-3, 50e-3)) for _ in range(1000)]
@@ -214,11 +222,11 @@ def _thousand(steps: int) -> tuple[dict[str, Any], list[Step]]:
     return _row("1,000 workers, x2 on fifty", "ours", seen, MANY_TOTAL), seen
 
 
-def _solve_us(models: list[Line], total: int, times: int) -> float:
+def _solve_us(call: Callable[[], object], times: int) -> float:
     """The least of several: other load only adds."""
     best = float("inf")
     for _ in range(times):
         begin = time.perf_counter()
-        shares(models, total)
+        call()
         best = min(best, time.perf_counter() - begin)
     return best * 1e6

@@ -127,6 +127,31 @@ def test_a_newcomer_without_a_line_starts_with_the_least() -> None:
     assert found.share_of(5) > 25
 
 
+def test_a_newcomer_starts_with_the_least_whatever_memory_the_others_have() -> None:
+    """A bound on what it gets in all, not on what it computes at once."""
+    balancer = Balancer([Joined(0, 20, Line(1e-3)), Joined(1, 20, Line(1e-3))], 100, Policy(minimum=2))
+    joined = balancer.decide(0, [Joined(5, 30)])
+    assert joined is not None
+    assert (joined.shares, joined.micro_batches) == ((49, 49, 2), (3, 3, 1))
+
+
+def test_little_memory_is_used_more_than_once_where_that_is_faster() -> None:
+    """Memory of all would do for the batch in one go, in 186 ms a step."""
+    small = Cluster(tuple(PAPER), 512, caps=(512, 96, 96, 16), noise=0.01)
+    steps = run(Ours(small, profiled=False), small, 40)
+    assert steps[-1].iteration_s < 0.116
+    assert not any(step.slow for step in steps[10:])
+
+
+def test_slow_links_of_many_are_left_out_and_the_rest_stays() -> None:
+    lines, link = (Line(1e-3, 5e-3),) * 8, [0.1] * 6 + [10.0] * 2
+    comm = Communication(lambda active: max(link[worker] for worker in active))
+    eight = Cluster(lines, 512, noise=0.01)
+    steps = run(Ours(eight, Policy(readmit_after=1000), comm), eight, 30, comm)
+    assert {tuple(bool(share) for share in step.shares) for step in steps} == {(True,) * 6 + (False,) * 2}
+    assert steps[-1].iteration_s < 0.2
+
+
 def test_a_death_between_announcement_and_effect_supersedes_and_both_take_force() -> None:
     balancer = Balancer([Joined(worker, line=Line(1e-3)) for worker in range(3)], 90, Policy(lead=3))
     slow = [Measurement(0, 30, 0.09), Measurement(1, 30, 0.03), Measurement(2, 30, 0.03)]

@@ -45,10 +45,12 @@ def test_lbb_begins_near_it_and_the_sum_is_kept() -> None:
 
 @pytest.mark.parametrize("memory", [100, 40, 3])
 def test_a_cap_binds(memory: int) -> None:
+    """What is computed at once: beyond it there are micro-batches, each with a launch, where that is faster still."""
     measured = profiles(memory)
     found = opening(measured, TOTAL, EVEN, step=0).decision
-    assert found.shares[0] == measured[0].cap <= memory
-    assert found.shares == solve(PAPER, TOTAL, [measured[0].cap, None, None, None]).shares
+    assert measured[0].cap <= memory
+    assert found.micro_batches[0] == -(-found.shares[0] // measured[0].cap) > 1
+    assert found.after_s < solve(PAPER, TOTAL, [measured[0].cap, None, None, None], accumulate="never").makespan_s
 
 
 def test_lines_are_those_near_the_share() -> None:

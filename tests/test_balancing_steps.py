@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from commlayer import balancing
-from commlayer.balance import Decision, Line, Sampler
+from commlayer.balance import Decision, Line, Sampler, solve
+from commlayer.balance.models import Accumulated
 from commlayer.balancing import Controller
 
 WORLD = 2
@@ -101,3 +102,26 @@ def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
     assert saves.events == other.events
     assert any(isinstance(event, Decision) for event in saves.events)
     assert saves.sampler.step == other.sampler.step == 10
+
+
+def test_a_fast_rank_with_little_memory_gets_more_than_it_holds_at_once(exchange: Exchange) -> None:
+    """Memory of both would do for the batch; the fast one computes most of it all the same, in micro-batches."""
+    lines, caps = [Line(0.008, 0.004), Line(0.001, 0.004)], [0, 16]
+    best = solve(lines, 128, [None, 16])
+    assert best.makespan_s < solve(lines, 128, [None, 16], accumulate="never").makespan_s / 3
+
+    def train(rank: int) -> tuple[list[int], Controller]:
+        exchange.local.rank, session, sizes = rank, Session(), list[int]()
+        sampler = Sampler(128 * 16, 128, rank=rank, world=WORLD, cap=caps[rank])
+        truth = Accumulated(lines[rank], caps[rank] or 128)
+        controller = Controller(session, sampler, every=1, measure=lambda step, n: truth.time_s(n))  # type: ignore[arg-type]
+        for batch in controller.follow(sampler):
+            sizes.append(len(batch))
+            session.steps += sampler.last
+        return sizes, controller
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        (_, controller), (sizes, _) = threads.map(train, range(WORLD))
+    times = [Accumulated(lines[rank], caps[rank] or 128).time_s(share) for rank, share in controller.shares.items()]
+    assert max(times) <= 1.05 * best.makespan_s
+    assert max(sizes) <= 16

@@ -40,6 +40,14 @@ class Policy(Record, frozen=True):
     readmit_after: int = 50
     """Steps until a worker that was left out is tried again; doubled each time it is left out again."""
 
+    def __post_init__(self) -> None:
+        for name in ("minimum", "horizon", "readmit_after"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 1 or more")
+        for name in ("gain_least", "change_s", "exclude_gain"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 0 or more")
+
 
 class Member:
     """A worker as the balancer sees it."""
@@ -82,6 +90,11 @@ class Balancer:
         self._forced = ""
 
     def _given(self, shares: Mapping[int, int], from_step: int) -> Decision:
+        for worker, share in shares.items():
+            if share and worker not in self.members:
+                raise ValueError(f"balancer: got a share of {share} for worker {worker}, who has not joined")
+        if sum(shares.values()) != self.total:
+            raise ValueError(f"balancer: shares add up to {sum(shares.values())}, allowed is the total, which is {self.total}")
         named = {worker: shares.get(worker, 0) for worker in sorted(self.members)}
         caps = [self.members[worker].cap or self.total for worker in named]
         pieces = tuple(-(-share // cap) for share, cap in zip(named.values(), caps, strict=True))
@@ -171,7 +184,8 @@ class Balancer:
         open_yet = frozenset(
             w for w in here if self.members[w].online.ambiguous and self._now[w] > self.policy.minimum
         )
-        found = self._solve(workers, open_yet)
+        # Where leaving one out is never worth it, nobody need look whom.
+        found = self._solve(workers, open_yet | here if self.policy.exclude_gain >= 1 else open_yet)
         out = [w for w, share in zip(workers, found.shares, strict=True) if not share and w in here]
         if out:
             kept = self._solve(workers, open_yet | here)
@@ -219,13 +233,15 @@ class Balancer:
         return sorted(sorted(room, key=lambda worker: (self._line(worker).time_s(least), worker))[: self.total // least])
 
     def _solve(self, workers: Sequence[int], keep: frozenset[int], most: dict[int, int] | None = None) -> Solution:
-        caps = [(most or {}).get(worker, self.members[worker].cap) for worker in workers]
+        """`most`: what single workers are to get at most, in all."""
+        caps = [self.members[worker].cap for worker in workers]
+        at_most = {place: most[worker] for place, worker in enumerate(workers) if most and worker in most}
         places = [place for place, worker in enumerate(workers) if worker in keep]
         names = tuple(workers)
         comm = self.communication
         named = comm if comm is FREE else Communication(lambda at: comm.seconds(tuple(names[p] for p in at)), comm.overlap)
         lines = [self._line(worker) for worker in workers]
-        return solve(lines, self.total, caps, minimum=self.policy.minimum, keep=places, communication=named)
+        return solve(lines, self.total, caps, minimum=self.policy.minimum, keep=places, communication=named, most=at_most)
 
     def _line(self, worker: int) -> Line:
         """Its own line, or before it has one the middle of the others'."""

@@ -1,4 +1,4 @@
-"""The smallest makespan for a fixed set of workers, in whole samples. Knows models and bounds, not who is worth having.
+"""The smallest makespan, in whole samples. Knows models and bounds, not what a set of workers costs beyond computing.
 
 Bisection on the makespan brackets the answer to a few samples; these go, one by one, to whoever finishes them first. For
 rising models that greedy end is exact: the samples that it hands out are the next ones in order of their finishing time.
@@ -7,60 +7,89 @@ rising models that greedy end is exact: the samples that it hands out are the ne
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from commlayer.balance.models import Line, TimeModel
+from commlayer.balance.models import Accumulated, Line, TimeModel
 
+LONGEST_S = sys.float_info.max
 FEW = 24
 """Below this many workers plain Python is faster than numpy's calls."""
 
-Counts = Callable[[float], tuple[list[int], int]]
-"""The samples that each worker finishes in a time, within its bounds, and their sum."""
 
+class Speeds:
+    """The models of all workers, ready to be asked together. `most`: what each may take."""
 
-def fill(models: Sequence[TimeModel], total: int, least: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Shares that sum to `total` with least <= share <= most and the smallest greatest time.
+    def __init__(self, models: Sequence[TimeModel], most: Sequence[int]) -> None:
+        self.models, self.most = models, most
+        self._table = _table(models, most) if len(models) >= FEW else None
+        self._longest_s = self.times(range(len(models)), most)
 
-    The caller has seen to it that sum(least) <= total <= sum(most).
-    """
-    counts = _counts(models, least, most)
-    low_s, high_s = 0.0, max(model.time_s(m) for model, m in zip(models, most, strict=True))
-    taken, given = counts(low_s)
-    above = sum(most)
-    while above - given > len(models) // 2 + 1:
-        middle_s = (low_s + high_s) / 2
-        if not low_s < middle_s < high_s:
-            break
-        here, here_sum = counts(middle_s)
-        if here_sum <= total:
-            low_s, taken, given = middle_s, here, here_sum
-        else:
-            high_s, above = middle_s, here_sum
-    nexts = [(models[i].time_s(taken[i] + 1), i) for i in range(len(models)) if taken[i] < most[i]]
-    heapq.heapify(nexts)
-    for _ in range(total - given):
-        _, i = nexts[0]
-        taken[i] += 1
-        if taken[i] < most[i]:
-            heapq.heapreplace(nexts, (models[i].time_s(taken[i] + 1), i))
-        else:
-            heapq.heappop(nexts)
-    return taken
+    def hand_out(self, places: Sequence[int], total: int, minimum: int, kept: Collection[int] | None = None) -> list[int]:
+        """Shares of these workers, in their order, with the smallest greatest time; None of `kept`: all of them take part.
 
+        Who is not kept takes part with at least `minimum` or not at all. Where several do with more than one, the sum may be
+        above the total by less than the minimum: it is then what those with a share can do in the smallest time for the total.
+        The caller has seen to it that the bounds admit the total.
+        """
+        most = [self.most[place] for place in places]
+        counts = self._counts(places, minimum, [minimum if kept is None or place in kept else 0 for place in places])
+        low_s, high_s = 0.0, min(max(self._longest_s[place] for place in places), LONGEST_S)
+        taken, given = counts(low_s)
+        above = sum(most)
+        while above - given > len(places) // 2 + 1:
+            middle_s = low_s + (high_s - low_s) / 2
+            if not low_s < middle_s < high_s:
+                # All that is open ends at one time, as where a time does not depend on the share: whoever comes first has it.
+                for i, able in enumerate(counts(high_s)[0]):
+                    if given < total and able > taken[i]:
+                        more = min(able - taken[i], total - given if taken[i] else max(total - given, minimum))
+                        taken[i], given = taken[i] + more, given + more
+                break
+            here, here_sum = counts(middle_s)
+            if here_sum <= total:
+                low_s, taken, given = middle_s, here, here_sum
+            else:
+                high_s, above = middle_s, here_sum
+        # Next to each worker's share: one more sample, or its first ones together.
+        larger = [min(share + 1 if share else minimum, high) for share, high in zip(taken, most, strict=True)]
+        nexts = [(time_s, i) for i, time_s in enumerate(self.times(places, larger)) if taken[i] < most[i]]
+        heapq.heapify(nexts)
+        while given < total:
+            i = nexts[0][1]
+            given, taken[i] = given + larger[i] - taken[i], larger[i]
+            if taken[i] < most[i]:
+                larger[i] += 1
+                heapq.heapreplace(nexts, (self.models[places[i]].time_s(larger[i]), i))
+            else:
+                heapq.heappop(nexts)
+        return taken
 
-def reached_s(models: Sequence[TimeModel], total: int, minimum: int, most: Sequence[int]) -> float:
-    """About the time in which those workers that can do `minimum` samples in it do `total` together."""
-    counts = _counts(models, [0] * len(models), most)
-    low_s, high_s = 0.0, max(model.time_s(m) for model, m in zip(models, most, strict=True))
-    while high_s - low_s > 1e-4 * high_s:
-        middle_s = (low_s + high_s) / 2
-        if sum(count for count in counts(middle_s)[0] if count >= minimum) < total:
-            low_s = middle_s
-        else:
-            high_s = middle_s
-    return high_s
+    def times(self, places: Sequence[int], shares: Sequence[int]) -> list[float]:
+        """How long each takes for its share, above 0."""
+        if self._table is None or len(places) < FEW:
+            return [self.models[place].time_s(share) for place, share in zip(places, shares, strict=True)]
+        launch_s, slope_s, _, cap, full_s, _ = self._table[:, list(places)]
+        full, rest = np.divmod(np.array(shares, float), cap)
+        return (full * full_s + np.where(rest > 0, launch_s + slope_s * rest, 0.0)).tolist()  # type: ignore[no-any-return]
+
+    def able(self, time_s: float) -> list[int]:
+        """How many samples each does in a time, at most."""
+        return self._counts(range(len(self.models)), 1, [0] * len(self.models))(time_s)[0]
+
+    def _counts(self, places: Sequence[int], minimum: int, least: Sequence[int]) -> Callable[[float], tuple[list[int], int]]:
+        """The samples that each finishes in a time, within its bounds, and their sum."""
+        if self._table is not None and len(places) >= FEW:
+            return _line_counts(self._table[:, list(places)], minimum, np.array(least))
+        bounds = [(self.models[place].within, self.most[place], low) for place, low in zip(places, least, strict=True)]
+
+        def counts(time_s: float) -> tuple[list[int], int]:
+            taken = [done if (done := int(min(within(time_s), high))) >= minimum else low for within, high, low in bounds]
+            return taken, sum(taken)
+
+        return counts
 
 
 def makespan_s(models: Sequence[TimeModel], shares: Sequence[int]) -> float:
@@ -68,28 +97,62 @@ def makespan_s(models: Sequence[TimeModel], shares: Sequence[int]) -> float:
     return max((model.time_s(share) for model, share in zip(models, shares, strict=True) if share), default=0.0)
 
 
-def _counts(models: Sequence[TimeModel], least: Sequence[int], most: Sequence[int]) -> Counts:
-    if len(models) >= FEW and all(isinstance(model, Line) for model in models):
-        return _line_counts([model for model in models if isinstance(model, Line)], least, most)
-    bounds = list(zip([model.within for model in models], least, most, strict=True))
+def fewer_pieces(speeds: Speeds, shares: Sequence[int], caps: Sequence[int], makespan: float) -> list[int]:
+    """As fast as these shares, in fewer micro-batches where others have time left: what lies above a cap goes to them."""
+    taken = list(shares)
+    over = [i for i, (share, cap) in enumerate(zip(taken, caps, strict=True)) if share > cap]
+    if not over:
+        return taken
+    workers = zip(speeds.models, taken, caps, speeds.able(makespan), strict=True)
+    spare = [_spare(model, share, cap, able, makespan) if share else 0 for model, share, cap, able in workers]
+    left = sum(spare)
+    givers = [i for i, more in enumerate(spare) if more]
+    last = [((taken[i] - 1) % caps[i] + 1, i) for i in over]
+    heapq.heapify(last)
+    while last:
+        beyond, i = heapq.heappop(last)
+        if left - spare[i] < beyond:
+            continue
+        left, spare[i], taken[i] = left - spare[i] - beyond, 0, taken[i] - beyond
+        while beyond:
+            j = givers[-1]
+            more = min(spare[j], beyond)
+            taken[j], spare[j], beyond = taken[j] + more, spare[j] - more, beyond - more
+            if not spare[j]:
+                givers.pop()
+        if taken[i] > caps[i]:
+            heapq.heappush(last, (caps[i], i))
+    return taken
 
-    def counts(time_s: float) -> tuple[list[int], int]:
-        taken = [max(int(min(within(time_s), high)), low) for within, low, high in bounds]
-        return taken, sum(taken)
 
-    return counts
+def _spare(model: TimeModel, share: int, cap: int, able: int, makespan: float) -> int:
+    """What a worker could take beyond its share in that time, in no more micro-batches."""
+    high = min(able, -(-share // cap) * cap)
+    return high - share if high > share and model.time_s(high) <= makespan else 0
 
 
-def _line_counts(lines: Sequence[Line], least: Sequence[int], most: Sequence[int]) -> Counts:
-    intercepts = np.array([line.intercept_s for line in lines])
-    slopes = np.array([line.slope_s for line in lines])
-    # A flat line finishes everything as soon as it has started.
-    per_s = np.divide(1.0, slopes, out=np.full(len(lines), np.finfo(float).max / 1e9), where=slopes > 0)
-    low, high = np.array(least, float), np.array(most, float)
+def _table(models: Sequence[TimeModel], most: Sequence[int]) -> np.ndarray | None:
+    """Rows: launch, seconds a sample, samples a second, cap, seconds of a full one, the most; None where a model is no line."""
+    columns = []
+    for model, high in zip(models, most, strict=True):
+        line, cap = (model.inner, model.cap) if isinstance(model, Accumulated) else (model, high)
+        if not isinstance(line, Line):
+            return None
+        # A flat line finishes everything as soon as it has started.
+        per_s = 1 / line.slope_s if line.slope_s > 1e-300 else LONGEST_S / 1e9
+        columns.append((line.intercept_s, line.slope_s, per_s, cap, min(line.time_s(cap), LONGEST_S), high))
+    return np.array(columns, float).T
+
+
+def _line_counts(table: np.ndarray, minimum: int, least: np.ndarray) -> Callable[[float], tuple[list[int], int]]:
+    launch_s, _, per_s, cap, full_s, most = table
 
     def counts(time_s: float) -> tuple[list[int], int]:
         with np.errstate(over="ignore"):
-            taken = np.clip(np.floor((time_s - intercepts) * per_s), low, high).astype(np.int64)
+            full = np.floor(time_s / full_s)
+            rest = np.clip((time_s - full * full_s - launch_s) * per_s, 0, cap)
+            done = np.minimum(full * cap + np.floor(rest), most)
+        taken = np.where(done >= minimum, done, least).astype(np.int64)
         return taken.tolist(), int(taken.sum())
 
     return counts

@@ -50,7 +50,8 @@ class Line(Record, frozen=True):
 
 
 class Piecewise(Record, frozen=True):
-    """Straight lines between knots; before the first and beyond the last knot the nearest line goes on."""
+    """Straight lines between knots; before the first and beyond the last knot the nearest line goes on, but never into times
+    that nobody saw: below zero, or more samples in no more time. There it goes on in proportion to the batch."""
 
     batches: tuple[float, ...]
     times_s: tuple[float, ...]
@@ -63,23 +64,31 @@ class Piecewise(Record, frozen=True):
             )
         if not all(0 < time_s < math.inf for time_s in self.times_s):
             raise ValueError("Piecewise: got a time that is not finite and above 0; drop that measurement")
-        if any(b <= a for a, b in zip(self.batches, self.batches[1:], strict=False)):
+        if not all(a < b for a, b in zip(self.batches, self.batches[1:], strict=False)):
             raise ValueError("Piecewise: batches must rise strictly; sort them and merge equal ones")
         if any(b < a for a, b in zip(self.times_s, self.times_s[1:], strict=False)):
             raise ValueError("Piecewise: times must not fall with the batch; fit them with fit_piecewise")
 
     def time_s(self, batch: float) -> float:
-        at = min(max(bisect_right(self.batches, batch), 1), len(self.batches) - 1)
-        b0, b1, t0, t1 = self.batches[at - 1], self.batches[at], self.times_s[at - 1], self.times_s[at]
-        return max(t0 + (t1 - t0) * (batch - b0) / (b1 - b0), 0.0)
+        b0, t0, slope_s = self._piece(bisect_right(self.batches, batch))
+        return max(t0 + slope_s * (batch - b0), 0.0)
 
     def within(self, time_s: float) -> float:
-        at = min(max(bisect_right(self.times_s, time_s), 1), len(self.times_s) - 1)
-        b0, b1, t0, t1 = self.batches[at - 1], self.batches[at], self.times_s[at - 1], self.times_s[at]
-        if t1 == t0:
-            # Only the first and the last piece get here flat: at or above it nothing more is known, below it nothing fits.
-            return math.inf if time_s >= t1 else 0.0
-        return max(b0 + (b1 - b0) * (time_s - t0) / (t1 - t0), 0.0)
+        b0, t0, slope_s = self._piece(bisect_right(self.times_s, time_s))
+        # Only the first piece gets here flat: below it nothing fits.
+        return max(b0 + (time_s - t0) / slope_s, 0.0) if slope_s else 0.0
+
+    def _piece(self, at: int) -> tuple[float, float, float]:
+        """A point and the slope of the piece between knot at - 1 and knot at."""
+        knots = len(self.batches)
+        right = min(max(at, 1), knots - 1)
+        b0, b1, t0, t1 = self.batches[right - 1], self.batches[right], self.times_s[right - 1], self.times_s[right]
+        slope_s = (t1 - t0) / (b1 - b0)
+        if at == 0 and b0 > 0:
+            slope_s = min(slope_s, t0 / b0)
+        if at >= knots:
+            return b1, t1, slope_s or t1 / b1
+        return b0, t0, slope_s
 
 
 class Cubic(Record, frozen=True):
@@ -97,7 +106,7 @@ class Cubic(Record, frozen=True):
 class Accumulated(Record, frozen=True):
     """A worker that takes its share in micro-batches of at most `cap` samples, each of which pays the launch cost again."""
 
-    inner: Line | Piecewise
+    inner: Line
     cap: int
 
     def time_s(self, batch: float) -> float:
@@ -109,6 +118,37 @@ class Accumulated(Record, frozen=True):
         return full * self.cap + min(self.inner.within(rest_s), self.cap)
 
 
+def in_pieces_s(model: TimeModel, batch: int, cap: int) -> float:
+    """A share in as few micro-batches as the cap allows, as equal as can be: what a worker's loop is handed."""
+    pieces = -(-batch // cap)
+    small, larger = divmod(batch, pieces)
+    return (pieces - larger) * model.time_s(small) + (larger * model.time_s(small + 1) if larger else 0.0)
+
+
+class InPieces(Record, frozen=True):
+    """As Accumulated for a curve, of which equal parts and full ones take different times. A share that takes less time than a
+    smaller one in fewer pieces, because those were large, counts as taking as long."""
+
+    inner: Piecewise
+    cap: int
+
+    def time_s(self, batch: float) -> float:
+        return max(in_pieces_s(self.inner, int(batch), self.cap), batch // self.cap * self.inner.time_s(self.cap))
+
+    def within(self, time_s: float) -> float:
+        full = int(time_s // self.inner.time_s(self.cap))
+        pieces = full + 1
+        small = int(self.inner.within(time_s / pieces))
+        rest_s, more_s = time_s - pieces * self.inner.time_s(small), self.inner.time_s(small + 1) - self.inner.time_s(small)
+        larger = min(int(max(rest_s, 0.0) / more_s), full) if more_s else full
+        return min(max(pieces * small + larger, full * self.cap), pieces * self.cap)
+
+
+def accumulated(model: Line | Piecewise, cap: int) -> Accumulated | InPieces:
+    """The model of a worker whose share may be above its cap, in micro-batches."""
+    return Accumulated(model, cap) if isinstance(model, Line) else InPieces(model, cap)
+
+
 Given = Line | Piecewise | Cubic | Sequence[float] | Callable[[float], float]
 """What a caller may hand in as a model: a record, a pair (slope, intercept), or a function of the batch."""
 
@@ -118,9 +158,9 @@ def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
     if isinstance(given, Line | Piecewise):
         return given
     if isinstance(given, Cubic):
-        return rising(given.time_s, most)
+        return rising(given.time_s, most, name)
     if callable(given):
-        return rising(given, most)
+        return rising(given, most, name)
     if isinstance(given, Sequence) and len(given) == 2:
         return Line(float(given[0]), float(given[1]))
     raise ValueError(
@@ -128,9 +168,12 @@ def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
     )
 
 
-def rising(curve: Callable[[float], float], most: int) -> Piecewise:
+def rising(curve: Callable[[float], float], most: int, name: str = "model") -> Piecewise:
     """The smallest rising function above the curve at 1 ... most: a dip promises nothing that smaller batches do not keep."""
     most = max(most, 2)
     places = range(1, most + 1) if most <= EXACT_TABLE else np.unique(np.linspace(1, most, EXACT_TABLE).astype(int)).tolist()
-    times = np.maximum.accumulate([curve(batch) for batch in places])
-    return Piecewise(tuple(float(batch) for batch in places), tuple(times.tolist()))
+    times = [curve(batch) for batch in places]
+    for batch, time_s in zip(places, times, strict=True):
+        if not 0 < time_s < math.inf:
+            raise ValueError(f"{name}: got {time_s} s for {batch} sample{'s' * (batch > 1)}, allowed are finite times above 0")
+    return Piecewise(tuple(float(batch) for batch in places), tuple(np.maximum.accumulate(times).tolist()))

@@ -36,10 +36,16 @@ MOVED = 0.15
 """The share has moved when it changed by this part (and by one sample): then offset and slope are told apart."""
 
 
+SHORTEST_S, LONGEST_S = 1e-9, 1e9
+"""What a clock in order can say of a share. Beyond it squares of errors would end in nothing, or overflow."""
+
+
 def checked_time(worker: int, time_s: float) -> float:
     """The measured seconds, or one line naming the worker."""
     if not 0 < time_s < math.inf:
         raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; it is left out")
+    if not SHORTEST_S <= time_s <= LONGEST_S:
+        raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is {SHORTEST_S} to {LONGEST_S}; it is left out")
     return time_s
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from commlayer.balance.events import Decision, Note, straggler_effect
 from commlayer.balance.fits import fit_cubic, fit_line, fit_piecewise
-from commlayer.balance.models import Accumulated, Cubic, Line, Piecewise
+from commlayer.balance.models import Cubic, Line, Piecewise, in_pieces_s
 from commlayer.balance.online import checked_time
 from commlayer.balance.profiling import Points, Profile
 from commlayer.balance.solution import FREE, Communication, solve
@@ -99,4 +99,4 @@ def _cubic(points: Points) -> Cubic:
 
 
 def _time_s(model: Line | Piecewise, cap: int | None, share: int) -> float:
-    return (Accumulated(model, cap) if cap and share > cap else model).time_s(share)
+    return in_pieces_s(model, share, cap) if cap and share > cap else model.time_s(share)

@@ -32,6 +32,8 @@ class Relaxed(Record, frozen=True):
 
 def local_steps(cluster: Cluster, steps: int, every: int, sync_s: float = 0.0) -> Relaxed:
     """Local SGD: parameters are averaged after `every` steps of each; with every = steps it is one-shot averaging."""
+    if every < 1:
+        raise ValueError(f"every: got {every}, allowed is 1 step or more")
     batch, workers = _equal(cluster)
     now_s, rounds = 0.0, 0
     for first in range(0, steps, every):
@@ -46,6 +48,8 @@ def n_soft(cluster: Cluster, steps: int, n: int, sync_s: float = 0.0) -> Relaxed
 
     n = 1 waits for as many gradients as there are workers, n = workers is asynchronous.
     """
+    if n < 1:
+        raise ValueError(f"n: got {n}, allowed is 1 or more")
     batch, workers = _equal(cluster)
     group = max(1, len(workers) // n)
     version, collected, staleness = 0, 0, list[int]()
@@ -101,6 +105,8 @@ def majority(cluster: Cluster, steps: int, quorum: Callable[[int], int] = lambda
 
 
 def _equal(cluster: Cluster) -> tuple[int, range]:
+    if cluster.total < len(cluster.lines):
+        raise ValueError(f"equal shares: total {cluster.total} is less than {len(cluster.lines)} workers; raise it")
     return cluster.total // len(cluster.lines), range(len(cluster.lines))
 
 

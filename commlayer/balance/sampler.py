@@ -59,6 +59,9 @@ class Sampler:
         launch = read_launch() if rank is None or (world is None and shares is None) else None
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
         self._world = world if world is not None else launch.world if launch else 0
+        if self.rank < 0 or self.rank >= self._world > 0:
+            allowed = f"are 0 to {self._world - 1}" if self._world else "is 0 or more"
+            raise ValueError(f"rank {self.rank}: allowed {allowed}")
         workers = self._world or 1
         self.least, self.cap, self._drop = least, cap, drop_last
         check_sizes(batch, workers if shares is None else 0, least=least, cap=cap)

@@ -36,10 +36,11 @@ def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least:
 
 def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
     """The sizes that do not change; `workers` is 0 where explicit shares say who there is."""
-    if batch < max(1, workers):
-        raise ValueError(f"batch {batch}: allowed is {max(1, workers)} or more" + ", one for each worker" * (workers > 0))
     if least < 1:
         raise ValueError(f"least {least}: allowed is 1 or more")
+    if batch < max(1, workers * least):
+        each = f", {'one' if least == 1 else least} for each worker" if workers else ""
+        raise ValueError(f"batch {batch}: allowed is {max(1, workers * least)} or more{each}")
     if cap and cap < 2 * least - 1:
         raise ValueError(f"cap {cap}: allowed is 0 (none) or at least {2 * least - 1}, so that parts of a share reach {least}")
 

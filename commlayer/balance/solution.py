@@ -6,12 +6,13 @@ hide behind it. A worker takes part with at least `minimum` samples or not at al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
-from commlayer.balance.active import choose
-from commlayer.balance.makespan import fill, makespan_s, reached_s
-from commlayer.balance.models import Accumulated, Given, Line, Piecewise, TimeModel, as_model
+from commlayer.balance.active import Computed, choose
+from commlayer.balance.makespan import Speeds, fewer_pieces, makespan_s
+from commlayer.balance.models import Given, Line, Piecewise, TimeModel, accumulated, as_model
 from commlayer.records import Record
 
 Accumulate = Literal["never", "needed", "always"]
@@ -25,7 +26,14 @@ class Communication(NamedTuple):
     """0: it starts when the slowest worker has computed (a blocking all-reduce). 1: all of the compute can hide it."""
 
     def exposed_s(self, active: tuple[int, ...], makespan: float) -> float:
-        return max(0.0, self.seconds(active) - self.overlap * makespan)
+        return max(0.0, self.checked_s(active) - self.overlap * makespan)
+
+    def checked_s(self, active: tuple[int, ...]) -> float:
+        """What the function says, which may be infinite where these cannot communicate."""
+        seconds = self.seconds(active)
+        if not 0 <= seconds <= math.inf:
+            raise ValueError(f"communication of workers {', '.join(map(str, active))}: got {seconds} s, allowed are 0 or more")
+        return seconds
 
 
 FREE = Communication(lambda _active: 0.0)
@@ -40,6 +48,9 @@ class Solution(Record, frozen=True):
     makespan_s: float
     exposed_s: float
     """Communication that the compute does not hide."""
+    bound_s: float
+    """No shares have a shorter iteration, as long as more workers never communicate in less time. Above six workers whose part
+    is open and with communication, the set may be less than the best: then this is below `iteration_s`."""
 
     @property
     def iteration_s(self) -> float:
@@ -50,38 +61,64 @@ class Solution(Record, frozen=True):
         return tuple(i for i, share in enumerate(self.shares) if share)
 
 
-class Problem(NamedTuple):
-    """Checked models and bounds. Workers with no room (cap below the minimum) have left already."""
+class Problem:
+    """Checked models and bounds, and the price of a set, by place among those with room: the others have left already."""
 
-    models: list[TimeModel]
-    workers: list[int]
-    most: list[int]
-    minimum: int
-    total: int
+    def __init__(
+        self, models: list[TimeModel], workers: list[int], most: list[int], minimum: int, total: int,
+        communication: Communication,
+    ) -> None:
+        self.models, self.workers, self.minimum, self.total = models, workers, minimum, total
+        self.speeds, self._most, self._communication = Speeds(models, most), most, communication
+        self._seconds: dict[tuple[int, ...], float] = {}
 
-    def fixed(self, places: Sequence[int]) -> list[int] | None:
-        """The best shares when exactly these places take part, or None where their bounds do not admit the total."""
-        models, most = [self.models[p] for p in places], [self.most[p] for p in places]
-        if not len(places) * self.minimum <= self.total <= sum(most):
+    def best(self, allowed: Sequence[int], kept: frozenset[int]) -> Computed | None:
+        if not max(1, len(kept)) * self.minimum <= self.total <= sum(self._most[place] for place in allowed):
             return None
-        taken = fill(models, self.total, [self.minimum] * len(places), most)
-        whole = [0] * len(self.models)
-        for place, share in zip(places, taken, strict=True):
+        return self._computed(allowed, self.speeds.hand_out(allowed, self.total, self.minimum, kept))
+
+    def exactly(self, places: Sequence[int]) -> Computed | None:
+        if not len(places) * self.minimum <= self.total <= sum(self._most[place] for place in places):
+            return None
+        return self._computed(places, self.speeds.hand_out(places, self.total, self.minimum))
+
+    def cost_s(self, taken_in: tuple[int, ...], makespan_s: float) -> float:
+        if not taken_in or self._communication is FREE:
+            return makespan_s
+        if taken_in not in self._seconds:
+            self._seconds[taken_in] = self._communication.checked_s(tuple(self.workers[place] for place in taken_in))
+        return makespan_s + max(0.0, self._seconds[taken_in] - self._communication.overlap * makespan_s)
+
+    def able(self, time_s: float) -> list[int]:
+        return self.speeds.able(time_s)
+
+    def shares(self, found: Computed) -> list[int]:
+        """For all places."""
+        whole, taken = [0] * len(self.models), found.shares
+        if sum(taken) > self.total:
+            taken = tuple(self.speeds.hand_out(found.active, self.total, self.minimum))
+        for place, share in zip(found.active, taken, strict=True):
             whole[place] = share
         return whole
+
+    def _computed(self, places: Sequence[int], taken: Sequence[int]) -> Computed:
+        active, shares = zip(*((place, share) for place, share in zip(places, taken, strict=True) if share), strict=True)
+        return Computed(max(self.speeds.times(active, shares)), active, shares)
 
 
 def shares(models: Sequence[Given], total: int, caps: Sequence[int | None] | None = None, *, minimum: int = 1) -> list[int]:
     """How many of `total` samples each worker takes so that the slowest finishes first; the sum is `total` exactly.
 
     A model is a Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch. A cap bounds what a worker
-    computes at once (None: no bound); where the caps do not reach the total, shares above them stand for micro-batches.
+    computes at once (None: no bound); where the caps do not reach the total, shares above them stand for micro-batches: so they
+    may with solve() wherever that is faster.
     `minimum` is 2 for a model with BatchNorm. A worker that would only hold the others up gets 0.
 
     >>> shares([(0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98)], 512)
     [166, 167, 159, 20]
     """
-    return list(solve(models, total, caps, minimum=minimum).shares)
+    within = sum(total if cap is None else min(cap, total) for cap in caps or [None] if cap is None or cap >= minimum)
+    return list(solve(models, total, caps, minimum=minimum, accumulate="never" if within >= total else "needed").shares)
 
 
 def solve(
@@ -94,45 +131,53 @@ def solve(
     keep: Sequence[int] = (),
     accumulate: Accumulate = "needed",
     communication: Communication = FREE,
+    most: Mapping[int, int] | None = None,
 ) -> Solution:
-    """As shares(), with what comes of them. `keep`: workers that must take part; with exclude=False all with room."""
-    problem, room = _problem(models, total, caps, minimum, accumulate)
-    kept = range(len(problem.workers)) if not exclude else [p for p, worker in enumerate(problem.workers) if worker in keep]
+    """As shares(), with what comes of them. `keep`: workers that must take part; with exclude=False all with room.
 
-    def price(places: Sequence[int], makespan: float) -> float:
-        return makespan + communication.exposed_s(tuple(problem.workers[p] for p in places), makespan)
-
-    if len(kept) == len(problem.workers):
-        taken = problem.fixed(kept)
-    else:
-
-        def reached() -> float:
-            return reached_s(problem.models, total, minimum, problem.most)
-
-        taken = choose(problem.models, minimum, kept, problem.fixed, price, reached, free=communication is FREE)
-    assert taken is not None, "bounds were checked"
+    `accumulate`: whether a share may lie above its worker's cap, in micro-batches of which each pays the launch again.
+    "needed": where the iteration takes less time so, or there is none else; of equally fast shares those with fewer
+    micro-batches. "always": as fast, however many. `most`: what single workers may take in all.
+    """
+    problem, room = _problem(models, total, caps, minimum, accumulate, communication, most or {}, keep)
+    kept = frozenset(p for p, worker in enumerate(problem.workers) if not exclude or worker in keep)
+    found, bound_s = choose(problem, len(problem.workers), kept, free=communication is FREE)
+    taken = problem.shares(found)
+    makespan = makespan_s(problem.models, taken)
+    if accumulate == "needed":
+        taken = fewer_pieces(problem.speeds, taken, [room[worker] for worker in problem.workers], makespan)
     whole = [0] * len(models)
     for worker, share in zip(problem.workers, taken, strict=True):
         whole[worker] = share
-    makespan = makespan_s(problem.models, taken)
-    active = tuple(i for i, share in enumerate(whole) if share)
     pieces = tuple(-(-share // cap) if share else 0 for share, cap in zip(whole, room, strict=True))
-    return Solution(tuple(whole), pieces, makespan, communication.exposed_s(active, makespan))
+    return Solution(tuple(whole), pieces, makespan, problem.cost_s(found.active, makespan) - makespan, bound_s)
 
 
 def _problem(
-    models: Sequence[Given], total: int, caps: Sequence[int | None] | None, minimum: int, accumulate: Accumulate
+    models: Sequence[Given], total: int, caps: Sequence[int | None] | None, minimum: int, accumulate: Accumulate,
+    communication: Communication, bounds: Mapping[int, int], keep: Sequence[int],
 ) -> tuple[Problem, list[int]]:
     """The problem, and each worker's room for one micro-batch."""
     if not models:
         raise ValueError("shares: got no model, allowed is one for each worker, at least one")
-    if total < 1 or minimum < 1:
+    if not total >= 1 or not minimum >= 1 or total % 1 or minimum % 1:
         raise ValueError(f"shares: got total {total} and minimum {minimum}, allowed are whole numbers from 1")
+    if accumulate not in get_args(Accumulate):
+        raise ValueError(f"shares: accumulate: got {accumulate!r}, allowed: {', '.join(get_args(Accumulate))}")
     if caps is not None and len(caps) != len(models):
         raise ValueError(f"shares: got {len(caps)} caps for {len(models)} models; give one for each worker, None for no bound")
     room = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(models))]
-    if min(room) < 0:
-        raise ValueError(f"shares: cap of worker {room.index(min(room))}: got {min(room)}, allowed is 0 (no part) or more")
+    for worker, cap in enumerate(room):
+        if not cap >= 0 or cap % 1:
+            raise ValueError(f"shares: cap of worker {worker}: got {cap}, allowed is a whole number from 0 (no part), or None")
+    total, minimum, room = int(total), int(minimum), [int(cap) for cap in room]
+    if not 0 <= communication.overlap <= 1:
+        raise ValueError(f"shares: communication with overlap {communication.overlap}, allowed is 0 to 1, a part of computing")
+    for worker in keep:
+        if not 0 <= worker < len(models):
+            raise ValueError(f"shares: keep: got worker {worker}, allowed are 0 to {len(models) - 1}")
+        if room[worker] < minimum:
+            raise ValueError(f"shares: keep: worker {worker} has no room: cap {room[worker]}, minimum batch {minimum}")
     workers = [i for i, cap in enumerate(room) if cap >= minimum]
     if not workers:
         raise ValueError(
@@ -144,16 +189,17 @@ def _problem(
             f"shares: total {total} is less than {len(workers)} workers x minimum batch {minimum}; "
             "raise the total batch, lower the minimum or leave workers out"
         )
-    within = sum(room[i] for i in workers)
-    if within < total and accumulate == "never":
+    most = [min(bounds.get(i, total), room[i] if accumulate == "never" else total) for i in workers]
+    if min(most) < minimum:
+        raise ValueError(f"shares: got at most {min(most)} for worker {workers[most.index(min(most))]}, less than the minimum "
+                         f"batch {minimum}; raise it, or give a cap of 0 to leave the worker out")
+    if sum(most) < total:
         raise ValueError(
-            f"shares: the caps add up to {within}, less than the total {total}; "
+            f"shares: the caps add up to {sum(most)}, less than the total {total}; "
             "lower the total or allow accumulation (micro-batches)"
         )
-    split = accumulate == "always" or within < total
     made: list[TimeModel] = []
-    for i in workers:
+    for i, high in zip(workers, most, strict=True):
         model: Line | Piecewise = as_model(models[i], room[i], f"model of worker {i}")
-        made.append(Accumulated(model, room[i]) if split and room[i] < total else model)
-    most = [total if split else room[i] for i in workers]
-    return Problem(made, workers, most, minimum, total), room
+        made.append(accumulated(model, room[i]) if room[i] < high else model)
+    return Problem(made, workers, most, minimum, total, communication), room
