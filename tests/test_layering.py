@@ -17,7 +17,7 @@ BOTTOM = {"errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
 SURFACE = {"asked", "auto", "balancing", "bounds", "budget", "price", "profiled", "connect", "guarding", "checkpoint",
-           "exchanges", "crowded", "finding", "looks", "planfile", "probing", "session", "ddp", "tracing", "watching"}
+           "exchanges", "crowded", "finding", "looks", "planfile", "probing", "saves", "session", "ddp", "tracing", "watching"}
 TOP = {"cli", "demo", ""}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
