@@ -18,7 +18,7 @@ MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
 SURFACE = {"asked", "auto", "balancing", "bounds", "budget", "price", "profiled", "connect", "guarding", "checkpoint",
            "exchanges", "crowded", "finding", "looks", "planfile", "probing", "saves", "session", "ddp", "tracing", "watching"}
-TOP = {"cli", "demo", ""}
+TOP = {"cli", "demo", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {
