@@ -176,6 +176,16 @@ def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[lis
         mine.state.connection.close()
 
 
+def ready(rank: int) -> int:
+    return rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> None:
+    """They have started, and loaded this module, before anybody waits for them."""
+    assert pool(WORLD).call(ready) == list(range(WORLD))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_ours_gives_what_torchs_hook_gives(hook: str, case: Callable[..., Any]) -> None:
