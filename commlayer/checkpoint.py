@@ -80,6 +80,7 @@ def save(connection: Connection, directory: Path) -> None:
         worker.drain()
         undone = worker.undone()
         highest = max(saves.numbers(directory), default=saves.FLAT)
+    with together(connection.groups, "save()"):
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}

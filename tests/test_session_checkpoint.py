@@ -223,6 +223,7 @@ def save_and_load_at_every_turn(rank: int, setting: Setting, folder: str) -> dic
     before = training.weights()
     training.train(2, 3, skip=2)
     assert all(torch.equal(a, b) for a, b in zip(training.weights(), before, strict=True)), "the step was to be skipped"
+    said["no directory"] = said_by(lambda: session.save(__file__ if rank == 1 else f"{folder}/none"))
     with full_disk(200 if rank == 1 else None):
         said["save"] = said_by(lambda: session.save(broken))
     torch.distributed.barrier()
@@ -247,6 +248,7 @@ def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -
             assert "\n" not in said[name]
         assert said["left"] == []
     assert results[0]["save"] == "save() failed on rank 1, whose own error says why"
+    assert "Not a directory" in results[1]["no directory"]
     assert "File too large" in results[1]["save"]
     assert "-1.safetensors: cannot be written: " in results[1]["save"]
     assert sorted(p.name for p in (tmp_path / "late" / "save-1").iterdir()) == FILES

@@ -51,6 +51,7 @@ class Job:
                 if bucket.server == server and server % WORLD == self.run.rank:
                     data = safetensors.torch.load(connection.uplink.fetch_state(server, bucket.id, undo=False))
                     tensors |= {f"server {server} {bucket.id}.{name}": tensor for name, tensor in data.items()}
+        dist.barrier()  # nobody begins a step while others ask servers for the last one's state
         return tensors
 
 
