@@ -79,7 +79,7 @@ def save(connection: Connection, directory: Path) -> None:
     with together(connection.groups, "save()"):
         worker.drain()
         undone = worker.undone()
-        highest = max(saves.numbers(directory), default=saves.FLAT)
+        highest = max(saves.numbers(directory), default=0)
     with together(connection.groups, "save()"):
         for server in _servers_of(connection):
             assert uplink is not None

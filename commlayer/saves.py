@@ -25,11 +25,10 @@ from commlayer.records import Record
 
 log = logging.getLogger("commlayer")
 
-FORMAT = "commlayer-state-1"
+FORMAT = "commlayer-state-2"
+"""Version 1 lay in the directory itself, and owed in units of its day's sums: nobody can tell what it is worth today."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 FOLDER = "save-"
-FLAT = 0
-"""The number of a save that lies in the directory itself, as earlier versions wrote it. It has no manifest."""
 
 
 class Mark(Record, frozen=True):
@@ -56,7 +55,7 @@ class Held(Record, frozen=True):
 
 
 def folder_of(directory: Path, number: int) -> Path:
-    return directory / f"{FOLDER}{number}" if number != FLAT else directory
+    return directory / f"{FOLDER}{number}"
 
 
 def numbers(directory: Path) -> list[int]:
@@ -115,10 +114,7 @@ def keep_only(directory: Path, number: int) -> None:
 
 def held(directory: Path, rank: int) -> list[Held]:
     """What this rank has of each save, the newest first."""
-    found = [_look(directory, number, rank) for number in reversed(numbers(directory))]
-    if _path(directory, "rank-0").exists() or _path(directory, f"rank-{rank}").exists():
-        found.append(_look(directory, FLAT, rank))
-    return found
+    return [_look(directory, number, rank) for number in reversed(numbers(directory))]
 
 
 def _look(directory: Path, number: int, rank: int) -> Held:
@@ -128,7 +124,7 @@ def _look(directory: Path, number: int, rank: int) -> Held:
         seen = Held(number, mark.save, mark.step, mark.world)
         for name in mine(rank, mark.world, mark.servers)[1:]:
             same(_path(folder, name), mark)
-        if rank == 0 and number != FLAT:
+        if rank == 0:
             _sealed(folder / MANIFEST, mark)
     except ValueError as error:
         return msgspec.structs.replace(seen, fault=str(error))
@@ -146,6 +142,8 @@ def newest(directory: Path, rows: list[list[Held]]) -> Held:
 
 def _why_none(directory: Path, rows: list[list[Held]]) -> str:
     number = max((held.number for row in rows for held in row), default=None)
+    if number is None and _path(directory, "rank-0").exists():
+        return f"{directory}: holds a save of an earlier version, whose residuals have other units: begin without it"
     if number is None:
         return f"{directory}: holds no save; save() writes one there, and load() on every rank names the same directory"
     of_it = [next((held for held in row if held.number == number), Held(number, fault="nothing")) for row in rows]
@@ -176,11 +174,10 @@ def mark_of(path: Path) -> Mark:
             meta = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole file of the safetensors format: {error}") from None
-    if meta.pop("format", None) != FORMAT or "step" not in meta:
-        raise ValueError(f"{path}: not of the format {FORMAT!r}, which this version reads")
+    if (found := meta.pop("format", None)) != FORMAT:
+        raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT!r}")
     try:
-        # Earlier versions named neither the save nor the servers.
-        return msgspec.convert({"save": "", "servers": 0} | meta, Mark, strict=False)
+        return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: its header: {error}") from None
 
