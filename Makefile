@@ -9,19 +9,26 @@ ALONE := $(wildcard tests/test_*_processes.py tests/test_session_errors.py tests
 	tests/test_guard_live.py tests/test_lab_*.py tests/test_bench_baselines.py tests/test_control_*.py)
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test lint types unit cuda bench fuzz docs clean
+.PHONY: setup demo test lint types unit recipes cuda bench fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core nanobind cmake ninja
-	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench,plot]"
+	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench,plot,tune]"
+	@touch $@
+
+$(STAMP)-recipes: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "commlayer[recipes]"
 	@touch $@
 
 demo: setup
 	$(BIN)/commlayer demo
 
-test: setup lint types unit
+# Without the frameworks (no network) the tests of recipes skip, and say why.
+test: setup lint types
+	-@$(MAKE) -s $(STAMP)-recipes
+	@$(MAKE) -s unit
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,6 +39,10 @@ types: setup
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
+
+# docs/recipes.md: the examples with Accelerate, transformers and Lightning, 210 MB of packages
+recipes: $(STAMP)-recipes
+	$(BIN)/python -m pytest -rs tests/test_recipes_*.py
 
 # The CUDA sources for every target (needs nvcc, no GPU).
 cuda: setup

@@ -1,26 +1,26 @@
-"""Saves and restores what codecs keep back, a file per rank and per server. Knows connections and files; no model."""
+"""Saves and restores what codecs keep back, a file per rank and per server. Knows connections; no model, and no folders."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import logging
+import secrets
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 
-from commlayer import records
+from commlayer import records, saves
 from commlayer.compressors import restore, snapshot
 from commlayer.connect import Connection, switch
+from commlayer.errors import CommError
 from commlayer.records import Bucket, Plan
 from commlayer.runtime import agreed
 from commlayer.runtime.worker import Worker
-from commlayer.transport.together import gather, together
+from commlayer.transport.together import gather, gather_bytes, together
 
-FORMAT = "commlayer-state-1"
-PLAN_FILE = "plan.json"
+log = logging.getLogger("commlayer")
 
 
 def worker_state(connection: Connection) -> dict[str, Any]:
@@ -74,15 +74,16 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
 
 
 def save(connection: Connection, directory: Path) -> None:
-    """See Session.save. Files appear whole or not at all."""
+    """See Session.save, and saves.py for what lies where and in which order."""
     worker, uplink = connection.worker, connection.uplink
     if worker is None:
         return
-    meta = {"format": FORMAT, "plan": records.digest(worker.plan), "world": str(connection.world), "step": str(worker.step)}
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
         worker.drain()
         undone = worker.undone()
+        highest = max(saves.numbers(directory), default=0)
+    with together(connection.groups, "save()"):
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
@@ -91,67 +92,70 @@ def save(connection: Connection, directory: Path) -> None:
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             files[f"server-{server}"] = tensors
     worker.heard()  # on all ranks, though one told each server
-    with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
-        files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, tensors in files.items():
-            _write(directory / f"{name}.safetensors", tensors, meta)
-        if connection.rank == 0:
-            _whole(directory / PLAN_FILE, lambda part: part.write_bytes(records.encode(worker.plan)))
+    # A number above all that any rank has, so that no file of an earlier save lies where this one goes.
+    rows = gather(connection.groups, [highest, secrets.randbits(62)])
+    number = 1 + max(row[0] for row in rows)
+    mark = saves.Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world, servers=worker.plan.servers,
+                      plan=records.digest(worker.plan))
+    folder, first = saves.folder_of(directory, number), connection.rank == 0
+    try:
+        with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
+            files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
+            saves.write(folder, files, mark, records.encode(worker.plan) if first else b"")
+        with together(connection.groups, "save()"):
+            if first:
+                saves.seal(folder, mark)
+    except Exception as error:
+        if not isinstance(error, CommError):  # behind one nobody knows how far the others came
+            saves.remove(folder)
+        raise
+    saves.keep_only(directory, number)
 
 
 def load(connection: Connection, directory: Path) -> None:
     """See Session.load. Nothing is restored unless every rank has read files of one save."""
-    worker, uplink = connection.worker, connection.uplink
+    worker, uplink, rank = connection.worker, connection.uplink, connection.rank
     if worker is None:
         return
-    _take_plan(connection, directory)
+    with together(connection.groups, "load()"):
+        mine = msgspec.json.encode(saves.held(directory, rank))
+    rows = [msgspec.json.decode(row, type=list[saves.Held]) for row in gather_bytes(connection.groups, mine)]
+    for held in [held for held in rows[0] if not held.fault][:1]:
+        _same(str(saves.folder_of(directory, held.number)), "world", held.world, connection.world)
+    chosen = saves.newest(directory, rows)
+    folder = saves.folder_of(directory, chosen.number)
+    if chosen != rows[0][0]:
+        log.warning("load(): takes %s, of step %d; what is newer was broken off", folder, chosen.step)
+    _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
-    names = [f"rank-{connection.rank}", *(f"server-{s}" for s in _servers_of(connection))]
     with together(connection.groups, "load()"):
         worker.drain()
-        read = {name: _read(directory / f"{name}.safetensors") for name in names}
-        for name, (_, meta) in read.items():
-            _same(f"{directory / name}.safetensors", "world", meta.get("world"), str(connection.world))
-            _same(f"{directory / name}.safetensors", "plan", meta.get("plan"), records.digest(worker.plan))
-        steps = [int(meta["step"]) for _, meta in read.values()]
-    _one_step(connection, directory, steps)
-    tensors, meta = read[names[0]]
-    step = int(meta["step"])
+        mark = saves.mark_of(folder / f"rank-{rank}.safetensors")
+        _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
+        read = {name: saves.read(folder, name, mark) for name in saves.mine(rank, connection.world, worker.plan.servers)}
     with together(connection.groups, "load()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
             for bucket in _summed_by(worker.plan, server):
-                data = safetensors.torch.save(_of_bucket(read[f"server-{server}"][0], bucket.id))
-                uplink.put_state(server, bucket.id, step, data)
-        _restore(connection, worker, {"step": step, "plan": meta["plan"], "tensors": tensors})
+                data = safetensors.torch.save(_of_bucket(read[f"server-{server}"], bucket.id))
+                uplink.put_state(server, bucket.id, mark.step, data)
+        _restore(connection, worker, {"step": mark.step, "plan": mark.plan, "tensors": read[f"rank-{rank}"]})
 
 
-def _take_plan(connection: Connection, directory: Path) -> None:
+def _take_plan(connection: Connection, folder: Path) -> None:
     """Where nobody asked for a plan, goes over to that of the save: the run that saved may have changed it since it began."""
     if not connection.auto:
         return
     saved: Plan | None = None
     with together(connection.groups, "load()"):
-        file = directory / PLAN_FILE
+        file = folder / saves.PLAN
         if connection.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
     assert connection.worker is not None
     other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
     if gather(connection.groups, [other])[0][0]:
         switch(connection, saved)
-
-
-def _one_step(connection: Connection, directory: Path, steps: list[int]) -> None:
-    """The files of a save that was broken off may lie among those of an earlier one."""
-    rows = gather(connection.groups, [min(steps), max(steps)])
-    low, high = min(row[0] for row in rows), max(row[1] for row in rows)
-    if low != high:
-        first = next(rank for rank, row in enumerate(rows) if row[0] == low)
-        last = next(rank for rank, row in enumerate(rows) if row[1] == high)
-        raise ValueError(f"{directory}: files of different saves: rank {first} has read one of step {low}, rank {last} one of "
-                         f"step {high}; load a directory that one save() has filled")
 
 
 def _servers_of(connection: Connection) -> list[int]:
@@ -169,44 +173,6 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int, lead: str = "") ->
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _same(name: str, what: str, saved: str | None, here: str) -> None:
+def _same(name: str, what: str, saved: object, here: object) -> None:
     if saved != here:
         raise ValueError(f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, str]) -> None:
-    _whole(path, lambda part: safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, part, metadata=meta))
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        _sync(part)
-        os.replace(part, path)
-        _sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """To the disk, so that no power failure leaves a name without its contents."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; save() writes one per rank and per server")
-    try:
-        with safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a whole file of the safetensors format: {error}") from None
-    if meta.get("format") != FORMAT or "step" not in meta:
-        raise ValueError(f"{path}: format {meta.get('format')!r}, this version reads {FORMAT!r} with a step")
-    return tensors, meta

@@ -114,11 +114,14 @@ class Session:
         self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
 
     def save(self, directory: str | Path) -> None:
-        """Writes a file per rank and per server into `directory`. All ranks call it at the same step."""
+        """Writes a file per rank and per server into a folder of its own in `directory`. All ranks call it at the same step.
+
+        When it is whole on all ranks it takes the place of the save before, which is there until then, whatever breaks off.
+        """
         checkpoint.save(self._driver.connection, Path(directory))
 
     def load(self, directory: str | Path) -> None:
-        """Takes up what `save` wrote, under the same plan and world. All ranks call it before training."""
+        """Takes up the newest whole save in `directory`, under the same plan and world. All ranks call it before training."""
         self._driver.when_connected(lambda: checkpoint.load(self._driver.connection, Path(directory)))
 
     def stats(self) -> dict[str, float]:

@@ -17,9 +17,9 @@ BOTTOM = {"codec_name", "errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 UPPER = {"runtime", "control"}
 SURFACE = {"accepting", "asked", "auto", "balancing", "bounds", "budget", "changed", "price", "profiled", "connect", "guarding",
-           "checkpoint", "drift", "exchanges", "crowded", "finding", "looks", "planfile", "probing", "session", "starting",
-           "stepping", "ddp", "tracing", "verdict", "watching"}
-TOP = {"cli", "demo", ""}
+           "checkpoint", "drift", "exchanges", "crowded", "finding", "looks", "planfile", "probing", "saves", "session",
+           "starting", "stepping", "ddp", "tracing", "verdict", "watching"}
+TOP = {"cli", "demo", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {

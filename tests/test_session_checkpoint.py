@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pool_kit import Servers, pool
 WORLD, SERVERS = 2, 2
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
 HALF = 6
+FILES = ["manifest.json", "plan.json", *(f"{who}-{n}.safetensors" for who in ("rank", "server") for n in range(2))]
 
 
 class Training:
@@ -83,8 +86,8 @@ def test_a_resumed_run_equals_the_one_that_went_on(how: str, skip: int, tmp_path
     with Servers(WORLD, SERVERS) as servers:
         setting = Setting(how, (servers.address,), TOPK, servers=SERVERS)
         saved = pool(WORLD).call(save_and_go_on, setting, str(tmp_path), skip)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "plan.json", "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["save-1"]
+    assert sorted(p.name for p in (tmp_path / "save-1").iterdir()) == FILES
     with Servers(WORLD, SERVERS) as servers:
         without = pool(WORLD).call(save_and_go_on, Setting(how, (servers.address,), TOPK, servers=SERVERS), "", skip)
     again = {}
@@ -176,16 +179,27 @@ def test_a_save_under_another_plan_is_refused(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         other = Setting("module", (servers.address,), "int8()", servers=SERVERS)
         said = pool(WORLD).call(wrong_loads, other, str(tmp_path), str(tmp_path / "empty"))
-    for rank, (plan, missing) in enumerate(said):
-        assert f"rank-{rank}.safetensors is of plan " in plan
+    for plan, missing in said:
+        assert f"{tmp_path}/save-1 is of plan " in plan
         assert "load it under the same plan and" in plan
-        assert missing.endswith(f"rank-{rank}.safetensors: no such file; save() writes one per rank and per server")
+        assert f"{tmp_path}/empty: holds no save; save() writes one there" in missing
 
 
 def said_by(action: Callable[[], None]) -> str:
     with pytest.raises((ValueError, OSError)) as caught:
         action()
     return str(caught.value)
+
+
+@contextlib.contextmanager
+def full_disk(nbytes: int | None) -> Iterator[None]:
+    """No file grows beyond that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits[0] if nbytes is None else nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def save_and_load_at_every_turn(rank: int, setting: Setting, folder: str) -> dict[str, Any]:
@@ -202,16 +216,18 @@ def save_and_load_at_every_turn(rank: int, setting: Setting, folder: str) -> dic
     if rank == 0:
         for name in ("rank-0", "server-0", "server-1"):
             shutil.copytree(late, f"{folder}/{name}")
-            shutil.copy(f"{early}/{name}.safetensors", f"{folder}/{name}")
-        Path(broken).mkdir()
-        Path(f"{broken}/rank-1.safetensors").mkdir()  # what cannot be replaced by a file
+            shutil.copy(f"{early}/save-1/{name}.safetensors", f"{folder}/{name}/save-1")
     torch.distributed.barrier()
     for name in ("rank-0", "server-0", "server-1"):
         said[name] = said_by(lambda name=name: session.load(f"{folder}/{name}"))
     before = training.weights()
     training.train(2, 3, skip=2)
     assert all(torch.equal(a, b) for a, b in zip(training.weights(), before, strict=True)), "the step was to be skipped"
-    said["save"] = said_by(lambda: session.save(broken))
+    said["no directory"] = said_by(lambda: session.save(__file__ if rank == 1 else f"{folder}/none"))
+    with full_disk(200 if rank == 1 else None):
+        said["save"] = said_by(lambda: session.save(broken))
+    torch.distributed.barrier()
+    said["left"] = [path.name for path in Path(broken).iterdir()]
     training.train(3, 4)
     said["step"] = int(session.state_dict()["step"])
     run.close()
@@ -227,9 +243,12 @@ def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -
         assert said["step"] == 4, "neither a refused load nor a failed save, after an abandoned step, disturbs the job"
         for name in ("rank-0", "server-0", "server-1"):
             assert "files of different saves" in said[name]
-            assert "one of step 0" in said[name]
-            assert "one of step 2" in said[name]
+            assert "of step 0" in said[name]
+            assert "of step 2" in said[name]
+            assert "\n" not in said[name]
+        assert said["left"] == []
     assert results[0]["save"] == "save() failed on rank 1, whose own error says why"
-    assert "rank-1.safetensors" in results[1]["save"]
-    assert sorted(p.name for p in (tmp_path / "late").iterdir()) == [
-        "plan.json", "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors", "server-1.safetensors"]
+    assert "Not a directory" in results[1]["no directory"]
+    assert "File too large" in results[1]["save"]
+    assert "-1.safetensors: cannot be written: " in results[1]["save"]
+    assert sorted(p.name for p in (tmp_path / "late" / "save-1").iterdir()) == FILES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -12,17 +13,26 @@ from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
+from commlayer.control import messages
 from commlayer.errors import CommError
 
 app = typer.Typer(
-    name="commlayer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
     help="Gradient compression and communication scheduling for PyTorch over slow, uneven networks and GPUs.",
 )
 
 
+def tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"commlayer {messages.version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def commlayer() -> None:
-    """Options before the command: none yet."""
+def commlayer(
+    version: Annotated[bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Show it and exit.")] = False,
+) -> None:
+    """Options before the command."""
 
 
 app.command()(demo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -38,6 +39,8 @@ def tune(
         if not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batch, local_steps, staleness=staleness)
+    if importlib.util.find_spec("skopt") is None:
+        raise ValueError('scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
     # Numbers load when they are needed: the command's help is to be there at once.
     from commlayer.balance.tuner_engine import Engine
 

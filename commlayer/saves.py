@@ -1,0 +1,220 @@
+"""Saves on disk: which files make one, and which is the newest whole one. Knows folders and headers; nothing of what is saved.
+
+Each save has a folder of its own, `save-N`, in the directory that the user named. All ranks write their files there. When all
+have, rank 0 writes the manifest, and when that is on its disk, and not before, everybody removes older saves. So whatever
+breaks off where, a save that all ranks have whole is left, whether they share a disk or each has its own: a manifest says that
+every rank's files were there, and a save that lacks one, or files, was broken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from commlayer import records
+from commlayer.errors import RecordError
+from commlayer.records import Record
+
+log = logging.getLogger("commlayer")
+
+FORMAT = "commlayer-state-2"
+"""Version 1 lay in the directory itself, and owed in units of its day's sums: nobody can tell what it is worth today."""
+MANIFEST, PLAN = "manifest.json", "plan.json"
+FOLDER = "save-"
+
+
+class Mark(Record, frozen=True):
+    """What all files of one save say of it. The manifest is this alone."""
+
+    save: str
+    """A random name, so that files of two saves are never taken for those of one."""
+    step: int
+    world: int
+    servers: int
+    plan: str
+    """The plan's digest."""
+
+
+class Held(Record, frozen=True):
+    """What one rank has of a save."""
+
+    number: int
+    save: str = ""
+    step: int = -1
+    world: int = 0
+    fault: str = ""
+    """Why it is not whole here."""
+
+
+def folder_of(directory: Path, number: int) -> Path:
+    return directory / f"{FOLDER}{number}"
+
+
+def numbers(directory: Path) -> list[int]:
+    """Of all saves that lie there, whole or not."""
+    if not directory.exists():
+        return []
+    names = [path.name.removeprefix(FOLDER) for path in directory.iterdir() if path.name.startswith(FOLDER)]
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 16)
+
+
+def mine(rank: int, world: int, servers: int) -> list[str]:
+    """The files that a rank sees to: its own, and those of its part of the servers."""
+    return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
+
+
+def write(folder: Path, files: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
+    """One rank's files, on its disk when this returns. `plan` is rank 0's to write; empty elsewhere."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
+    for name, tensors in files.items():
+        path = _path(folder, name)
+        try:
+            safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata=meta)
+        except SafetensorError as error:
+            raise OSError(f"{path}: cannot be written: {error}") from None
+        _sync(path)
+    if plan:
+        _write(folder / PLAN, plan)
+    _sync(folder)
+    _sync(folder.parent)
+
+
+def seal(folder: Path, mark: Mark) -> None:
+    """From here on it is a whole save. Rank 0 does it, once all ranks have written."""
+    part = folder / f"{MANIFEST}.part"
+    _write(part, records.encode(mark))
+    os.replace(part, folder / MANIFEST)
+    _sync(folder)
+
+
+def remove(folder: Path) -> None:
+    """First the manifest: half a save is never whole. Other ranks may be removing the same files."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        log.warning("%s: cannot be removed; it is no longer needed", folder)
+
+
+def keep_only(directory: Path, number: int) -> None:
+    """Removes all other saves."""
+    for other in numbers(directory):
+        if other != number:
+            remove(folder_of(directory, other))
+
+
+def held(directory: Path, rank: int) -> list[Held]:
+    """What this rank has of each save, the newest first."""
+    return [_look(directory, number, rank) for number in reversed(numbers(directory))]
+
+
+def _look(directory: Path, number: int, rank: int) -> Held:
+    folder, seen = folder_of(directory, number), Held(number)
+    try:
+        mark = mark_of(_path(folder, f"rank-{rank}"))
+        seen = Held(number, mark.save, mark.step, mark.world)
+        for name in mine(rank, mark.world, mark.servers)[1:]:
+            same(_path(folder, name), mark)
+        if rank == 0:
+            _sealed(folder / MANIFEST, mark)
+    except ValueError as error:
+        return msgspec.structs.replace(seen, fault=str(error))
+    return seen
+
+
+def newest(directory: Path, rows: list[list[Held]]) -> Held:
+    """The newest save that all ranks have whole. `rows` is what each of them holds."""
+    usable = [{(held.number, held.save, held.step) for held in row if not held.fault} for row in rows]
+    for candidate in rows[0]:
+        if all((candidate.number, candidate.save, candidate.step) in row for row in usable):
+            return candidate
+    raise ValueError(_why_none(directory, rows))
+
+
+def _why_none(directory: Path, rows: list[list[Held]]) -> str:
+    number = max((held.number for row in rows for held in row), default=None)
+    if number is None and _path(directory, "rank-0").exists():
+        return f"{directory}: holds a save of an earlier version, whose residuals have other units: begin without it"
+    if number is None:
+        return f"{directory}: holds no save; save() writes one there, and load() on every rank names the same directory"
+    of_it = [next((held for held in row if held.number == number), Held(number, fault="nothing")) for row in rows]
+    faults = [f"rank {rank} has {held.fault}" for rank, held in enumerate(of_it) if held.fault == "nothing"]
+    faults += [f"rank {rank}: {held.fault}" for rank, held in enumerate(of_it) if held.fault not in ("", "nothing")]
+    where = folder_of(directory, number)
+    if faults:
+        return f"{where}: not whole on all ranks, nor is an earlier save: {faults[0]}"
+    other = next(rank for rank, held in enumerate(of_it) if (held.save, held.step) != (of_it[0].save, of_it[0].step))
+    return (f"{where}: files of different saves: rank 0 has one of step {of_it[0].step}, rank {other} one of step "
+            f"{of_it[other].step}; load a directory that one save() has filled")
+
+
+def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
+    """The tensors of one file of the save that has that mark."""
+    path = _path(folder, name)
+    same(path, mark)
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def mark_of(path: Path) -> Mark:
+    """From a file's header, which also tells whether all of the file is there."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; save() writes one per rank and per server")
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a whole file of the safetensors format: {error}") from None
+    if (found := meta.pop("format", None)) != FORMAT:
+        raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT!r}")
+    try:
+        return msgspec.convert(meta, Mark, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: its header: {error}") from None
+
+
+def same(path: Path, mark: Mark) -> None:
+    """ValueError if that file is of another save."""
+    there = mark_of(path)
+    if (there.save, there.step) != (mark.save, mark.step):
+        raise ValueError(f"{path}: files of different saves: this one is of step {there.step}, the rank's own of step "
+                         f"{mark.step}; load a directory that one save() has filled")
+
+
+def _sealed(path: Path, mark: Mark) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, so the save was broken off")
+    try:
+        there = records.decode(path.read_bytes(), Mark, str(path))
+    except RecordError as error:
+        raise ValueError(f"{error}: not a whole manifest") from None
+    if there != mark:
+        raise ValueError(f"{path}: files of different saves: the manifest is of step {there.step}, rank 0's file of step "
+                         f"{mark.step}; load a directory that one save() has filled")
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """To the disk, so that no power failure leaves a name without its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

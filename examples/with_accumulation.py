@@ -1,0 +1,71 @@
+"""A loop like nanoGPT's, with micro-batches, clipping and a checkpoint: torchrun --standalone --nproc-per-node 2 FILE
+
+What commlayer adds is marked. `--resume` goes on from the checkpoint bit for bit, with what the codec still owes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+
+MICRO = 4
+
+
+def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every rank has its own data, the same in every run."""
+    draw = torch.Generator().manual_seed((step * MICRO + micro) * dist.get_world_size() + dist.get_rank())
+    x = torch.randn(16, 32, generator=draw)
+    return x, x[:, :8].argmax(1)
+
+
+def main(arguments: list[str] | None = None) -> nn.Module:
+    ask = argparse.ArgumentParser()
+    ask.add_argument("--steps", type=int, default=60)
+    ask.add_argument("--save-at", type=int, default=30)
+    ask.add_argument("--out", type=Path, default=Path("out"))
+    ask.add_argument("--resume", action="store_true")
+    asked = ask.parse_args(arguments)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05))  # commlayer
+    kept: dict[str, Any]
+    first, checkpoint = 0, asked.out / "ckpt.pt"
+    if asked.resume:
+        kept = torch.load(checkpoint, weights_only=True)
+        model.module.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        first = kept["step"]
+        session.load(asked.out / "residuals")  # commlayer: on all ranks
+    for step in range(first, asked.steps):
+        for micro in range(MICRO):
+            model.require_backward_grad_sync = micro == MICRO - 1
+            x, y = batch(step, micro)
+            loss = nn.functional.cross_entropy(model(x), y) / MICRO
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 == asked.save_at:
+            session.save(asked.out / "residuals")  # commlayer: on all ranks
+            if dist.get_rank() == 0:
+                kept = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                torch.save(kept, checkpoint)
+    if dist.get_rank() == 0:
+        print(f"step {asked.steps}: loss {MICRO * loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
+    session.close()  # commlayer
+    return model.module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Lightning, by a strategy: python FILE, where Lightning starts the ranks, or torchrun --standalone --nproc-per-node 2 FILE
+
+The strategy is all that a script needs. Residuals lie beside Lightning's own checkpoints, and come back with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import commlayer
+
+
+class Commlayer(DDPStrategy):
+    """DDP, with commlayer's averages in place of its own."""
+
+    def __init__(self, plan: Any = "auto", **ddp: Any) -> None:
+        super().__init__(**ddp)
+        self.plan = plan
+        self.session: Any = None
+        self.resumes: Path | None = None
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if isinstance(self.model, DistributedDataParallel):
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self.session = commlayer.attach(self.model, self.optimizers[0], plan=self.plan, scaler=scaler)
+            if self.resumes is not None:
+                self.session.load(self.resumes)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.session is not None:
+            self.session.save(beside(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.resumes = beside(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        shutil.rmtree(beside(filepath), ignore_errors=True)
+
+    def teardown(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        super().teardown()
+
+
+def beside(checkpoint: Any) -> Path:
+    return Path(f"{checkpoint}.residuals")
+
+
+class Digits(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.layers(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_end(self) -> None:
+        sent = self.trainer.strategy.session.stats().get("sent_nbytes", 0)
+        self.print(f"step {self.global_step}: loss {self.trainer.callback_metrics.get('loss', 0):.3f}, {sent:.0f} bytes sent")
+
+
+def main(arguments: list[str] | None = None) -> nn.Module:
+    ask = argparse.ArgumentParser()
+    ask.add_argument("--epochs", type=int, default=6)
+    ask.add_argument("--save-at", type=int, default=3)
+    ask.add_argument("--out", type=Path, default=Path("out"))
+    ask.add_argument("--resume", action="store_true")
+    ask.add_argument("--devices", type=int, default=2, help="Ranks on each machine.")
+    ask.add_argument("--nodes", type=int, default=1)
+    asked = ask.parse_args(arguments)
+    torch.manual_seed(0)
+    x = torch.randn(16 * 10 * asked.devices * asked.nodes, 32)
+    loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
+    model = Digits()
+    trainer = Trainer(
+        accelerator="auto" if torch.cuda.is_available() else "cpu", devices=asked.devices, num_nodes=asked.nodes,
+        strategy=Commlayer(commlayer.compressors.topk(ratio=0.05)), max_epochs=asked.epochs, accumulate_grad_batches=2,
+        gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(asked.out, filename="{epoch}", every_n_epochs=asked.save_at, save_top_k=-1)],
+    )
+    trainer.fit(model, loader, ckpt_path=asked.out / f"epoch={asked.save_at - 1}.ckpt" if asked.resume else None)
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""transformers' Trainer, by a callback: torchrun --standalone --nproc-per-node 2 FILE
+
+The callback is all that a script needs. Residuals go into the Trainer's own checkpoints, and come back with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import commlayer
+
+
+class Commlayer(TrainerCallback):
+    """Set `trainer` before training: the model that DDP has wrapped is known to it alone."""
+
+    def __init__(self, plan: Any = "auto") -> None:
+        self.plan = plan
+        self.trainer: Any = None
+        self.session: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # without Accelerate's wrapper
+        self.session = commlayer.attach(self.trainer.model_wrapped, optimizer, plan=self.plan,
+                                        scaler=self.trainer.accelerator.scaler)
+        if state.global_step:
+            self.session.load(self.place(args, state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.session.save(self.place(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            print(f"step {state.global_step}: {self.session.stats().get('sent_nbytes', 0):.0f} bytes sent")
+        self.session.close()
+
+    def place(self, args: Any, state: Any) -> str:
+        return f"{args.output_dir}/checkpoint-{state.global_step}/residuals"
+
+
+def main(arguments: list[str] | None = None) -> nn.Module:
+    ask = argparse.ArgumentParser()
+    ask.add_argument("--steps", type=int, default=60)
+    ask.add_argument("--save-at", type=int, default=30)
+    ask.add_argument("--out", default="out")
+    ask.add_argument("--resume", action="store_true")
+    asked = ask.parse_args(arguments)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16))
+    text = torch.arange(512 * 16).remainder(7).view(512, 16)
+    callback = Commlayer(commlayer.compressors.topk(ratio=0.05))
+    settings = TrainingArguments(
+        asked.out, max_steps=asked.steps, save_steps=asked.save_at, per_device_train_batch_size=8, learning_rate=3e-3,
+        gradient_accumulation_steps=2, lr_scheduler_type="constant", logging_steps=asked.steps, report_to=[], disable_tqdm=True,
+        ddp_find_unused_parameters=False, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
+    )
+    train_dataset = [{"input_ids": row, "labels": row} for row in text]
+    trainer = Trainer(model, settings, train_dataset=train_dataset, callbacks=[callback])
+    callback.trainer = trainer
+    trainer.train(resume_from_checkpoint=f"{asked.out}/checkpoint-{asked.save_at}" if asked.resume else None)
+    return model
+
+
+if __name__ == "__main__":
+    main()
