@@ -90,7 +90,7 @@ class CodecName(msgspec.Struct, frozen=True):
     @property
     def shaped(self) -> bool:
         """Whether it needs a matrix: of a vector it sends every element as it is."""
-        return self.core.family == "powersgd" and not any(part.get("shapes") for part in self.layers())
+        return self.core.family == "powersgd" and not any(part.family == "partition" for part in self.layers())
 
     def around(self, make: Callable[[CodecName], CodecName]) -> CodecName:
         """The same wrappers around what is made of the core."""

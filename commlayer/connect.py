@@ -89,6 +89,10 @@ class Connection:
     def stats(self) -> dict[str, float]:
         return {} if self.worker is None else self.worker.counters.as_dict()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self, reason: str = "") -> None:
         if self._closed or os.getpid() != self._owner:
             return  # a forked copy of the trainer has no part in the job

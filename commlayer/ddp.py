@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer import checkpoint
@@ -120,6 +122,16 @@ class HookState:
                 self._end()  # ddp.join(): a rank without inputs takes part with zeros, in no backward pass
         return future
 
+    @property
+    def closed(self) -> bool:
+        """Whether its session has come to an orderly end."""
+        return self.connection.closed and self._error is None
+
+    @property
+    def group(self) -> Any:
+        """The ranks that average."""
+        return self._process_group or dist.group.WORLD
+
     def _check(self, bucket: GradBucket) -> None:
         """Before anything of it is taken. What is wrong holds for the pass and all that follow."""
         try:
@@ -160,6 +172,7 @@ class HookState:
             mine = [p for p in parameters if isinstance(p, nn.Parameter)]
             self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number))
             worker.settle = self._outcome.settle
+            self.connection.beside.append(self._outcome.detach)
         self._attached = Attached(self.module, named_parameters, self._optimizer,
                                   getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         self.connection.beside.append(self._attached.remove)
@@ -258,7 +271,8 @@ class HookState:
             self._attached.check(self._latch)
         if self._error is not None:
             raise self._error
-        if self._outcome is not None:  # behind DDP's own end of the pass, which puts averages into `.grad`
+        if self._outcome is not None and torch._C._current_graph_task_id() >= 0:
+            # Behind DDP's own end of the pass, which puts averages into `.grad`.
             torch.autograd.Variable._execution_engine.queue_callback(self._outcome.wrote)
 
     def _worker(self) -> Worker:
@@ -306,7 +320,9 @@ class HookState:
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's hook signature. Averages come from the plan in `state`."""
+    """DDP's hook signature. Averages come from the plan in `state`; after the end of its session, from DDP's own all-reduce."""
+    if state.closed:
+        return default_hooks.allreduce_hook(state.group, bucket)
     return state.take(bucket)
 
 

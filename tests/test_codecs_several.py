@@ -331,7 +331,7 @@ def test_a_block_follows_the_largest_of_all_workers() -> None:
     ("make", "words"),
     [
         (lambda: powersgd(rank=0), "powersgd: rank is 0, allowed is a whole number from 1 to 256"),
-        (lambda: shared_int(bits=5), "shared_int: bits is 5, allowed are 4 and 8"),
+        (lambda: shared_int(bits=5), "shared_int: bits is 5, allowed is one of 4, 8"),
         (lambda: shared_int(block=12), "shared_int: block is 12, allowed is a multiple of 8"),
         (lambda: shared_int(rounding="up"), "shared_int: rounding is 'up', allowed is one of 'stochastic', 'nearest'"),
     ],

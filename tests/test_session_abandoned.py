@@ -74,3 +74,42 @@ def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...],
             assert "its backward pass broke off; the step is dropped on all workers (step 1)" in said
     for mine, theirs in zip(*(r["seen"] for r in results), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def beyond_the_end(rank: int) -> tuple[list[float], list[float]]:
+    """Two passes through DDP, the second behind the end of the session."""
+    model = nn.Linear(3, 1, bias=False)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = commlayer.attach(wrapped, optimizer, config=pool_kit.quick(ranks_per_node=WORLD))
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        wrapped(torch.full((1, 3), 1.0 + rank)).sum().backward()
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.view(-1).tolist())
+        session.close()
+    return found[0], found[1]
+
+
+def test_after_the_end_of_a_session_ddp_averages_by_itself() -> None:
+    for first, second in pool(WORLD).call(beyond_the_end):
+        assert first == second == [1.5, 1.5, 1.5]
+
+
+def exchanges(rank: int) -> tuple[float, float]:
+    model = nn.Linear(3, 1)
+    session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config=pool_kit.quick(ranks_per_node=WORLD))
+    model(torch.ones(1, 3)).sum().backward()
+    session.synchronize()
+    once = session.stats()["steps"]
+    with session.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    session.synchronize()
+    twice = session.stats()["steps"]
+    session.close()
+    return once, twice
+
+
+def test_to_synchronize_behind_a_backward_pass_does_nothing() -> None:
+    assert pool(WORLD).call(exchanges) == [(1, 2)] * WORLD
