@@ -63,6 +63,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
     for flow in worker.coded:
         restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
     for flow in worker.flows:
+        flow.forget()
         flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
         if flow.held is not None:
             flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))

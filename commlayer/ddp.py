@@ -170,7 +170,8 @@ class HookState:
         self.connection.beside.append(self.release)
         if (worker := self.connection.worker) is not None:
             mine = [p for p in parameters if isinstance(p, nn.Parameter)]
-            self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number))
+            self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number),
+                                    lambda numbers: self._worker().applied(numbers))
             worker.settle = self._outcome.settle
             self.connection.beside.append(self._outcome.detach)
         self._attached = Attached(self.module, named_parameters, self._optimizer,

@@ -125,8 +125,9 @@ class Drift:
             return
         names = ", ".join(self._names[number] for number in [*differing][:NAMED])
         more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
-        ranks = ", ".join(map(str, sorted({rank for each in differing.values() for rank in each})))
-        what = f"step {made.worker.step}: rank {ranks} and rank 0 have drifted apart in {names}{more}"
+        there = made.groups.members.ranks
+        ranks = ", ".join(str(there[rank]) for rank in sorted({rank for each in differing.values() for rank in each}))
+        what = f"step {made.worker.step}: rank {ranks} and rank {there[0]} have drifted apart in {names}{more}"
         if self._answer == "end":
             raise CommError(f'{what}; drift="resync" would go on from what rank 0 has')
         if self._answer == "resync":

@@ -78,12 +78,10 @@ class Session:
         batch where n is large and gradients go as fp16. `total`: the sum over all workers, where the script knows it. Without
         it, a step in which that sum is not what it was in the step before sends what residuals go with twice.
         """
-        for what, value in (("weight", n), ("total", total)):
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"{what} {value}: allowed is a finite number >= 0")
-        if total is not None and total < n:
-            raise ValueError(f"total {total}: less than this worker's own weight {n}; give the sum over all workers")
-        self._driver.weight(float(n), total)
+        own, whole = _amount("weight", n), None if total is None else _amount("total", total)
+        if whole is not None and whole < own:
+            raise ValueError(f"total {whole:g}: less than this worker's own weight {own:g}; give the sum over all workers")
+        self._driver.weight(own, whole)
 
     def report(self, loss: float | torch.Tensor) -> None:
         """The training loss of a step, if the guard is to watch it, too. A tensor is read later, and waits for nothing."""
@@ -185,6 +183,16 @@ class Session:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
 
+def _amount(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{what} {value!r}: allowed is a finite number >= 0")
+    return number
+
+
 class _ModuleDriver:
     """Hooks on a plain module's parameters."""
 
@@ -221,7 +229,8 @@ class _ModuleDriver:
             # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end,
                                 lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._broke_off)
-            self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number))
+            self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number),
+                                    lambda numbers: self._worker().applied(numbers))
             self._worker().settle = self._outcome.settle
 
     @contextlib.contextmanager

@@ -73,6 +73,8 @@ class Start:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, CommError):
+            return  # the others cannot be reached, or did not come
         if isinstance(error, Exception) and not self._told:
             with contextlib.suppress(ValueError, CommError):  # then nobody waits for this rank, or not for long
                 members = self._members(read_launch(), Config())

@@ -27,7 +27,7 @@ class Exchange:
         self.news = threading.Condition()
         self.local = threading.local()
 
-    def __call__(self, _timeout_s: float) -> Exchange:
+    def __call__(self, _members: Any, _timeout_s: float) -> Exchange:
         self.local.read = 0
         return self
 
@@ -58,8 +58,9 @@ class Session:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.connection = SimpleNamespace(groups=SimpleNamespace(timeout_s=1.0), beside=[], on_shares=[], price=None,
-                                          decisions=[], explain=lambda error: error)
+        groups = SimpleNamespace(timeout_s=1.0, members=None)
+        self.connection = SimpleNamespace(groups=groups, beside=[], on_shares=[], price=None, decisions=[],
+                                          explain=lambda error: error)
 
     def weight(self, n: float, total: float | None = None) -> None:
         pass

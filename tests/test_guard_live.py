@@ -196,7 +196,7 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
         own = mine.clone()
         found = real(of, mine, groups, deadline_s)
         seen.append({"slices": of.flow.bucket.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
-                     "back": of.flow.x[of.start : of.stop].clone(), "dots": found})
+                     "back": of.flow.y[of.start : of.stop].clone(), "dots": found})
         return found
 
     comparing.everywhere, comparing.here = watched, decoded
@@ -205,10 +205,11 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
         for step in range(3 * guarding.SETTLE):
             made = torch.Generator().manual_seed(10 * step + run.rank)
             x = torch.randn(6, 12, generator=made)
+            share = (1.0 + run.rank) * WORLD / sum(1.0 + rank for rank in range(WORLD))  # parts of the mean are coded
             alone = mlp()
             alone.load_state_dict(model.state_dict())
             nn.functional.mse_loss(alone(x), x[:, :3]).backward()
-            grads.append([p.grad.detach().view(-1) * (1.0 + run.rank) for p in alone.parameters() if p.grad is not None])
+            grads.append([p.grad.detach().view(-1) * share for p in alone.parameters() if p.grad is not None])
             model.zero_grad()
             nn.functional.mse_loss(wrapped(x), x[:, :3]).backward()
     finally:
@@ -232,7 +233,7 @@ def test_all_ranks_compare_with_the_exact_sum(codec: str, ranks_per_node: int) -
             assert torch.allclose(results[rank]["seen"][number]["own"], piece, rtol=1e-5, atol=1e-7)
             expected.append(piece)
         total = expected[0] + expected[1]
-        assert torch.allclose(mine["exact"], total, rtol=1e-5, atol=1e-7), "the exact mean, but for the sum of weights"
+        assert torch.allclose(mine["exact"], total, rtol=1e-5, atol=1e-7), "the exact mean, but for the number of workers"
         assert mine["dots"].fidelity().cosine == pytest.approx(float(nn.functional.cosine_similarity(total, mine["back"], 0)),
                                                                rel=1e-4)
         assert mine["dots"] == theirs["dots"]

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
-from commlayer.compressors.feedback import Limited, add_where
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
+from commlayer.compressors.feedback import Limited
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
@@ -49,8 +49,8 @@ class EF21(Wrapper, frozen=True):
         inputs.check(self.name, "x", x, state["estimate"].numel(), state["estimate"].device)
         estimate = state["estimate"].mul_(FADE)
         nbytes = self._start(x, estimate, state, out)
-        if self._follow(out[:nbytes], estimate):
-            state["_sent"] = out[:nbytes]
+        # A flagged payload has moved nothing but what fades.
+        state["_sent"] = out[: nbytes if self._follow(out[:nbytes], estimate) else 0]
         return nbytes
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
@@ -63,19 +63,22 @@ class EF21(Wrapper, frozen=True):
 
     def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
         if state["_sent"] is not None:
-            self.inner.decode(state["_sent"], state["inner"], state["_scratch"])
-            add_where(state["estimate"], state["_scratch"].neg_(), cut)
+            sent = state["_scratch"].zero_()
+            if len(state["_sent"]):
+                self.inner.decode(state["_sent"], state["inner"], sent)
+            _take_back(state["estimate"], sent, cut)
             state["_sent"] = None if cut is None else state["_sent"]
 
     def undo_server(self, state: State, cut: Cut = None) -> None:
         if state["_added"] is not None:
-            add_where(state["estimate"], -state["_added"], cut)
+            _take_back(state["estimate"], state["_added"], cut)
             state["_added"] = None if cut is None else state["_added"]
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         state["_added"] = None
         total, estimate = acc["sum"], state["estimate"].mul_(FADE)
         if not kernels.all_finite(total, estimate):
+            state["_added"] = torch.zeros_like(estimate)
             return payload.write_flagged(out, self.id, total.numel())
         # Those whose difference is not flagged have added it to their own estimate.
         estimate += total
@@ -102,6 +105,12 @@ class EF21(Wrapper, frozen=True):
         if not kernels.all_finite(known):
             known.clamp_(-MOST, MOST).nan_to_num_()
         return not acc["flagged"][0]
+
+
+def _take_back(estimate: torch.Tensor, added: torch.Tensor, cut: Cut) -> None:
+    """As it was before it faded and before that was added."""
+    for start, stop in ranges(cut, estimate.numel()):
+        estimate[start:stop].sub_(added[start:stop]).div_(FADE)
 
 
 def ef21(inner: Codec) -> EF21:

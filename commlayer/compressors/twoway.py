@@ -113,6 +113,9 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
     if _read(server) != _read(node):
         raise ValueError(f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their ratios "
                          "may differ")
+    if node.keeps != server.keeps:
+        raise ValueError(f"bucket {bucket.id}: by_node has {node} beside {server}, of which one keeps back what it does not "
+                         "send and one does not; put error_feedback around both or around none")
     if node.bound(bucket.spec) > server.bound(bucket.spec):
         raise ValueError(f"bucket {bucket.id}: by_node has {node}, whose payloads are larger than those of {server}, the "
                          "bucket's codec; that must be the largest")

@@ -95,6 +95,8 @@ class Flow:
         """What of that went with the last gradients."""
         self.codes = False
         """Whether the last exchange has coded something here."""
+        self.sound = True
+        """Whether the last average was finite."""
         self.unapplied = 0
         """One bit per slice: the average of the last exchange was not applied there."""
         self.undone = 0
@@ -265,6 +267,7 @@ class Flow:
         """The step is over. A slice that nobody used is applied nowhere, nor is anything of a step that is not finite."""
         if self.buffer:
             return
+        self.sound = self.finite and self.held is None
         unused = 0 if self.held is not None else self.all_slices & ~self.used  # a late result is still under way: see Held.take
         self.unapplied = unused if finite else self.all_slices
         if self.held is None and self.carried is not None and finite and (left := 1.0 - self._paid()):
@@ -280,6 +283,10 @@ class Flow:
     @property
     def all_slices(self) -> int:
         return (1 << self.nslices) - 1
+
+    def forget(self) -> None:
+        """Its state is another now: what the last exchange coded is in none that could be taken back."""
+        self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
 
     def take_back(self) -> int:
         """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""

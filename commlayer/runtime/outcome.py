@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,29 +31,37 @@ NOBODY_STEPS = (
 class Outcome:
     """Of one model's parameters."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None]) -> None:
-        """`cleared(number)` hears of each tensor whose average was thrown away."""
-        self._parameters, self._cleared = parameters, cleared
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
+        applied: Callable[[Collection[int]], None],
+    ) -> None:
+        """`cleared(number)` hears of a tensor whose average was thrown away, `applied(numbers)` of those that were stepped."""
+        self._parameters, self._cleared, self._applied = parameters, cleared, applied
         self._numbers = {id(p): number for number, p in enumerate(parameters)}
         self._open: dict[int, int] = {}
         """Tensors with an average whose use is not known yet, and the version of `.grad` that it is."""
-        self._owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
-        self._stepping: set[int] = set()
         self.touched: set[int] = set()
         """Tensors that some backward pass has added a gradient to since the last exchange."""
-        self._known = isinstance(optimizer, torch.optim.Optimizer)
+        self._owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._stepping: dict[int, frozenset[int]] = {}
+        """What the optimizers hold that are inside a step."""
+        self._known = set(self._mine(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else set()
+        """Tensors that some optimizer holds, so that it is seen when they are stepped."""
         self._said = False
         self._handles: list[Any] = [
             torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
             torch_optimizer.register_optimizer_step_post_hook(self._after_step),
-            *(p.register_hook(functools.partial(self._before_adding, n)) for n, p in enumerate(parameters) if p.requires_grad),
         ]
+        for number, p in enumerate(parameters):
+            if p.requires_grad:
+                self._handles.append(p.register_hook(functools.partial(self._before_adding, number)))
+                self._handles.append(p.register_post_accumulate_grad_hook(functools.partial(self._added, number)))
 
     def wrote(self) -> None:
         """A step is over, its averages are in `.grad`."""
         self.touched.clear()
-        if not self._stepping:
-            self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None}
+        final = frozenset[int]().union(*self._stepping.values())
+        self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
 
     def settle(self) -> None:
         """Reports what has been cleared by now."""
@@ -72,11 +80,12 @@ class Outcome:
         self._open.clear()
 
     def _before_adding(self, number: int, _gradient: torch.Tensor) -> None:
+        if number in self._open and self._gone(number):
+            self._report(number)
+
+    def _added(self, number: int, _parameter: torch.Tensor) -> None:
         self.touched.add(number)
-        if number in self._open:
-            if self._gone(number):
-                self._report(number)
-            self._open.pop(number, None)
+        self._open.pop(number, None)
 
     def _gone(self, number: int) -> bool:
         grad = self._parameters[number].grad
@@ -84,22 +93,29 @@ class Outcome:
 
     def _report(self, number: int) -> None:
         del self._open[number]
-        if self._known:
+        if number in self._known:
             self._cleared(number)
         elif not self._said:
             self._said = True
             log.warning("%s", NOBODY_STEPS)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._mine(optimizer):
-            self._stepping.add(id(optimizer))
+        if mine := self._mine(optimizer):
+            self._stepping[id(optimizer)] = mine
+            for number in mine & self._open.keys():
+                if self._parameters[number].grad is None:  # cancelled: the optimizer will pass over it
+                    self._report(number)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._stepping.discard(id(optimizer))
+        self._stepping.pop(id(optimizer), None)
         if mine := self._mine(optimizer):
-            self._known = True
-            for number in mine & self._open.keys():
+            self._known |= mine
+            stepped = mine & self._open.keys()
+            for number in stepped:
                 del self._open[number]
+            # A fused optimizer is called for a step that the scaler skips, too, and finds that out by itself.
+            if not getattr(optimizer, "_step_supports_amp_scaling", False):
+                self._applied(stepped)
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """The numbers of the parameters that it steps."""

@@ -59,7 +59,7 @@ class Units:
     def factor(self, flow: Flow) -> float:
         """From a gradient to what is coded of it."""
         part = self.weight / self.scale_of(flow)
-        return part * (self.members / flow.total) if _by_total(flow) else part
+        return part * (self.members / (flow.total or self.total)) if _by_total(flow) else part
 
     def worth(self, flow: Flow) -> float:
         """What a debt of 1 is in x. Debts are counted so that all workers' sum up to `members` times what the mean lacks: then
@@ -75,9 +75,13 @@ class Units:
         return None
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """From now on; `total` is what all weigh then, None if the script does not say."""
-        self.weight, self.told = weight, total is not None
-        self.total = self.total if total is None else total
+        """From now on; `total` is what all weigh then, None if the script does not say.
+
+        Ranks of one node add up parts of what they all know, the weight of the last step, whatever each of them was told.
+        """
+        self.weight, self.told = weight, total is not None and not self._shared
+        if total is not None and self.told:
+            self.total = total
 
     def hear(self, total: float) -> None:
         """A server knows already what all weigh in this step. Ranks of one node must all take the same for granted."""
@@ -89,10 +93,12 @@ class Units:
 
         ValueError if the script has said something else.
         """
+        if not total:
+            return
         if self.told and abs(total - self.total) > 1e-6 * total:
             raise ValueError(f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
                              "sum over all of them, or leave it out")
-        if not self.told and total:
+        if not self.told:
             self.total = total
 
 

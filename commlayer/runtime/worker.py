@@ -20,6 +20,7 @@ from commlayer.errors import CommError, DeadlineExceeded, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
 from commlayer.runtime.abandoned import broken_off
+from commlayer.runtime.aftermath import Aftermath
 from commlayer.runtime.coders import device_buckets
 from commlayer.runtime.conductor import Conductor
 from commlayer.runtime.counters import Counters
@@ -43,7 +44,7 @@ def _nothing() -> None:
     """Nobody watches."""
 
 
-class Worker(Units):
+class Worker(Units, Aftermath):
     """One rank's execution of one plan in one view."""
 
     def __init__(
@@ -80,6 +81,7 @@ class Worker(Units):
         self._conductor = Conductor([f for f in self.flows if self._collective(f)], self._issue)
         self._pending: dict[int, Pending] = {}
         self._issued: dict[int, float] = {}
+        self._last = next((f for f in reversed(self.flows) if f.held is None), None)
         self._lock = threading.Lock()
         self._all_in = threading.Event()
         self._seen = [False] * len(job.tensors)
@@ -88,7 +90,7 @@ class Worker(Units):
         """Where the forward pass needs each tensor, as far as it was seen."""
         self._abandoned = False
         self.step = 0
-        self._begun = False
+        self._begun = self._ending = self.tentative = False
         self.settle: Callable[[], None] = _nothing
         """Who watches what becomes of averages tells it of those that were cleared: see `cleared`."""
         self._deadline_s = 0.0
@@ -139,9 +141,12 @@ class Worker(Units):
         self.stopwatch.stop(self.counters.steps)
         self.recorder.mark("backward")
         self.check()
+        ready, self._ending = self._last is not None and self._last.waiting == 0, True
         for tensor, seen in enumerate(self._seen):
             if not seen:
                 self._feed(tensor, leftovers[tensor])
+        if ready and self._last is not None:
+            self._dispatch(self._last)
         self._staged.share_tails()
         deadline = begin + deadline_s
         self._deadline_s = deadline_s
@@ -172,10 +177,11 @@ class Worker(Units):
                 flow.commit(self._factor(flow, flow.weight), [into[s.tensor] for s in flow.bucket.slices])
             finite = self.late.commit(self._factor, into) and finite
         try:
-            self.learn(next((weight for flow in self.flows if (weight := flow.summed_weight())), 0.0))
+            self.learn(next((w for f in self.flows if f.held is None and (w := f.summed_weight())), 0.0))
         except ValueError as error:
             self.latch(error)
             raise
+        self.tentative = not finite
         for flow in self.flows:  # it is taken back ahead of the next exchange, and servers learn it with that
             flow.judge(finite=finite)
         self.late.settle(applied=finite)
@@ -226,7 +232,7 @@ class Worker(Units):
     def _reset(self) -> None:
         for flow in self.flows:
             flow.reset()
-        self._begun = False
+        self._begun = self._ending = False
         self._seen = [False] * len(self.job.tensors)
         self._conductor.reset()
         self._pending.clear()
@@ -243,8 +249,10 @@ class Worker(Units):
         return flow.bucket.path != "service" or self._shared
 
     def _dispatch(self, flow: Flow) -> None:
-        if flow.held is None:
-            self._take_back(flow)
+        if flow is self._last and not self._ending:
+            return  # until backward is over: should it break off, there is something left to say so with
+        if flow.held is None and self._take_back(flow):
+            flow.marks.append(self._staging.mark())
         if not self._collective(flow):
             self._to_servers.push(flow)
             return
@@ -335,28 +343,6 @@ class Worker(Units):
     def coded(self) -> list[Flow]:
         """The flows that this worker encodes."""
         return self._mine + self._by_stages
-
-    def cleared(self, tensor: int) -> None:
-        """The average that the last step wrote for this tensor was thrown away."""
-        for flow, i in self._by_tensor[tensor]:
-            flow.unapplied |= 1 << i
-
-    def undone(self) -> dict[int, int]:
-        """By bucket, what of the last step was not applied and servers have not heard, between steps. The same on all ranks."""
-        self.settle()
-        for flow in self.flows:
-            if flow.held is None:
-                self._take_back(flow)
-        return {flow.bucket.id: flow.undone for flow in self._service if flow.undone}
-
-    def heard(self) -> None:
-        """The servers have heard it."""
-        for flow in self._service:
-            flow.undone = 0
-
-    def _take_back(self, flow: Flow) -> None:
-        if back := flow.take_back():
-            self._staged.undo(flow, back)
 
     def record(self, recorder: Recorder) -> None:
         """Goes on recording there."""

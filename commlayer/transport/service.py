@@ -95,6 +95,8 @@ class _Cell:
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.totals: set[float] = set()
+        self.expected = 0.0
+        """What all weigh, once they have been told."""
         self.abandoned = b""
         """Who broke the step off, and why."""
         self.summed = 0
@@ -196,6 +198,8 @@ class Summation:
                                        f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike")
             if first and h.undone and r == 0:
                 ops.undo(h.undone)  # before `add`, which overwrites what was summed in that step
+            if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
+                raise _breach(message, f"codes a part of {h.total:g}, though it was told that all weigh {cell.expected:g}")
             if h.flags & Flag.ABANDON:
                 cell.abandoned = cell.abandoned or bytes(message.body)
             else:
@@ -230,7 +234,9 @@ class Summation:
     def _again(self, cell: _Cell) -> list[Reply]:
         """Nothing has been emitted, so all can code the same step again, now that the weight of all is known."""
         header = self._header(cell, Flag.AGAIN)
+        expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
+        cell.expected = expected
         return [Reply(member, header, b"") for member in cell.members]
 
     def _emit(self, cell: _Cell) -> list[Reply]:
