@@ -84,11 +84,11 @@ def gradients(rank: int, step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=made) for shape in SHAPES]
 
 
-def rig(codec: str) -> kit.Rig:
+def rig(codec: str, *, late: bool = False) -> kit.Rig:
     down = str(wrap(parse(DOWN[codec]))) if codec in DOWN else ""
     plan = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=600,
                         cut_nbytes=1 << 20)
-    plan = replace(plan, buckets=tuple(replace(b, down=down) for b in plan.buckets))
+    plan = replace(plan, buckets=tuple(replace(b, down=down, stale=late) for b in plan.buckets))
     assert any(len(b.slices) > 1 for b in plan.buckets)
     return kit.Rig(WORLD, codec, servers=2, shapes=SHAPES, plan=plan)
 
@@ -180,6 +180,45 @@ def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
                 if error > 1e-5 * most * steps**0.5:
                     wrong.append(f"{name}: tensor {t} is off by {error:.2e}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("inner", ["topk(0.3)", "int8(64)"])
+def test_estimates_of_both_sides_stay_one(inner: str) -> None:
+    """ef21 owes nothing: its law is that the server's estimate is the sum of the workers', whatever becomes of a step."""
+    with rig(f"ef21({inner})") as r:
+        accounts = [Account() for _ in range(WORLD)]
+        for number, (name, event) in enumerate(EVENTS.items()):
+            happen(r, "ef21", event, number * STEPS, accounts)
+            owed(r)
+            for flow in r.workers[0].flows:
+                ours = torch.stack([w.flows[flow.bucket.id].state["estimate"] for w in r.workers]).sum(0)
+                cell = r.servers[flow.bucket.server]._core.cells[flow.bucket.id]
+                theirs = cell.ops._state["estimate"]
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_weights_that_change_leave_ef21_at_the_mean() -> None:
+    """Steps that are coded again fade no estimate twice."""
+    with rig("ef21(int8(64))") as r:
+        def body(rank: int) -> float:
+            for step in range(150):
+                r.workers[rank].weigh(1.0 + step % 2, None)
+                got = kit.step(r.workers[rank], [torch.ones(shape) for shape in SHAPES])
+            return float(got[0].mean()) if got[0] is not None else 0.0
+
+        assert kit.on_ranks(WORLD, body) == pytest.approx([1.0] * WORLD, abs=0.01)
+
+
+def test_what_all_weigh_may_be_told_where_everything_is_late() -> None:
+    """No step has a result that says whether it is right, so none can be refused."""
+    with rig("topk(0.3)", late=True) as r:
+        def body(rank: int) -> bool:
+            for step in range(4):
+                r.workers[rank].weigh(2.0 + step, WORLD * (2.0 + step))
+                kit.step(r.workers[rank], list(gradients(rank, step)))
+            return True
+
+        assert kit.on_ranks(WORLD, body) == [True] * WORLD
 
 
 def test_there_are_enough_rows() -> None:

@@ -247,3 +247,42 @@ def test_a_pass_for_another_model_moves_nothing(codec: str) -> None:
     put = 20.0 * sum(torch.Size(s).numel() for s in SIZES)
     assert applied + (owed + kept) / WORLD == pytest.approx(put, rel=1e-5)
     assert applied > 0.3 * put, "most of it has moved the model"
+
+
+def two_optimizers(rank: int, address: str) -> dict[str, Any]:
+    """One session, an optimizer for each tensor, one scaler: the optimizers of a bucket that is not finite skip."""
+    model = Given()
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parts]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    session = commlayer.attach(model, optimizers[0], scaler=scaler, config=pool_kit.quick(join=address),
+                               plan=plan_of(job_of(model), "topk", 1))
+    put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
+    for step in range(STEPS):
+        given = slopes(rank, step)
+        for t in [1] if step % 2 else range(len(SIZES)):  # the other two share a bucket
+            put[t] += given[t].double()
+        if step % 2 and rank == 0:
+            given[0][5] = float("inf")
+        scaler.scale(model(*given)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    worker = session.connection.worker
+    assert worker is not None
+    worker.undone()
+    owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
+    for flow in worker.flows:
+        for debt in flow.debts():
+            owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+    session.close()
+    return {"put": put, "owed": owed, "applied": [-p.detach().double() for p in model.parts]}
+
+
+def test_of_a_step_that_is_not_finite_what_an_optimizer_steps_with_is_applied() -> None:
+    with pool_kit.Servers(WORLD, 2) as servers:
+        first, second = pool(WORLD).call(two_optimizers, servers.address)
+    for t in range(len(SIZES)):
+        got = WORLD * first["applied"][t] + first["owed"][t] + second["owed"][t]
+        torch.testing.assert_close(got, first["put"][t] + second["put"][t], rtol=0, atol=1e-3)

@@ -31,8 +31,8 @@ class Breaks(torch.autograd.Function):
         return grad, None
 
 
-def train(rank: int, how: str, who: tuple[int, ...], per_node: int, address: str) -> dict[str, Any]:
-    """Three steps; in the middle one backward breaks off half-way on the ranks `who`."""
+def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, address: str) -> dict[str, Any]:
+    """Four steps; in the second one backward breaks off on the ranks `who`: half-way, or behind the last gradient."""
     torch.manual_seed(0)
     first, second = nn.Linear(50, 40), nn.Linear(40, 1)
     model = nn.ModuleList([first, second])
@@ -47,7 +47,8 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, address: str
             x = torch.full((4, 50), 1.0 + rank + step)
             try:
                 broken = step == 1 and rank in who
-                second(Breaks.apply(first(x), broken)).sum().backward()
+                hidden = first(Breaks.apply(x.requires_grad_(), broken and late))
+                second(Breaks.apply(hidden, broken and not late)).sum().backward()
             except (ArithmeticError, StepAbandoned) as error:
                 said.append(f"{type(error).__name__}: {error}")
                 continue
@@ -58,13 +59,14 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, address: str
         session.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("how", "who", "per_node"), [
     ("identity()", (1,), 1), ("topk(ratio=0.1)", (0, 1), 1), ("topk(ratio=0.1)", (1,), 1), ("int8(block=64)", (0,), 2),
     ("allreduce", (1,), 2), ("allreduce", (0, 1), 2), ("powersgd(rank=1)", (1,), 1),
 ])
-def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...], per_node: int) -> None:
+def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...], per_node: int, late: bool) -> None:
     with pool_kit.Servers(WORLD, 1) as servers:
-        results = pool(WORLD).call(train, how, who, per_node, servers.address)
+        results = pool(WORLD).call(train, how, who, per_node, late, servers.address)
     for rank, result in enumerate(results):
         (said,) = result["said"]
         assert result["steps"] == 3
