@@ -49,6 +49,22 @@ def plan_of(job: Job, kind: str, per_node: int) -> Plan:
     return msgspec.structs.replace(made, buckets=tuple(msgspec.structs.replace(b, **changes) for b in made.buckets))
 
 
+def applied_to(model: Given) -> list[torch.Tensor]:
+    """With rate 1, what the optimizer got."""
+    return [-p.detach().double() for p in model.parts]
+
+
+def owed_by(session: Any) -> list[torch.Tensor]:
+    """What this rank still owes, by tensor, after all has been taken back that was not applied."""
+    worker = session.connection.worker
+    worker.undone()
+    owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
+    for flow in worker.flows:
+        for debt in flow.debts():
+            owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+    return owed
+
+
 class Script:
     """What events act on: a model with known gradients and rate 1, and the account of what was put in."""
 
@@ -83,13 +99,7 @@ class Script:
         self.step += 1
 
     def account(self) -> dict[str, Any]:
-        worker = self.session.connection.worker
-        worker.undone()
-        owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
-        for flow in worker.flows:
-            for debt in flow.debts():
-                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
-        return {"put": [p.clone() for p in self.put], "owed": owed, "applied": [-p.detach().double() for p in self.model.parts]}
+        return {"put": [p.clone() for p in self.put], "owed": owed_by(self.session), "applied": applied_to(self.model)}
 
 
 def plain(s: Script) -> None:
@@ -223,14 +233,7 @@ def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, A
     optimizers[0].zero_grad()
     moved = []
     for model, session in zip(models, sessions, strict=True):
-        worker = session.connection.worker
-        assert worker is not None
-        worker.undone()
-        owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
-        for flow in worker.flows:
-            for debt in flow.debts():
-                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
-        moved.append({"applied": [-p.detach().double() for p in model.parts], "owed": owed})
+        moved.append({"applied": applied_to(model), "owed": owed_by(session)})
         session.close()
     return moved
 
@@ -269,15 +272,9 @@ def two_optimizers(rank: int, address: str) -> dict[str, Any]:
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    worker = session.connection.worker
-    assert worker is not None
-    worker.undone()
-    owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
-    for flow in worker.flows:
-        for debt in flow.debts():
-            owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+    account = {"put": put, "owed": owed_by(session), "applied": applied_to(model)}
     session.close()
-    return {"put": put, "owed": owed, "applied": [-p.detach().double() for p in model.parts]}
+    return account
 
 
 def test_of_a_step_that_is_not_finite_what_an_optimizer_steps_with_is_applied() -> None:
