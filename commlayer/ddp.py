@@ -73,8 +73,6 @@ class HookState:
         self._weight: tuple[float, float | None] | None = None
         """What the script has said since the last step."""
         self._outcome: Outcome | None = None
-        self._watched = False
-        """Whether it has been there for a whole pass: it is not for the first."""
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
@@ -221,7 +219,7 @@ class HookState:
 
     def _used(self, number: int) -> bool:
         """Whether this pass has a gradient for it. DDP fills in zeros, and drops what comes back for what nobody used."""
-        return self._outcome is None or not self._watched or number in self._outcome.touched
+        return self._outcome is None or not self._outcome.watching or number in self._outcome.touched
 
     def _units(self, worker: Worker) -> None:
         worker.scale = loss_scale(self._scaler)
@@ -251,7 +249,6 @@ class HookState:
                 if self._guard is not None:
                     self._guard.look()
                 worker.commit(targets)
-                self._watched = True
                 besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
                 for after_step in (*besides, *self.connection.watchers):
                     after_step()
@@ -274,7 +271,11 @@ class HookState:
             raise self._error
         if self._outcome is not None and torch._C._current_graph_task_id() >= 0:
             # Behind DDP's own end of the pass, which puts averages into `.grad`.
-            torch.autograd.Variable._execution_engine.queue_callback(self._outcome.wrote)
+            torch.autograd.Variable._execution_engine.queue_callback(self._wrote)
+
+    def _wrote(self) -> None:
+        assert self._outcome is not None
+        self._outcome.wrote(keeps=self._worker().keeps)
 
     def _worker(self) -> Worker:
         assert self.connection.worker is not None

@@ -288,7 +288,7 @@ class _ModuleDriver:
             p.grad = grad
         self._left = self._gradients()
         if self._outcome is not None:
-            self._outcome.wrote()
+            self._outcome.wrote(keeps=worker.keeps)
         besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
         for after_step in (*besides, *self.connection.watchers):
             after_step()

@@ -181,8 +181,21 @@ def gathered(s: Script) -> None:
         s.apply()
 
 
+def there_and_back(s: Script) -> None:
+    """To a plan that keeps nothing, whose first averages, old debts in them, are thrown away; and back to the first plan."""
+    first = s.session.plan
+    assert first is not None
+    for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
+                              ranks_per_node=first.ranks_per_node, fuse_nbytes=2048, cut_nbytes=4096), first):
+        s.session.switch(plan)
+        for _ in range(2):
+            probe(s)
+            plain(s)
+
+
 EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
     plain, unused, used_here_alone, probe, probe_with_zeros, step_without_clearing, skips, weights, added_up, gathered,
+    there_and_back,
 )}
 
 

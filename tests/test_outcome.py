@@ -24,11 +24,11 @@ class Watched:
         self.applied: set[int] = set()
         self.outcome = Outcome(self.parameters, self.first if named else None, self.cleared.add, self.applied.update)
 
-    def backward(self, *which: int) -> None:
+    def backward(self, *which: int, keeps: bool = True) -> None:
         """And the end of its exchange."""
         torch.stack([self.parameters[t].sum() for t in which or range(TENSORS)]).sum().backward()
         self.outcome.end()
-        self.outcome.wrote()
+        self.outcome.wrote(keeps=keeps)
 
     def clear(self, *, to_none: bool = True) -> None:
         for p in self.parameters:
@@ -110,6 +110,24 @@ def test_what_is_thrown_away_is_told(script: Callable[[Watched], None], cleared:
     script(watched)
     assert watched.cleared == cleared
     watched.outcome.detach()
+
+
+def test_where_nothing_is_kept_no_parameter_has_a_hook() -> None:
+    watched = Watched()
+
+    def hooks() -> int:
+        return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in watched.parameters)
+
+    assert not hooks()
+    watched.backward()
+    assert hooks() == 2 * TENSORS
+    watched.backward(keeps=False)
+    assert not hooks()
+    watched.clear()
+    watched.backward()
+    assert watched.cleared == set(), "what was thrown away was part of nothing that could be taken back"
+    watched.outcome.detach()
+    assert not hooks()
 
 
 def test_what_another_optimizer_holds_is_not_hidden_by_a_step_under_way() -> None:

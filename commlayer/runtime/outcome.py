@@ -5,7 +5,8 @@ Where they are cleared without either (a GAN's generator loss that runs through 
 scaler skips), that is reported, so that the exchange can be taken back. What is written inside an optimizer's step is its own.
 
 Whether gradients are cleared cannot be seen when it happens. So it is looked at when a tensor's next gradient is about to be
-added: then `.grad` is still what was left, gone, or zeros.
+added: then `.grad` is still what was left, gone, or zeros. That takes two hooks on every parameter, which are there only while a
+plan keeps something back: where results are the gradients themselves, nothing could be taken back.
 """
 
 from __future__ import annotations
@@ -48,20 +49,38 @@ class Outcome:
         self._known = set(self._mine(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else set()
         """Tensors that some optimizer holds, so that it is seen when they are stepped."""
         self._said = False
-        self._handles: list[Any] = [
+        self._of_steps: list[Any] = [
             torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
             torch_optimizer.register_optimizer_step_post_hook(self._after_step),
         ]
-        for number, p in enumerate(parameters):
-            if p.requires_grad:
-                self._handles.append(p.register_hook(functools.partial(self._before_adding, number)))
-                self._handles.append(p.register_post_accumulate_grad_hook(functools.partial(self._added, number)))
+        self._of_parameters: list[Any] = []
 
-    def wrote(self) -> None:
-        """A step is over, its averages are in `.grad`."""
+    @property
+    def watching(self) -> bool:
+        """Whether it sees gradients being added, and has since the pass began: it does not in the first."""
+        return bool(self._of_parameters)
+
+    def wrote(self, *, keeps: bool) -> None:
+        """A step is over, its averages are in `.grad`. `keeps`: part of it could be taken back, so it matters what becomes of
+        them."""
         self.touched.clear()
-        final = frozenset[int]().union(*self._stepping.values())
-        self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
+        self._open.clear()
+        if keeps != self.watching:
+            self._watch() if keeps else self._look_away()
+        if keeps:
+            final = frozenset[int]().union(*self._stepping.values())
+            self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
+
+    def _watch(self) -> None:
+        for number, p in enumerate(self._parameters):
+            if p.requires_grad:
+                self._of_parameters.append(p.register_hook(functools.partial(self._before_adding, number)))
+                self._of_parameters.append(p.register_post_accumulate_grad_hook(functools.partial(self._added, number)))
+
+    def _look_away(self) -> None:
+        for handle in self._of_parameters:
+            handle.remove()
+        self._of_parameters.clear()
 
     def settle(self) -> None:
         """Reports what has been cleared by now."""
@@ -74,9 +93,10 @@ class Outcome:
         self._open.clear()
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in self._of_steps:
             handle.remove()
-        self._handles.clear()
+        self._of_steps.clear()
+        self._look_away()
         self._open.clear()
 
     def _before_adding(self, number: int, _gradient: torch.Tensor) -> None:

@@ -163,12 +163,12 @@ class Worker(Units, Aftermath):
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
         finite = True
-        look = self.tracked or bool(self.late) or any(flow.carried is not None for flow in self.flows)
+        keeps = self.keeps
         with whole(targets, lambda tensor: len(self._by_tensor[tensor]) > 1) as into:
             for flow in self.flows:
                 if flow.held is not None:
                     continue
-                if look and not flow.coded:
+                if keeps and not flow.coded:
                     # All-reduced here, or decoded by another rank of this node, whose flagged result is NaN throughout.
                     flow.finite = bool(torch.isfinite(flow.y[0] if flow.bucket.path == "service" else flow.y).all())
                 if flow.buffer and not flow.finite:
@@ -329,6 +329,11 @@ class Worker(Units, Aftermath):
                 flow.read_used()
 
     # ---- what the session and checkpoints ask
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something of the last step's averages could be taken back, should they not be applied."""
+        return self.tracked or bool(self.late) or any(flow.carried is not None for flow in self.flows)
 
     def begins(self) -> bool:
         """Whether the next gradient is the first of its step."""
