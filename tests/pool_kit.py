@@ -1,7 +1,7 @@
 """Long-lived rank processes in one Gloo group, and a job's coordinator and servers in the test's own process.
 
-A test hands the pool a function of its module; every rank runs it. Starting ranks and servers costs an import of torch each, so
-ranks are kept from test to test, and workers join servers that run as threads here. Run as a script, this file is a rank.
+A test hands the pool a function of its module; every rank runs it. Ranks are kept from test to test, and workers join servers
+that run as threads here.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+import ranks_kit
+from ranks_kit import clean_environment
+
 START_S = 60.0
 CALL_S = 60.0
 
@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._ranks: list[tuple[subprocess.Popen[bytes], multiprocessing.connection.Connection]] = []
+        self._ranks: list[tuple[Any, multiprocessing.connection.Connection]] = []
         self._store: Any = None
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_S) -> list[Any]:
@@ -82,12 +82,10 @@ class Pool:
         # The store lives here, as with torchrun's agent, so that no port has to be guessed.
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
-            mine, theirs = socket.socketpair()
+            mine, theirs = multiprocessing.Pipe()
             environment = clean_environment() | rank_environment(rank, self.world, self._store.port)
-            process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], env=environment,
-                                       pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._ranks.append((ranks_kit.started(_rank, theirs, environment=environment), mine))
             theirs.close()
-            self._ranks.append((process, multiprocessing.connection.Connection(mine.detach())))
         deadline = time.monotonic() + START_S
         ready = [self._answer(rank, deadline) for rank in range(self.world)]
         if ready != ["ready"] * self.world:
@@ -97,7 +95,7 @@ class Pool:
     def kill(self) -> None:
         for process, pipe in self._ranks:
             process.kill()
-            process.wait()
+            process.join()
             pipe.close()
         self._ranks.clear()
         self._store = None
@@ -106,8 +104,7 @@ class Pool:
         """Lets idle ranks end by themselves."""
         for process, pipe in self._ranks:
             pipe.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10.0)
+            process.join(10.0)
         self.kill()
 
 
@@ -120,11 +117,6 @@ def pool(world: int = 2) -> Pool:
         _pools[world] = Pool(world)
         atexit.register(_pools[world].close)
     return _pools[world]
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment without settings that would reach the package."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("COMMLAYER_")} | {"PYTHONPATH": str(ROOT)}
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -199,13 +191,11 @@ def _put(pipe: multiprocessing.connection.Connection, value: Any) -> None:
     pipe.send_bytes(pickle.dumps(value))
 
 
-def _rank(descriptor: int) -> None:
+def _rank(pipe: multiprocessing.connection.Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    sys.path[:0] = [str(Path(__file__).parent)]
-    pipe = multiprocessing.connection.Connection(descriptor)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     _put(pipe, "ready")
@@ -233,24 +223,27 @@ class Tree:
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        self._errors = tempfile.TemporaryDirectory()
         mine = {f"COMMLAYER_{k.upper()}": str(v) for k, v in (settings or {}).items()}
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Any] = []
+        self._out: list[IO[str]] = []
         for rank in range(world):
             environment = clean_environment() | rank_environment(rank, world, self._store.port) | mine
-            self.processes.append(subprocess.Popen(
-                [sys.executable, "-u", script, *args], env=environment, text=True, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                process_group=self.processes[0].pid if self.processes else 0,
-            ))
+            receiving, sending = multiprocessing.Pipe(duplex=False)
+            self.processes.append(ranks_kit.started(ranks_kit.script, script, args, sending, self._errors_of(rank),
+                                                    environment=environment, leader=self.processes[0].pid if rank else 0))
+            sending.close()
+            self._out.append(os.fdopen(os.dup(receiving.fileno()), "r"))
+
+    def _errors_of(self, rank: int) -> str:
+        return f"{self._errors.name}/{rank}"
 
     def until(self, rank: int, word: str) -> str:
         """Reads that rank's output up to the first line that begins with `word`; the suite's time limit bounds it."""
-        stream = self.processes[rank].stdout
-        assert stream is not None
-        for line in stream:
+        for line in self._out[rank]:
             if line.startswith(word):
                 return line.strip()
-        raise PoolError(f"rank {rank} ended without saying {word!r}: {self.processes[rank].communicate()[1]}")
+        raise PoolError(f"rank {rank} ended without saying {word!r}: {Path(self._errors_of(rank)).read_text()}")
 
     def interrupt(self) -> None:
         os.killpg(self.processes[0].pid, signal.SIGINT)
@@ -262,17 +255,18 @@ class Tree:
 
     def ended_one(self, rank: int, timeout_s: float) -> tuple[int, str]:
         process = self.processes[rank]
-        try:
-            _, errors = process.communicate(timeout=max(0.1, timeout_s))
-        except subprocess.TimeoutExpired:
-            raise PoolError(f"rank {rank} has not ended in time") from None
-        return process.returncode, errors
+        process.join(max(0.1, timeout_s))
+        if process.exitcode is None:
+            raise PoolError(f"rank {rank} has not ended in time")
+        return process.exitcode, Path(self._errors_of(rank)).read_text()
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()  # a stopped process, too
-        for process in self.processes:
-            process.communicate()
+        for process, out in zip(self.processes, self._out, strict=True):
+            process.join()
+            out.close()
+        self._errors.cleanup()
 
 
 @contextlib.contextmanager
@@ -295,8 +289,3 @@ def gone(pid: int, timeout_s: float) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-if __name__ == "__main__":
-    # By its module name, so that what it sends is of classes that the other end knows.
-    importlib.import_module("pool_kit")._rank(int(sys.argv[1]))

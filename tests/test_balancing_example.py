@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from pool_kit import ROOT, clean_environment
+from ranks_kit import ROOT, clean_environment
 
 
 def test_the_example_prints_shares_moving_and_learns() -> None:

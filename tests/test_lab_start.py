@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from lab_kit import needs_lab
-from pool_kit import clean_environment
+from ranks_kit import clean_environment
 
 from bench.lab import Lab
 

@@ -108,7 +108,7 @@ def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
 def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
     with tree(__file__, 3, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)
-        run.processes[1].send_signal(sent)
+        os.kill(run.processes[1].pid, sent)
         results = {rank: run.ended_one(rank, END_S) for rank in (0, 2)}
         for code, errors in results.values():
             assert code == 1
@@ -121,7 +121,7 @@ def test_the_end_of_the_rank_that_hosts_coordinator_and_server_is_no_hang(how: s
     """They end with their parent: nobody is left to say who died, and that silence says who."""
     with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)
-        run.processes[0].send_signal(signal.SIGKILL)
+        os.kill(run.processes[0].pid, signal.SIGKILL)
         code, errors = run.ended_one(1, END_S)
         assert code == 1
         assert re.match(r"commlayer.errors.PeerLost: worker 0: ", last_line(errors)), errors
