@@ -5,8 +5,8 @@ Where they are cleared without either (a GAN's generator loss that runs through 
 scaler skips), that is reported, so that the exchange can be taken back. What is written inside an optimizer's step is its own.
 
 Whether gradients are cleared cannot be seen when it happens. So it is looked at when a tensor's next gradient is about to be
-added: then `.grad` is still what was left, gone, or zeros. That takes two hooks on every parameter, which are there only while a
-plan keeps something back: where results are the gradients themselves, nothing could be taken back.
+added: then `.grad` is still what was left, gone, or zeros. That takes two hooks on every parameter, which are there only while
+a plan keeps something back: where results are the gradients themselves, nothing could be taken back.
 """
 
 from __future__ import annotations
