@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.commlayer-ready
 # Tests of processes with deadlines, which other tests beside them would make late. The rest runs on two processes.
-ALONE := $(wildcard tests/test_*_processes.py tests/test_session_errors.py tests/test_session_auto.py tests/test_session_trace.py \
-	tests/test_auto_links.py tests/test_demo_runs.py tests/test_balancing_*.py tests/test_price_live.py tests/test_profiled_live.py \
+ALONE := $(wildcard tests/test_*_processes.py tests/test_session_errors.py tests/test_session_autoplan.py tests/test_session_trace.py \
+	tests/test_autoplan_links.py tests/test_demo_runs.py tests/test_balancing_*.py tests/test_comm_cost_live.py tests/test_worker_profiles_live.py \
 	tests/test_guard_live.py tests/test_lab_*.py tests/test_bench_baselines.py tests/test_control_*.py tests/test_session_servers.py \
-	tests/test_session_end.py tests/test_session_saves.py tests/test_starting.py tests/test_job_secret.py)
+	tests/test_session_end.py tests/test_session_saves.py tests/test_rendezvous.py tests/test_job_secret.py)
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
 .PHONY: setup demo test lint types unit recipes cuda bench fuzz docs clean

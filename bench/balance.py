@@ -1,6 +1,6 @@
 """Balancing: the paper's four GPUs and others, disturbed or not, ours beside LBB and its relatives; real processes at the end.
 
-Emulated workers are lines with noise (commlayer.balance.harness), so a run is exact and repeats; only solve times are measured.
+Emulated workers are lines with noise (bench.reference.balance_cluster), so a run is exact and repeats; only solve times are measured.
 Every mode meets the same noise. The oracle knows the truth of each step. Communication counts only in the rows that say so.
 """
 
@@ -15,17 +15,17 @@ from typing import Any
 
 from bench import balance_live, relink
 from bench.balance_plot import Band, Course, write_png
+from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
+from bench.reference.balance_cluster import Cluster, Disturbance, Mode, Step, moves, slow_after
+from bench.reference.balance_cluster import run as run_mode
+from bench.reference.balance_default import Ours
+from bench.reference.balance_relaxed import Relaxed, local_steps, majority, n_soft, stale_synchronous
 from bench.report import Result
 from commlayer.balance import Communication, Line, shares, solve
 from commlayer.balance.fits import fit_cubic
-from commlayer.balance.harness import Cluster, Disturbance, Mode, Step, moves, slow_after
-from commlayer.balance.harness import run as run_mode
 from commlayer.balance.lbb import Lbb
 from commlayer.balance.models import Cubic
-from commlayer.balance.ours import Ours
 from commlayer.balance.profiling import profile
-from commlayer.balance.relatives import Dlb, Equal, LbBsp, Proportional
-from commlayer.balance.relaxed import Relaxed, local_steps, majority, n_soft, stale_synchronous
 
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
 """(ms per sample, ms of launch) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commlayer.balance.harness import Step
+from bench.reference.balance_cluster import Step
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """Told apart by those who see fewer colours, too."""

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commlayer
 from bench.balance import BACKWARD, BATCH, PAPER, cubics
+from bench.reference.balance_cluster import Cluster
 from bench.worker import DEADLINE, as_rank
 from commlayer.balance import Line, Sampler
-from commlayer.balance.harness import Cluster
 from commlayer.balance.lbb import Lbb
 
 WIDTHS = (64, 352, 352, 352, 10)

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.auto import Auto
+from commlayer.job.autoplan.driver import AutoPlan
 
 DEADLINE = timedelta(seconds=120)
 
@@ -73,7 +73,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
     connection = session._driver.connection
     assert connection.worker is not None
-    auto = Auto(connection, connection.worker.job, keep=True)
+    auto = AutoPlan(connection, connection.worker.job, keep=True)
 
     def after_step(*_: object) -> None:
         auto.after_step()

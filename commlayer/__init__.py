@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from commlayer import compressors as compressors
     from commlayer import optim as optim
     from commlayer import planner as planner
-    from commlayer.balancing import Controller as Controller
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
     from commlayer.errors import CommError as CommError
+    from commlayer.job.shares.driver import Controller as Controller
     from commlayer.session import Session as Session
     from commlayer.session import attach as attach
 
 _HOMES = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
-    "Controller": "commlayer.balancing",
+    "Controller": "commlayer.job.shares.driver",
     "HookState": "commlayer.ddp",
     "Session": "commlayer.session",
     "attach": "commlayer.session",

@@ -19,26 +19,26 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer import checkpoint
-from commlayer.accepting import Claim, check_dense, check_dtypes, check_parameter, wrappers_of
-from commlayer.auto import Auto, auto_of
-from commlayer.changed import Attached
 from commlayer.config import Config, read_config
-from commlayer.connect import Connection, connect
-from commlayer.drift import watch_drift
 from commlayer.errors import DeadlineExceeded
-from commlayer.guarding import Guarding, guard_of
-from commlayer.planner.trim import gradients_of
+from commlayer.job import checkpoint
+from commlayer.job.accepted_models import Claim, check_dense, check_dtypes, check_parameter, wrappers_of
+from commlayer.job.accuracy.driver import AccuracyGuard, guard_of
+from commlayer.job.attached_model import AttachedModel
+from commlayer.job.autoplan.driver import AutoPlan, auto_of
+from commlayer.job.parameter_drift import watch_drift
+from commlayer.job.rendezvous import Start
+from commlayer.job.stale_plan import watch
+from commlayer.job.start import Connection, connect
+from commlayer.job.step_in_backward import Averaged
+from commlayer.job.trace import trace_once
+from commlayer.planner.model.gradients_only import gradients_of
 from commlayer.records import Job, TensorInfo
-from commlayer.runtime.handout import hand_out
+from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.measure import job_of, learning_rate, loss_scale, parameters_of
-from commlayer.runtime.outcome import Outcome
+from commlayer.runtime.model_job import job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.worker import Worker
-from commlayer.starting import Start
-from commlayer.stepping import Averaged
-from commlayer.tracing import trace_once
-from commlayer.watching import watch
+from commlayer.runtime.write_gradients import hand_out
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -72,13 +72,13 @@ class HookState:
         self.connection = Connection()
         self._weight: tuple[float, float | None] | None = None
         """What the script has said since the last step."""
-        self._outcome: Outcome | None = None
+        self._outcome: AverageUse | None = None
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
-        self._auto: Auto | None = None
-        self._guard: Guarding | None = None
-        self._attached: Attached | None = None
+        self._auto: AutoPlan | None = None
+        self._guard: AccuracyGuard | None = None
+        self._attached: AttachedModel | None = None
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
         """What DDP wraps, where that is known: then parameters have the names under which plans are made."""
@@ -168,11 +168,11 @@ class HookState:
         self.connection.beside.append(self.release)
         if (worker := self.connection.worker) is not None:
             mine = [p for p in parameters if isinstance(p, nn.Parameter)]
-            self._outcome = Outcome(mine, self._optimizer, lambda number: self._worker().cleared(number),
+            self._outcome = AverageUse(mine, self._optimizer, lambda number: self._worker().cleared(number),
                                     lambda numbers: self._worker().applied(numbers))
             worker.settle = self._outcome.settle
             self.connection.beside.append(self._outcome.detach)
-        self._attached = Attached(self.module, named_parameters, self._optimizer,
+        self._attached = AttachedModel(self.module, named_parameters, self._optimizer,
                                   getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         self.connection.beside.append(self._attached.remove)
         self._auto = auto_of(self.connection)

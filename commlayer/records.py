@@ -118,7 +118,7 @@ class Bucket(Record, frozen=True):
     slices: tuple[Slice, ...]
     path: str
     """"service" (encode, push, sum, result, decode), "allreduce" (a planned collective over all ranks), or any path that
-    planner/paths.py spells."""
+    planner/model/paths.py spells."""
     codec: str = "identity()"
     server: int = 0
     """Which server sums it (path "service")."""

@@ -12,32 +12,32 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer import checkpoint
-from commlayer.accepting import Claim, check_dtypes, check_model, device_of, refuse_ddp_around
-from commlayer.auto import auto_of
-from commlayer.changed import Attached
 from commlayer.config import Config, read_config
-from commlayer.connect import Connection, connect, switch
 from commlayer.ddp import DDPDriver, HookState
-from commlayer.drift import watch_drift
-from commlayer.exchanges import Exchanges
-from commlayer.guarding import guard_of
-from commlayer.observe import Stale
+from commlayer.job import checkpoint
+from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_ddp_around
+from commlayer.job.accuracy.driver import guard_of
+from commlayer.job.attached_model import AttachedModel
+from commlayer.job.autoplan.driver import auto_of
+from commlayer.job.exchange_schedule import ExchangeSchedule
+from commlayer.job.parameter_drift import watch_drift
+from commlayer.job.rendezvous import Start
+from commlayer.job.stale_plan import watch
+from commlayer.job.start import Connection, connect, switch
+from commlayer.job.step_in_backward import refuse
+from commlayer.job.trace import STEPS, trace, trace_once
+from commlayer.observe import StalePlan
 from commlayer.optim import Outer
 from commlayer.records import Plan
-from commlayer.runtime.abandoned import abandon
-from commlayer.runtime.agreed import agree
-from commlayer.runtime.handout import hand_out, targets_of
+from commlayer.runtime.abandoned_step import abandon
+from commlayer.runtime.average_use import AverageUse
+from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
-from commlayer.runtime.measure import buffers_of, job_of, learning_rate, loss_scale, parameters_of
-from commlayer.runtime.order import ForwardOrder
-from commlayer.runtime.outcome import Outcome
+from commlayer.runtime.model_job import buffers_of, job_of, learning_rate, loss_scale, parameters_of
+from commlayer.runtime.shared_buffers import agree
 from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.worker import Worker
-from commlayer.starting import Start
-from commlayer.stepping import refuse
-from commlayer.tracing import STEPS, trace, trace_once
-from commlayer.watching import watch
+from commlayer.runtime.write_gradients import hand_out, targets_of
 
 
 class Driver(Protocol):
@@ -135,7 +135,7 @@ class Session:
         """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
         return list(self._driver.connection.decisions)
 
-    def events(self) -> list[Stale]:
+    def events(self) -> list[StalePlan]:
         """What happened that asks for another plan, as records. Rank 0 has all of it."""
         return list(self._driver.connection.events)
 
@@ -207,19 +207,19 @@ class _ModuleDriver:
         self._syncing = True
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: AverageUse | None = None
         self._left: list[tuple[int, int, int] | None] = []
         """The gradients that the last step wrote."""
         self._auto = auto_of(connection)
-        self._exchanges = Exchanges(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
+        self._exchanges = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, deadline_s=config.deadline_s)
         trace_once(connection, config.trace, planning=self._auto is not None)
         watch(connection)
         watch_drift(connection, list(model.named_parameters()), optimizer, config)
         self._guard = guard_of(connection, config)
-        self._attached: Attached | None = None
+        self._attached: AttachedModel | None = None
         if connection.worker is not None:
-            self._attached = Attached(model, parameters_of(model), optimizer)
+            self._attached = AttachedModel(model, parameters_of(model), optimizer)
             connection.beside.append(self._attached.remove)
             agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
@@ -229,7 +229,7 @@ class _ModuleDriver:
             # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
             self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end,
                                 lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._broke_off)
-            self._outcome = Outcome(self._parameters, optimizer, lambda number: self._worker().cleared(number),
+            self._outcome = AverageUse(self._parameters, optimizer, lambda number: self._worker().cleared(number),
                                     lambda numbers: self._worker().applied(numbers))
             self._worker().settle = self._outcome.settle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile, Task
+from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile, Task
 
 DENSE, SPARSE, SHARED = "identity()", "topk(ratio=0.01)", "randomk(ratio=0.01)"
 

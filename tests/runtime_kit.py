@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from commlayer.compressors import codec_of
-from commlayer.control.sums import ops_of, senders_of
+from commlayer.control.server_codecs import ops_of, senders_of
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
 from commlayer.runtime.worker import Worker

@@ -9,11 +9,11 @@ from balance_kit import PAPER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.reference.balance_cluster import Cluster, Disturbance, Step, moves, run, slow_after
+from bench.reference.balance_default import Ours
 from commlayer.balance import Communication, Line
 from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Joined, Measurement, Note, Outcome, Vanished
-from commlayer.balance.harness import Cluster, Disturbance, Step, moves, run, slow_after
-from commlayer.balance.ours import Ours
 
 
 def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> Cluster:

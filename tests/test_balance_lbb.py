@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from balance_kit import PAPER
 
+from bench.reference.balance_cluster import Cluster, Disturbance, run
 from commlayer.balance import Cubic, Line, solve
 from commlayer.balance.events import straggler_effect
-from commlayer.balance.harness import Cluster, Disturbance, run
 from commlayer.balance.lbb import Lbb, LbbSettings, round_halves, spread_s, spread_shares, weights
 from commlayer.balance.makespan import makespan_s
 

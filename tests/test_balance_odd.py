@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from bench.reference.balance_cluster import Cluster
+from bench.reference.balance_relaxed import local_steps, n_soft
 from commlayer.balance import Balancer, Communication, Joined, Line, Measurement, Note, Piecewise, Policy, Sampler, shares
 from commlayer.balance.handout import split
-from commlayer.balance.harness import Cluster
 from commlayer.balance.models import InPieces
-from commlayer.balance.relaxed import local_steps, n_soft
 from commlayer.balance.solution import solve
 
 ONE = Line(1.0, 1.0)

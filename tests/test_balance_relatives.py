@@ -9,9 +9,9 @@ from balance_kit import PAPER
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.balance.harness import Cluster, Disturbance, Mode, oracle_s, run, slow_after
-from commlayer.balance.relatives import Dlb, Equal, LbBsp, Proportional
-from commlayer.balance.relaxed import local_steps, majority, n_soft, stale_synchronous
+from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
+from bench.reference.balance_cluster import Cluster, Disturbance, Mode, oracle_s, run, slow_after
+from bench.reference.balance_relaxed import local_steps, majority, n_soft, stale_synchronous
 from commlayer.balance.rounding import apportion
 
 FOUR = Cluster(tuple(PAPER), 512)

@@ -14,7 +14,7 @@ from sampler_kit import Noted
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Dealer, Sampler
-from commlayer.balancing import Controller
+from commlayer.job.shares.driver import Controller
 from commlayer.records import Plan
 
 

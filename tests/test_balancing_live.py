@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
-from commlayer.balancing import Controller, latest
-from commlayer.transport.rows import spacing
+from commlayer.job.shares.driver import Controller, latest
+from commlayer.transport.rank_rows import spacing
 
 WORLD = 3
 EPOCHS = 3

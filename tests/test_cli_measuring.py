@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from commlayer import planfile, planner
+from commlayer import plan_file, planner
 from commlayer.cli.loading import function_of
 from commlayer.cli.main import run
 from commlayer.cli.measuring import job_of_function
 from commlayer.cli.planfiles import job_named
-from commlayer.planner.jobs import builtin, on_reference
-from commlayer.planner.tables import device_named, speed
-from commlayer.planner.written import cluster_from_line
+from commlayer.planner.tables.jobs import builtin, on_reference
+from commlayer.planner.tables.machines import device_named, speed
+from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Job, Timing
 
 MODEL = '''
@@ -40,7 +40,7 @@ def test_a_script_can_be_planned_at_once(
         run()
     out = capsys.readouterr().out
     assert out.startswith("mine.py: 4 tensors, 0.0 M elements, 2 ranks on 2 nodes\n")
-    plan, inputs = planfile.plan_in(Path("plan.json")), planfile.inputs_of(Path("plan.json"))
+    plan, inputs = plan_file.plan_in(Path("plan.json")), plan_file.inputs_of(Path("plan.json"))
     assert plan.job == inputs.job.digest()
     assert inputs.job.batch == 16
     assert inputs.job.timing is not None

@@ -14,11 +14,11 @@ from rich.console import Console
 from commlayer.cli import plantables
 from commlayer.cli.main import run
 from commlayer.planner import builtin, plan
-from commlayer.planner.diff import Change, Difference, diff
-from commlayer.planner.explain import explain
-from commlayer.planner.model import Policy
-from commlayer.planner.whatif import what_if
-from commlayer.planner.written import cluster_from_line
+from commlayer.planner.model.cluster import Policy
+from commlayer.planner.verbs.diff import Change, Difference, diff
+from commlayer.planner.verbs.explain import explain
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.verbs.whatif import what_if
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 

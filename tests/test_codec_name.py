@@ -9,13 +9,13 @@ import pytest
 from commlayer.codec_name import RULES, misspelled, named
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.parse import FACTORIES
-from commlayer.planner.costs import Prices
-from commlayer.planner.model import Cluster, Policy
-from commlayer.planner.select import plan
-from commlayer.planner.tables import node, profile_from_tables
+from commlayer.planner.model.cluster import Cluster, Policy
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.plan import plan
+from commlayer.planner.tables.machines import node, profile_from_tables
 from commlayer.records import Spec
-from commlayer.runtime.lifting import level
-from commlayer.runtime.suited import promise_of
+from commlayer.runtime.codec_floor import level
+from commlayer.runtime.plan_check import promise_of
 
 NUMEL = 1 << 20
 PRICED = (

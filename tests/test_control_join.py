@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, quick
 
-from commlayer.control import client, link, membership, messages
+from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.errors import CommError, DeadlineExceeded, Refused
 
@@ -67,14 +67,14 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
     opened.append(coordinator)
     polls: queue.Queue[messages.Join] = queue.Queue()
     parts: queue.Queue[messages.Part] = queue.Queue()
-    call = link.Link.call
+    call = coordinator_channel.CoordinatorChannel.call
 
     def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
         if method in ("Join", "Part"):
             (polls if method == "Join" else parts).put(request)
         return call(self, method, request, *rest)
 
-    monkeypatch.setattr(link.Link, "call", watched)
+    monkeypatch.setattr(coordinator_channel.CoordinatorChannel, "call", watched)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=plan), quick(), Failures())
         sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    channel = link.Link(coordinator.address)
+    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     for bad in (messages.Pulse(), messages.Leave("token")):
         with pytest.raises(Refused, match="Join failed: .* sent a Join that breaks the format"):

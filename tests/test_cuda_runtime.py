@@ -15,7 +15,7 @@ from commlayer.compressors import block_threshold, codec_of, error_feedback, ide
 from commlayer.compressors.device import launch, launch_cupy
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.coders import device_buckets
+from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.worker import Worker
 
 SHAPES = [(150, 200), (64,), (4000,), (1,)]

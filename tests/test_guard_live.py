@@ -16,30 +16,31 @@ from hypothesis import strategies as st
 from pool_kit import pool
 from torch import nn
 
-from commlayer import bounds, guarding
 from commlayer.balance import tuner_loss
 from commlayer.balance.guard import steps_until_paid
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
-from commlayer.connect import Connection
-from commlayer.guarding import Change, Guarding, Outcome
+from commlayer.job.accuracy import driver as guarding
+from commlayer.job.accuracy.driver import AccuracyGuard, ChangeOutcome, CodecChange
+from commlayer.job.autoplan import loss_limits
+from commlayer.job.start import Connection
 from commlayer.planner import default_plan
-from commlayer.planner.model import Policy
-from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
-from commlayer.planner.written import cluster_from_line
+from commlayer.planner.model.cluster import Policy
+from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime import comparing, lifting
-from commlayer.runtime.measure import job_of
-from commlayer.runtime.suited import unsuited
+from commlayer.runtime import codec_floor, gradient_comparison
+from commlayer.runtime.model_job import job_of
+from commlayer.runtime.plan_check import unsuited
 
 WORLD, SERVERS = 2, 2
 LATEST = 260
 """Steps until a codec that loses nearly everything has become fine enough."""
 
 
-def guard(run: Run) -> Guarding | None:
+def guard(run: Run) -> AccuracyGuard | None:
     driver = run.sessions[0]._driver
-    made: Guarding | None = getattr(driver, "_guard", None) or getattr(getattr(driver, "_state", None), "_guard", None)
+    made: AccuracyGuard | None = getattr(driver, "_guard", None) or getattr(getattr(driver, "_state", None), "_guard", None)
     return made
 
 
@@ -79,11 +80,11 @@ def test_a_codec_that_loses_too_much_is_made_finer_at_one_step(how: str, codec: 
     results = ran(LATEST, codec, how, guard="act", max_loss=0.005)
     assert results[0]["plans"] == results[1]["plans"], "both ranks at the same step"
     assert torch.equal(results[0]["weights"], results[1]["weights"])
-    changes = [c for c in results[0]["history"] if isinstance(c, Change)]
+    changes = [c for c in results[0]["history"] if isinstance(c, CodecChange)]
     assert changes[0].seen.cosine < 0.8
     assert all(c.after > c.before for c in changes[:2])
     assert "finer from here on" in results[0]["said"][0]
-    outcomes = [o for o in results[0]["history"] if isinstance(o, Outcome)]
+    outcomes = [o for o in results[0]["history"] if isinstance(o, ChangeOutcome)]
     assert outcomes[0].change is changes[0]
     assert outcomes[-1].seen.cosine >= 0.8, "what it was changed to is good enough"
     assert results[0]["stats"]["guard_s"] > 0
@@ -182,7 +183,7 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
     session = run.sessions[0]
     session.weight(1.0 + run.rank)
     seen: list[dict[str, Any]] = []
-    real, locally = comparing.everywhere, comparing.here
+    real, locally = gradient_comparison.everywhere, gradient_comparison.here
     payloads: list[tuple[Any, Any]] = []
 
     def decoded(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
@@ -199,7 +200,7 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
                      "back": of.flow.y[of.start : of.stop].clone(), "dots": found})
         return found
 
-    comparing.everywhere, comparing.here = watched, decoded
+    gradient_comparison.everywhere, gradient_comparison.here = watched, decoded
     try:
         grads = []
         for step in range(3 * guarding.SETTLE):
@@ -213,7 +214,7 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
             model.zero_grad()
             nn.functional.mse_loss(wrapped(x), x[:, :3]).backward()
     finally:
-        comparing.everywhere, comparing.here = real, locally
+        gradient_comparison.everywhere, gradient_comparison.here = real, locally
     steps = [s for s in range(len(grads)) if s >= guarding.SETTLE and (s - guarding.SETTLE) % guarding.SETTLE == 0]
     return {"seen": seen, "grads": [grads[s] for s in steps], "payloads": payloads}
 
@@ -265,7 +266,7 @@ def left_to_it_then_asked_for(run: Run) -> Any:
 
     def levels() -> list[float]:
         assert session.plan is not None
-        return [lifting.level(parse(b.codec)) for b in session.plan.buckets]
+        return [codec_floor.level(parse(b.codec)) for b in session.plan.buckets]
 
     def steps(count: int) -> None:
         for step in range(count):
@@ -305,22 +306,22 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
     (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
 ])
 def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
-    made = lifting.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    made = codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
     assert parse(made.buckets[0].codec) == parse(codec)
     assert not unsuited(made, 2, 1)
-    assert lifting.lift(made, floor, nodes=2) == made
-    assert lifting.lowest(made) >= min(floor, 1.0) * lifting.EQUAL
+    assert codec_floor.lift(made, floor, nodes=2) == made
+    assert codec_floor.lowest(made) >= min(floor, 1.0) * codec_floor.EQUAL
 
 
 def test_both_ways_and_all_nodes_are_made_finer() -> None:
     uneven = bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)"))
-    made = lifting.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
-    assert [lifting.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
-    coarse_down = lifting.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
+    made = codec_floor.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
+    assert [codec_floor.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
+    coarse_down = codec_floor.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
     assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
     dense = bucket("identity()", "allreduce")
-    assert lifting.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
-    assert not lifting.lossy(dense)
+    assert codec_floor.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
+    assert not codec_floor.lossy(dense)
 
 
 @pytest.mark.parametrize(("codecs", "compared"), [
@@ -332,7 +333,7 @@ def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, s
     for codec in codecs:
         own = SimpleNamespace(bucket=mixed, buffer=False, codec=wrap(parse(codec)))
         worker: Any = SimpleNamespace(flows=[own])
-        assert (comparing.watched(worker) == [own]) is compared, "whichever codec is this rank's"
+        assert (gradient_comparison.watched(worker) == [own]) is compared, "whichever codec is this rank's"
 
 
 # ---- what the planner of a running job hears
@@ -341,14 +342,14 @@ def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, s
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
     connection = Connection()
     cluster = cluster_from_line("2xrtx3060@100/20Mb")
-    assert bounds.codecs(connection) == list(DEFAULT_CODECS)
+    assert loss_limits.codecs(connection) == list(DEFAULT_CODECS)
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
-    assert bounds.bounded(connection, profile, policy) == (profile, policy)
+    assert loss_limits.bounded(connection, profile, policy) == (profile, policy)
     connection.floor = 0.04
-    assert bounds.codecs(connection) == ["identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
-    assert set(bounds.bounded(connection, profile, policy)[1].codecs) == {"identity()", "fp16()", "int8()", "topk(ratio=0.1)"}
+    assert loss_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
+    assert set(loss_limits.bounded(connection, profile, policy)[1].codecs) == {"identity()", "fp16()", "int8()", "topk(ratio=0.1)"}
     tuner_loss.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
     connection.loss, connection.max_loss = str(tmp_path / "loss.json"), 0.025
-    measured, bound = bounds.bounded(connection, profile, policy)
+    measured, bound = loss_limits.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}

@@ -24,7 +24,7 @@ from commlayer.config import read_config
 from commlayer.control import client, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.embedded import Embedded
-from commlayer.control.sealed import Asker, Judge, Unproved
+from commlayer.control.proved_calls import Asker, Judge, Unproved
 from commlayer.errors import RecordError, Refused
 from commlayer.transport import hello
 from commlayer.transport.framing import Reader

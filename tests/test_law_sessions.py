@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
-from commlayer.runtime.measure import job_of
+from commlayer.runtime.model_job import job_of
 
 WORLD, STEPS = 2, 8
 SIZES: list[tuple[int, ...]] = [(300,), (40, 50), (7,)]

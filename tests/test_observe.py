@@ -17,12 +17,12 @@ from commlayer.observe import (
     NO_BUCKET,
     STEP,
     Comparison,
-    Drift,
     Event,
+    PredictionCheck,
+    RecordedStep,
     Recorder,
     Seen,
-    Stale,
-    Step,
+    StalePlan,
     by_lane,
     read_comparison,
     rows_of,
@@ -107,7 +107,7 @@ def test_a_file_that_is_no_trace_is_told_in_a_line(tmp_path: Path, text: str) ->
 
 
 def test_whoever_follows_gets_every_whole_step_whatever_others_switch() -> None:
-    recorder, seen = Recorder(), list[Step]()
+    recorder, seen = Recorder(), list[RecordedStep]()
     recorder.follow(seen.append)
     for number in range(4):
         recorder.switch(on=number == 1)
@@ -149,15 +149,15 @@ def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
 
 
 def stale_at(times: list[float]) -> list[int]:
-    drift = Drift(1.0, limit=0.25, patience=3, quiet=10)
+    drift = PredictionCheck(1.0, limit=0.25, patience=3, quiet=10)
     return [event.step for step, seconds in enumerate(times) if (event := drift.observe(seconds, step))]
 
 
 def test_what_is_stale_says_why() -> None:
-    drift = Drift(0.01, patience=2)
+    drift = PredictionCheck(0.01, patience=2)
     assert drift.observe(0.02, 7) is None
     event = drift.observe(0.03, 8)
-    assert event == Stale(8, 0.01, 0.03, 2)
+    assert event == StalePlan(8, 0.01, 0.03, 2)
     assert event.reason == "the plan is stale: steps take 30.0 ms, 10.0 were predicted, 2 steps in a row"
 
 
@@ -177,4 +177,4 @@ def test_a_plan_is_stale_when_its_error_stays(times: list[float], said: list[int
 
 def test_a_prediction_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="predicted_s is 0"):
-        Drift(0.0)
+        PredictionCheck(0.0)

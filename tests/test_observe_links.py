@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commlayer.observe import Again, Carried, Links, Rates, Way, differ
-from commlayer.observe import again as again_module
-from commlayer.observe import meter as meter_module
-from commlayer.observe.carried import Reading, carried
-from commlayer.observe.links import PAYLOAD, SETTLED, USUAL
-from commlayer.observe.meter import Meter, counters_towards
+from commlayer.observe import Direction, LinkWatch, Rates, ReprobeSchedule, Throughput, differ
+from commlayer.observe import interface_counters as meter_module
+from commlayer.observe import reprobe_schedule as again_module
+from commlayer.observe.interface_counters import InterfaceCounters, counters_towards
+from commlayer.observe.link_throughput import Reading, throughput
+from commlayer.observe.link_watch import PAYLOAD, SETTLED, USUAL
 
 BIN_S = 0.05
 
@@ -39,7 +39,7 @@ def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Read
     ([], 0.0, 0.0),
 ])
 def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, share: float) -> None:
-    found = carried(readings(*pieces)).down
+    found = throughput(readings(*pieces)).down
     assert found.bps == pytest.approx(bps, rel=0.01)
     assert found.share == pytest.approx(share, rel=0.15)
 
@@ -50,7 +50,7 @@ def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, sh
     ([(0.1, 1e8), (1.0, 0.0)], 4e7),  # too short to tell the rate: less than it was, never more
 ])
 def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, float]], bps: float) -> None:
-    assert carried(readings(*pieces)).up.bps == pytest.approx(bps, rel=0.01)
+    assert throughput(readings(*pieces)).up.bps == pytest.approx(bps, rel=0.01)
 
 
 @settings(deadline=None)
@@ -60,7 +60,7 @@ def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, f
 )
 def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, float]], period_s: float) -> None:
     pieces = [piece for busy_s, idle_s in bursts for piece in ((busy_s, rate), (idle_s, 0.0))]
-    found = carried(readings(*pieces, period_s=period_s))
+    found = throughput(readings(*pieces, period_s=period_s))
     assert found.down.bps == pytest.approx(rate, rel=0.01)
     assert found.up.bps <= 1.01 * rate
     assert 0.0 < found.down.share <= 1.0
@@ -70,7 +70,7 @@ def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, fl
 @example([(0.0, 0, 0), (8.473240597564335e-306, 0, 16384)])
 @given(st.lists(st.tuples(st.floats(-1.0, 1e3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=12))
 def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
-    for way in carried([Reading(*row) for row in rows]):
+    for way in throughput([Reading(*row) for row in rows]):
         assert math.isfinite(way.bps)
         assert way.bps >= 0
         assert 0.0 <= way.share <= 1.0
@@ -79,19 +79,19 @@ def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
 def test_counters_that_are_set_back_say_nothing() -> None:
     before = readings((1.0, 8e6))
     after = [Reading(one.at_s + 2.0, one.up_nbytes, one.down_nbytes) for one in before]
-    assert carried([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
+    assert throughput([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
 
 
 # ---- whether links have changed
 
 PLANNED = (Rates(95e6, 95e6),) * 3
-QUICK = Carried(Way(6e7, 0.1), Way(7e7, 0.1))
-FULL = Carried(Way(5e6, 0.9), Way(5e6, 0.9))
+QUICK = Throughput(Direction(6e7, 0.1), Direction(7e7, 0.1))
+FULL = Throughput(Direction(5e6, 0.9), Direction(5e6, 0.9))
 NARROW = Rates(PAYLOAD * 5e6, PAYLOAD * 5e6)
 
 
-def settled() -> Links:
-    links = Links(PLANNED)
+def settled() -> LinkWatch:
+    links = LinkWatch(PLANNED)
     for _ in range(4):
         assert links.observe(0.4, [QUICK] * 3) is None
     return links
@@ -102,18 +102,18 @@ def test_all_links_become_slower() -> None:
 
 
 def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
-    waiting = Carried(Way(6e7, 0.02), Way(7e7, 0.02))
+    waiting = Throughput(Direction(6e7, 0.02), Direction(7e7, 0.02))
     assert settled().observe(2.0, [waiting, FULL, waiting]) == (PLANNED[0], NARROW, PLANNED[2])
 
 
 @pytest.mark.parametrize(("step_s", "seen"), [
     (2.0, QUICK),  # a pause: links carry as ever
-    (2.0, Carried(Way(5e6, 0.1), Way(5e6, 0.1))),  # slow computing: they idle
-    (2.0, Carried(Way(2e7, 0.4), Way(2e7, 0.4))),  # a busy machine: transfers take longer, but computing more so
+    (2.0, Throughput(Direction(5e6, 0.1), Direction(5e6, 0.1))),  # slow computing: they idle
+    (2.0, Throughput(Direction(2e7, 0.4), Direction(2e7, 0.4))),  # a busy machine: transfers take longer, but computing more so
     (0.42, FULL),  # no step is slower for it
-    (2.0, Carried(Way(), Way())),  # nobody reads counters there
+    (2.0, Throughput(Direction(), Direction())),  # nobody reads counters there
 ])
-def test_what_is_no_change(step_s: float, seen: Carried) -> None:
+def test_what_is_no_change(step_s: float, seen: Throughput) -> None:
     links = settled()
     assert [links.observe(step_s, [seen] * 3) for _ in range(USUAL)] == [None] * USUAL
 
@@ -143,10 +143,10 @@ def test_what_was_usual_counts_on_where_other_rates_are_planned_for() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "seen", "faster"), [
-    (0.4, FULL, False), (0.2, FULL, True), (0.4, Carried(Way(6e6, 0.5), Way(9e6, 0.2)), True),
+    (0.4, FULL, False), (0.2, FULL, True), (0.4, Throughput(Direction(6e6, 0.5), Direction(9e6, 0.2)), True),
 ])
-def test_hints_of_a_faster_link(step_s: float, seen: Carried, faster: bool) -> None:
-    links = Links([NARROW] * 3)
+def test_hints_of_a_faster_link(step_s: float, seen: Throughput, faster: bool) -> None:
+    links = LinkWatch([NARROW] * 3)
     for _ in range(SETTLED):
         links.observe(0.4, [FULL] * 3)
         assert not links.faster
@@ -157,9 +157,9 @@ def test_hints_of_a_faster_link(step_s: float, seen: Carried, faster: bool) -> N
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-3, 10.0), st.floats(0, 1e9), st.floats(0, 1)), max_size=40))
 def test_never_to_a_faster_link_and_never_by_less_than_the_factor(looks: list[tuple[float, float, float]]) -> None:
-    links = Links(PLANNED[:1])
+    links = LinkWatch(PLANNED[:1])
     for step_s, bps, share in looks:
-        found = links.observe(step_s, [Carried(Way(bps, share), Way(bps, share))])
+        found = links.observe(step_s, [Throughput(Direction(bps, share), Direction(bps, share))])
         if found is not None:
             assert differ(found, PLANNED[:1])
             assert all(0 < rate < 95e6 for rate in found[0])
@@ -168,7 +168,7 @@ def test_never_to_a_faster_link_and_never_by_less_than_the_factor(looks: list[tu
 # ---- when to probe again
 
 def test_gaps_between_probes_grow_until_one_finds_something() -> None:
-    again = Again()
+    again = ReprobeSchedule()
     assert not again.due(1e9, hinted=True, lost=True)  # nothing is known yet
     again.changed(0.0)
     now, gaps = 0.0, []
@@ -185,7 +185,7 @@ def test_gaps_between_probes_grow_until_one_finds_something() -> None:
 
 
 def test_a_hint_comes_soon_and_wears_off() -> None:
-    again = Again()
+    again = ReprobeSchedule()
     again.changed(0.0)
     assert again.due(1.0, hinted=True, lost=False)
     again.probed(1.0, 0.1, found=False)
@@ -194,7 +194,7 @@ def test_a_hint_comes_soon_and_wears_off() -> None:
 
 
 def test_a_dear_probe_waits_until_it_is_a_small_part_of_the_time() -> None:
-    again = Again()
+    again = ReprobeSchedule()
     again.changed(0.0)
     again.probed(0.0, 2.0, found=False)
     assert not again.due(99.0, hinted=False, lost=True)
@@ -205,12 +205,12 @@ def test_a_dear_probe_waits_until_it_is_a_small_part_of_the_time() -> None:
 
 def test_a_meter_tells_what_came_between_two_looks() -> None:
     nbytes = [0, 0]
-    meter = Meter(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
+    meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
     try:
         nbytes[:] = [1 << 20, 4 << 20]
         first = meter.look()
         assert 0 < first.up.bps < first.down.bps
-        assert meter.look() == Carried(Way(), Way())
+        assert meter.look() == Throughput(Direction(), Direction())
     finally:
         meter.close()
 
@@ -219,9 +219,9 @@ def test_an_interface_that_goes_says_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def gone() -> tuple[int, int]:
         raise ValueError("no interface")
 
-    meter = Meter(gone, period_s=60.0)
+    meter = InterfaceCounters(gone, period_s=60.0)
     try:
-        assert meter.look() == Carried(Way(), Way())
+        assert meter.look() == Throughput(Direction(), Direction())
     finally:
         meter.close()
 

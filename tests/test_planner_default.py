@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from commlayer import records
 from commlayer.compressors import parse, wrap
 from commlayer.planner import default_plan, verify, verify_alone
-from commlayer.planner.default import COLLECTIVE_NBYTES, ELEMENT_NBYTES, FIRST_COLLECTIVE_NBYTES, SPREAD_NBYTES, cut, spread
+from commlayer.planner.model.default_plan import (
+    COLLECTIVE_NBYTES,
+    ELEMENT_NBYTES,
+    FIRST_COLLECTIVE_NBYTES,
+    SPREAD_NBYTES,
+    cut,
+    spread,
+)
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 

@@ -8,12 +8,12 @@ from itertools import product
 
 import pytest
 
-from commlayer.planner.espresso import KEEP, cpu_pass, gpu_pass, settle
-from commlayer.planner.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
-from commlayer.planner.fifo import Played, play
-from commlayer.planner.grammar import check
-from commlayer.planner.jobs import builtin
-from commlayer.planner.model import Task
+from bench.reference.espresso import KEEP, cpu_pass, gpu_pass, settle
+from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
+from bench.reference.fifo import Played, play
+from commlayer.planner.model.cluster import Task
+from commlayer.planner.model.grammar import check
+from commlayer.planner.tables.jobs import builtin
 
 
 def send(seconds: float) -> list[Task]:

@@ -6,9 +6,9 @@ import pytest
 from plan_kit import cluster, toy_job
 
 from commlayer import records
-from commlayer.planner import tables
-from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.written import EXAMPLE, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.tables import machines
+from commlayer.planner.verbs.text_formats import EXAMPLE, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
 
 NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 
@@ -27,7 +27,7 @@ def test_a_written_cluster_is_read_again() -> None:
 
 
 def test_a_written_profile_is_read_again() -> None:
-    made = tables.profile_from_tables(cluster(2, "1g"))
+    made = machines.profile_from_tables(cluster(2, "1g"))
     assert profile_of(records.encode(made).decode(), "profile", toml=False) == made
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
     ],
 )
 def test_a_wrong_profile_is_one_line(before: str, after: str, message: str) -> None:
-    text = records.encode(tables.profile_from_tables(cluster(2, "1g"))).decode()
+    text = records.encode(machines.profile_from_tables(cluster(2, "1g"))).decode()
     assert before in text
     with pytest.raises(ValueError) as told:
         profile_of(text.replace(before, after, 1), "p", toml=False)

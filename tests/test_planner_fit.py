@@ -11,18 +11,19 @@ from msgspec import structs
 from plan_kit import toy_job
 
 from commlayer.compressors import codec_of, parse
-from commlayer.planner import lower, tables, verify
-from commlayer.planner.candidates import options
-from commlayer.planner.costs import Prices
-from commlayer.planner.fit import Promise, misfits
-from commlayer.planner.grammar import summing
-from commlayer.planner.lint import lint
-from commlayer.planner.model import Cluster, Line, Node, Policy, Profile
-from commlayer.planner.paths import parse as path_of
-from commlayer.planner.select import plan
+from commlayer.measure import codec_costs
+from commlayer.planner import lower, verify
+from commlayer.planner.model.cluster import Cluster, Line, Node, Policy, Profile
+from commlayer.planner.model.codec_fit import Promise, misfits
+from commlayer.planner.model.grammar import summing
+from commlayer.planner.model.paths import parse as path_of
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.candidates import options
+from commlayer.planner.search.plan import plan
+from commlayer.planner.tables import machines
+from commlayer.planner.verbs.lint import lint
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime import calibrate
-from commlayer.runtime.suited import promise_of, unsuited
+from commlayer.runtime.plan_check import promise_of, unsuited
 
 FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "powersgd(rank=2)")
 """Beside one of each codec: ratios, so that there is something to choose by node and both ways."""
@@ -32,23 +33,23 @@ FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "power
 def measured() -> Profile:
     texts = [text for text in (*NAMED.values(), *FAMILIES) if not text.startswith("error_feedback")]
     names = sorted({str(parse(text)) for text in texts})
-    return Profile(calibrate.measure(names, sizes=(64, 1024), repeats=1), Line(0.0, 1e-10), source="measured")
+    return Profile(codec_costs.measure(names, sizes=(64, 1024), repeats=1), Line(0.0, 1e-10), source="measured")
 
 
 def drawn_cluster(rng: random.Random) -> Cluster:
     device = rng.choice(("cpu", "cpu", "rtx3060"))
     nodes, ranks = rng.randint(1, 3), rng.randint(1, 3)
     links = [rng.choice(("home-100/20", "fiber-1000", "10g", "100g", "100m")) for _ in range(nodes)]
-    made = tuple(tables.node(f"n{i}", device, link, ranks=ranks, server=i == 0 or rng.random() < 0.5)
+    made = tuple(machines.node(f"n{i}", device, link, ranks=ranks, server=i == 0 or rng.random() < 0.5)
                  for i, link in enumerate(links))
     if rng.random() < 0.2:
-        made = (*made, Node("spare", 0, "cpu", tables.link("10g")))
+        made = (*made, Node("spare", 0, "cpu", machines.link("10g")))
     return Cluster(made, rng.random() < 0.6)
 
 
 def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
     """The tables', or measured; and each codec dearer or cheaper by chance, so that any path may be the best for some."""
-    made = tables.profile_from_tables(cluster, (*tables.DEFAULT_CODECS, *FAMILIES[1:3])) if rng.random() < 0.3 else measured()
+    made = machines.profile_from_tables(cluster, (*machines.DEFAULT_CODECS, *FAMILIES[1:3])) if rng.random() < 0.3 else measured()
     codecs = []
     for cost in made.codecs:
         encode, decode = (rng.choice((0.01, 1.0, 100.0)) for _ in range(2))
@@ -100,9 +101,9 @@ def test_what_is_measured_says_what_a_codec_promises() -> None:
 
 
 def test_the_tables_promise_what_codecs_keep() -> None:
-    cluster = Cluster((tables.node("n", "cpu", "10g"),))
-    names = [*(t for t in NAMED.values() if t.partition("(")[0] in TABLED), *tables.DEFAULT_CODECS]
-    for cost in tables.profile_from_tables(cluster, names).codecs:
+    cluster = Cluster((machines.node("n", "cpu", "10g"),))
+    names = [*(t for t in NAMED.values() if t.partition("(")[0] in TABLED), *machines.DEFAULT_CODECS]
+    for cost in machines.profile_from_tables(cluster, names).codecs:
         mine = promise_of(codec_of(Bucket(0, (), "service", cost.codec)))
         assert (cost.sums, cost.alone, cost.answers) == mine, cost.codec
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from planner_kit import PROFILE, SPARSE, codec, fifo_s, flat, home, tall
 
-from commlayer.planner.costs import Prices
-from commlayer.planner.grammar import KINDS, Kind, check, encodes, kind, options, served, summing
-from commlayer.planner.model import Cluster, Node, Profile
-from commlayer.planner.paths import Op, Path, parse, spell
-from commlayer.planner.prune import SAFE_MARGIN, alone_s, unbeaten
+from commlayer.planner.model.cluster import Cluster, Node, Profile
+from commlayer.planner.model.grammar import KINDS, Kind, check, encodes, kind, options, served, summing
+from commlayer.planner.model.paths import Op, Path, parse, spell
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.prune import SAFE_MARGIN, alone_s, unbeaten
 
 UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))
 

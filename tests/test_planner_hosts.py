@@ -7,16 +7,17 @@ from msgspec import structs
 from plan_kit import toy_job
 from planner_kit import DENSE, PROFILE
 
-from commlayer.planner import fuse, tables
-from commlayer.planner.candidates import options
-from commlayer.planner.costs import Prices, tasks
-from commlayer.planner.entry import Entry, Inputs
-from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.layout import Layout
-from commlayer.planner.model import Cluster, Link, Node, Policy
-from commlayer.planner.placement import closed_form
-from commlayer.planner.select import host_sets, plan
-from commlayer.planner.ways import Ways
+from commlayer.planner.model import buckets
+from commlayer.planner.model.cluster import Cluster, Link, Node, Policy
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.path_cost import Prices, tasks
+from commlayer.planner.search.candidates import options
+from commlayer.planner.search.layout import Layout
+from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.search.placement import closed_form
+from commlayer.planner.search.plan import host_sets, plan
+from commlayer.planner.search.ways import Ways
+from commlayer.planner.tables import machines as tables
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
 
@@ -61,8 +62,8 @@ def test_what_is_written_keeps_the_parts() -> None:
     profile, policy, timing = checked_inputs(job, cluster, None, DENSE_ONLY)
     fitted = next(hosts for hosts in host_sets(cluster) if len(set(hosts.parts)) > 1)
     prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
-    entry = Entry(Inputs(job, timing, cluster, profile, policy), Ways(prices, options(prices, policy)),
-                  Layout(job, timing, fuse.limits(job)[0]))
+    entry = LayoutCandidate(SearchInputs(job, timing, cluster, profile, policy), Ways(prices, options(prices, policy)),
+                  Layout(job, timing, buckets.limits(job)[0]))
     entry.found = entry.quick
     made = entry.emit()
     for server, part in enumerate(fitted.parts):

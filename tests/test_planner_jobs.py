@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.planner.jobs import WORK, builtin
-from commlayer.planner.models import MODELS, layers
-from commlayer.planner.tables import speed
+from commlayer.planner.tables.jobs import WORK, builtin
+from commlayer.planner.tables.machines import speed
+from commlayer.planner.tables.model_layers import MODELS, layers
 
 PUBLISHED = {
     "resnet50": (161, 25_557_032, 4.09e9),

@@ -10,14 +10,15 @@ import pytest
 from msgspec import structs
 from plan_kit import cluster, toy_job
 
-from commlayer.planner import espresso_cases, tables
-from commlayer.planner.diff import diff, spelled
-from commlayer.planner.explain import bucket_of, explain, tensor_names
-from commlayer.planner.jobs import builtin
-from commlayer.planner.model import Cluster, Policy
-from commlayer.planner.select import plan
-from commlayer.planner.simulate import simulate
-from commlayer.planner.whatif import at_rate, point, what_if
+from bench.reference import espresso_cases
+from commlayer.planner.model.cluster import Cluster, Policy
+from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.timeline import simulate
+from commlayer.planner.tables import machines as tables
+from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.verbs.diff import diff, spelled
+from commlayer.planner.verbs.explain import bucket_of, explain, tensor_names
+from commlayer.planner.verbs.whatif import at_rate, point, what_if
 from commlayer.records import Plan
 
 HOMES = cluster(3, "home-100/20", reachable=False)

@@ -12,7 +12,7 @@ from commlayer.compressors import parse, restore, snapshot, wrap
 from commlayer.compressors.parse import FACTORIES
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.runtime.measure import learning_rate
+from commlayer.runtime.model_job import learning_rate
 
 WORLD = 3
 SHAPES = [(40, 30), (40,), (5, 3, 3, 3), (1,), (700,)]

@@ -10,8 +10,9 @@ from pool_kit import pool
 from runtime_kit import job, step
 
 from commlayer.compressors import codec_of
-from commlayer.planner import grammar, lower
-from commlayer.planner.paths import spell
+from commlayer.planner import lower
+from commlayer.planner.model import grammar
+from commlayer.planner.model.paths import spell
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups

@@ -12,15 +12,17 @@ import torch
 from pool_kit import Servers, pool, quick
 from runtime_kit import job, step
 
-from commlayer.connect import connect
-from commlayer.planner import grammar, lower, tables
-from commlayer.planner.model import Cluster
-from commlayer.planner.paths import spell
+from commlayer.job.rendezvous import Start
+from commlayer.job.start import connect
+from commlayer.planner import lower
+from commlayer.planner.model import grammar
+from commlayer.planner.model.cluster import Cluster
+from commlayer.planner.model.paths import spell
+from commlayer.planner.tables import machines
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.starting import Start
 
 WORLD, PER_NODE, SERVERS, STEPS = 4, 2, 2, 3
-NODES = Cluster(tuple(tables.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
+NODES = Cluster(tuple(machines.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
 PATHS = [spell(path) for path in grammar.options(NODES, kinds=("service",))]
 CODINGS: dict[str, dict[str, Any]] = {
     "dense": {"codec": "identity()"},

@@ -12,7 +12,7 @@ from runtime_kit import Rig, job, on_ranks, step
 from commlayer.errors import DeadlineExceeded
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.suited import unsuited
+from commlayer.runtime.plan_check import unsuited
 
 WORLD, STEPS = 3, 6
 CODECS = ["identity()", "int8(block=64)", "topk(ratio=0.1)", "qsgd(levels=7)", "powersgd(rank=2)", "ef21(topk(ratio=0.2))"]

@@ -12,8 +12,8 @@ from runtime_kit import job, step
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.reducing import Reduced, adds_up, stands_alone
 from commlayer.errors import CorruptFrame
-from commlayer.planner import grammar
-from commlayer.planner.paths import spell
+from commlayer.planner.model import grammar
+from commlayer.planner.model.paths import spell
 from commlayer.records import Bucket, Plan, Slice, Spec
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups

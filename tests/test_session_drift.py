@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.config import read_config
-from commlayer.drift import FIRST, spacing
 from commlayer.errors import RecordError
+from commlayer.job.parameter_drift import FIRST, spacing
 from commlayer.planner import default_plan
-from commlayer.runtime.digests import EXACT_BITS, Digests, pieces
-from commlayer.runtime.measure import job_of
+from commlayer.runtime.model_job import job_of
+from commlayer.runtime.tensor_digests import EXACT_BITS, Digests, pieces
 
 WORLD, STEPS = 2, 14
 

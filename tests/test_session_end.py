@@ -29,7 +29,7 @@ def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
 
     import commlayer
     from commlayer.planner import default_plan
-    from commlayer.runtime.measure import job_of
+    from commlayer.runtime.model_job import job_of
 
     class One(nn.Module):
         def __init__(self) -> None:

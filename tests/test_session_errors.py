@@ -20,7 +20,7 @@ from commlayer import planner, records
 from commlayer.compressors import parse
 from commlayer.errors import RecordError
 from commlayer.records import Plan
-from commlayer.runtime.measure import job_of
+from commlayer.runtime.model_job import job_of
 
 WORLD = 2
 

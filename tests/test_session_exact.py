@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.planner import default_plan, verify
-from commlayer.planner.written import cluster_from_line
+from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Job, Plan, Slice, TensorInfo, Timing
 
 WORLD, STEPS = 2, 5

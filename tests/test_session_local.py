@@ -20,8 +20,8 @@ import commlayer
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
-from commlayer.runtime.measure import job_of
-from commlayer.runtime.suited import unsuited
+from commlayer.runtime.model_job import job_of
+from commlayer.runtime.plan_check import unsuited
 
 WORLD, SERVERS, H = 3, 2, 4
 NESTEROV = Outer(lr=0.7, momentum=0.9)

@@ -58,7 +58,7 @@ def staged(model: Any) -> Any:
     import msgspec
 
     from commlayer.planner import default_plan
-    from commlayer.runtime.measure import job_of
+    from commlayer.runtime.model_job import job_of
 
     made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=2048, cut_nbytes=4096)

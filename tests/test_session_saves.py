@@ -22,7 +22,7 @@ import torch.distributed as dist
 from attach_kit import Run, Setting, loss_of, mlp
 from pool_kit import PoolError, Servers, pool
 
-from commlayer import checkpoint, saves
+from commlayer.job import checkpoint, checkpoint_files
 
 WORLD, SERVERS = 2, 2
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
@@ -192,7 +192,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
             job.session.save(place)
         for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
             for at in range(operations[0]):
-                left, before, there = [at if rank == victim else -1], job.kept(), saves.numbers(Path(place))
+                left, before, there = [at if rank == victim else -1], job.kept(), checkpoint_files.numbers(Path(place))
 
                 def fail(name: str, args: tuple[Any, ...], left: list[int] = left) -> None:
                     left[0] -= 1
@@ -213,7 +213,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                     wrong.append(f"{at}: {failed}")
                 if not equal(before, job.kept()):
                     wrong.append(f"{at}: the failed save changed the state")
-                if failed and saves.numbers(Path(place)) != there:
+                if failed and checkpoint_files.numbers(Path(place)) != there:
                     wrong.append(f"{at}: left {os.listdir(place)}")
                 job.session.load(place)
         job.session.save(place)

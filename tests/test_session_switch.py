@@ -18,7 +18,7 @@ from torch import nn
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
-from commlayer.runtime.measure import job_of
+from commlayer.runtime.model_job import job_of
 
 WORLD, SERVERS = 2, 2
 STEPS = 4

@@ -14,15 +14,15 @@ from pool_kit import Servers, pool, quick
 from torch import nn
 
 import commlayer
-from commlayer import tracing
-from commlayer.auto import Auto
-from commlayer.connect import Connection
-from commlayer.observe import Drift, read_comparison
+from commlayer.job import trace
+from commlayer.job.autoplan.driver import AutoPlan
+from commlayer.job.start import Connection
+from commlayer.observe import PredictionCheck, read_comparison
 from commlayer.planner import builtin, default_plan
-from commlayer.planner.model import Basis, Inputs
-from commlayer.planner.written import cluster_from_line
+from commlayer.planner.model.cluster import Basis, PlanInputs
+from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Job, Timing
-from commlayer.runtime.measure import job_of
+from commlayer.runtime.model_job import job_of
 
 WORLD = 2
 
@@ -30,7 +30,7 @@ WORLD = 2
 def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
     job = job_of(mlp())
     zeros = (0.0,) * len(job.tensors)
-    return Basis(session.plan, Inputs(Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3)), cluster_from_line(nodes)))
+    return Basis(session.plan, PlanInputs(Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3)), cluster_from_line(nodes)))
 
 
 def train(rank: int, address: str, file: str, changes: dict[int, str], steps: int) -> int:
@@ -39,7 +39,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
         session.connection.auto = True  # as if somebody were looking for a plan
-        tracing.trace_once(session.connection, file, planning=True)
+        trace.trace_once(session.connection, file, planning=True)
         for done in range(steps):
             what = changes.get(done)
             if what == "basis" and rank == 0:
@@ -53,7 +53,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            if not any(isinstance(getattr(w, "__self__", None), tracing.Tracer) for w in session.connection.watchers):
+            if not any(isinstance(getattr(w, "__self__", None), trace.Tracer) for w in session.connection.watchers):
                 return done + 1
     return 0
 
@@ -74,7 +74,7 @@ def test_it_waits_for_a_plan_and_begins_anew_with_another(
     with Servers(WORLD) as made:
         assert ranks.call(train, made.address, str(file), changes, 20) == [done] * WORLD
     told = read_comparison(file)
-    assert (told.first_step, told.steps, told.ranks, told.note) == (first, tracing.STEPS, WORLD, note)
+    assert (told.first_step, told.steps, told.ranks, told.note) == (first, trace.STEPS, WORLD, note)
     assert {row.predicted_s is None for row in told.rows} == {bool(note)}
 
 
@@ -126,15 +126,15 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
     connection = Connection()
-    tracing.Tracer(connection, Path(file), 3, planning=False, warm=2)
+    trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
     connection.close()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]
 
 
 def test_a_stale_plan_is_an_event_with_its_reason() -> None:
     connection = Connection()
-    auto = Auto(connection, builtin("lstm"))
-    auto._drift = Drift(1e-9, patience=2)
+    auto = AutoPlan(connection, builtin("lstm"))
+    auto._drift = PredictionCheck(1e-9, patience=2)
     for _ in range(3):
         auto._ended = time.perf_counter()
         time.sleep(0.001)

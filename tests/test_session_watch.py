@@ -14,17 +14,17 @@ from pool_kit import Servers, pool, quick
 from torch import nn
 
 import commlayer
-from commlayer.asked import housed
-from commlayer.connect import Connection
-from commlayer.observe import Stale
-from commlayer.observe.drift import PATIENCE
+from commlayer.job.requested_plan import housed
+from commlayer.job.stale_plan import StalePlanWatch
+from commlayer.job.start import Connection
+from commlayer.observe import StalePlan
+from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
-from commlayer.planner.default import default_plan
-from commlayer.planner.model import Basis, Inputs
-from commlayer.planner.written import cluster_from_line
+from commlayer.planner.model.cluster import Basis, PlanInputs
+from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Plan
-from commlayer.runtime.measure import job_of
-from commlayer.watching import Watch
+from commlayer.runtime.model_job import job_of
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""
@@ -32,13 +32,13 @@ MOST = PATIENCE + 3
 """Steps until something is said: one begins, two make a median with it."""
 
 
-def watched(predicted_s: float, *, auto: bool = False) -> tuple[Connection, Watch]:
+def watched(predicted_s: float, *, auto: bool = False) -> tuple[Connection, StalePlanWatch]:
     made = Connection()
     made.plan, made.auto = Plan("", (), step_s=predicted_s), auto
-    return made, Watch(made)
+    return made, StalePlanWatch(made)
 
 
-def steps(watch: Watch, count: int) -> None:
+def steps(watch: StalePlanWatch, count: int) -> None:
     for _ in range(count):
         time.sleep(0.0002)
         watch()
@@ -78,7 +78,7 @@ def test_another_plan_begins_anew() -> None:
 def test_a_plan_for_other_machines_says_so() -> None:
     job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@10g")
     said: list[str] = []
-    basis = Basis(plan(job, machines), Inputs(job, machines))
+    basis = Basis(plan(job, machines), PlanInputs(job, machines))
     housed(basis.plan, basis, 2, said.append)
     assert said[0] == "the plan was made for 3 nodes, here are 2: what it predicts does not hold"
     assert "where the setting `servers` says: no rank trains on node 2; `commlayer serve` starts" in said[1]
@@ -87,7 +87,7 @@ def test_a_plan_for_other_machines_says_so() -> None:
     assert said == []
 
 
-def train(rank: int, address: str, predicted_s: float) -> tuple[list[Stale], list[str]]:
+def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan], list[str]]:
     model = mlp()
     asked = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
                          cut_nbytes=1 << 20)

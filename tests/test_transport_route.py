@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from commlayer.starting import Row, _own_address
+from commlayer.job.rendezvous import Arrival, _own_address
 from commlayer.transport import route
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are told as Linux tells them")
@@ -42,7 +42,7 @@ def test_a_name_of_several_addresses_is_taken_where_it_leads_away(monkeypatch: p
 
 def test_where_the_master_is_loopback_the_way_to_another_machine_counts() -> None:
     own = route.default_address()
-    mine = Row("a", "a", address="127.0.0.1")
+    mine = Arrival("a", "a", address="127.0.0.1")
     if own:
-        assert _own_address(mine, [mine, Row("b", "b", address=own)]) == own
+        assert _own_address(mine, [mine, Arrival("b", "b", address=own)]) == own
     assert _own_address(mine, [mine]) == ""

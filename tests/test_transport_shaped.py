@@ -15,7 +15,7 @@ from transport_kit import PATIENCE_S, data, soon
 
 from commlayer.errors import PeerLost
 from commlayer.transport.framing import HEADER_NBYTES
-from commlayer.transport.links import CHUNK_NBYTES, HostLink, Links
+from commlayer.transport.links import CHUNK_NBYTES, HostLink, ShapedLinks
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.shaped import Shaped, shaped
@@ -66,7 +66,7 @@ class Net:
     """Ranks 0, 1, 2 on hosts of their own and server 0 on the host of rank 0, over one hub."""
 
     def __init__(self, folder: Path, links: list[HostLink]) -> None:
-        self.clock, self.links, hub = TurnedClock(), Links(folder / "links", links), Hub()
+        self.clock, self.links, hub = TurnedClock(), ShapedLinks(folder / "links", links), Hub()
         hosts = {0: 0, 1: 1, 2: 2, SERVER_BASE: 0}
         self.ends: dict[int, Shaped] = {t.rank: shaped(t, self.links, hosts, self.clock) for t in hub.mesh(hosts)}
 
@@ -143,7 +143,7 @@ def test_senders_with_a_short_delay_are_not_held_up_by_those_with_a_long_one(une
 
 def test_links_are_shared_through_their_file(tmp_path: Path) -> None:
     path, hosts = tmp_path / "links", [HostLink(8e3, 8e3)]
-    links = Links(path, hosts)
+    links = ShapedLinks(path, hosts)
     assert links.send(0, 10.0, 1000) == 11.0
     program = f"""
 from commlayer.transport.links import *
@@ -161,11 +161,11 @@ print([links.send(0, 10.0, 1000) for _ in range(50)][-1])
 @pytest.mark.parametrize("link", [HostLink(0, 1), HostLink(1, -1), HostLink(1, 1, -0.1), HostLink(math.nan, 1)])
 def test_rates_that_make_no_sense(tmp_path: Path, link: HostLink) -> None:
     with pytest.raises(ValueError, match="host 0"):
-        Links(tmp_path / "links", [link])
+        ShapedLinks(tmp_path / "links", [link])
 
 
 def test_for_real_a_slow_link_takes_at_least_its_time_and_a_loss_comes_behind_the_data(tmp_path: Path) -> None:
-    links = Links(tmp_path / "links", [HostLink(8e6, 8e6, 0.01), HostLink(8e6, 8e6)])
+    links = ShapedLinks(tmp_path / "links", [HostLink(8e6, 8e6, 0.01), HostLink(8e6, 8e6)])
     a, b = (shaped(t, links, {0: 0, 1: 1}) for t in Hub().mesh(range(2)))
     begin = time.monotonic()
     for bucket in range(4):

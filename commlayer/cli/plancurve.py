@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from commlayer.planner.whatif import Curve, break_even
+from commlayer.planner.verbs.whatif import Curve, break_even
 
 
 def check_plot(path: Path) -> None:

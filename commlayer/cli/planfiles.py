@@ -12,11 +12,11 @@ from msgspec import structs
 from commlayer import records
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
-from commlayer.planfile import text_of
-from commlayer.planner import jobs
-from commlayer.planner.costs import bare
-from commlayer.planner.model import Cluster, Profile
-from commlayer.planner.written import cluster_from_line, cluster_of, profile_of
+from commlayer.plan_file import text_of
+from commlayer.planner.model.cluster import Cluster, Profile
+from commlayer.planner.pricing.path_cost import bare
+from commlayer.planner.tables import jobs
+from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, profile_of
 from commlayer.records import Job
 
 

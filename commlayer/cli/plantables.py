@@ -8,11 +8,11 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from commlayer.planner.diff import Difference, spelled
-from commlayer.planner.explain import Explanation
-from commlayer.planner.model import Cluster
-from commlayer.planner.simulate import Timeline, per_step
-from commlayer.planner.whatif import Curve, break_even
+from commlayer.planner.model.cluster import Cluster
+from commlayer.planner.simulation.timeline import Timeline, per_step
+from commlayer.planner.verbs.diff import Difference, spelled
+from commlayer.planner.verbs.explain import Explanation
+from commlayer.planner.verbs.whatif import Curve, break_even
 from commlayer.records import Bucket, Job, Plan
 
 PIPE_WIDTH = 120

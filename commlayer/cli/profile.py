@@ -10,9 +10,9 @@ import typer
 from commlayer import records
 from commlayer.cli.measuring import job_made_by, made_by
 from commlayer.cli.planfiles import check_out, write
-from commlayer.planner.model import CodecCost, Line, Profile
-from commlayer.planner.sizes import codec_loss
-from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY
+from commlayer.planner.model.cluster import CodecCost, Line, Profile
+from commlayer.planner.model.codec_sizes import codec_loss
+from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
 
 SHOWN = 1 << 20
@@ -37,7 +37,7 @@ def profile(
     made = made_by(model) if model else None
     # Here, since it loads torch, which the help does not need.
     from commlayer.compressors import kernels, parse
-    from commlayer.runtime import calibrate, overheads
+    from commlayer.measure import bucket_overheads, codec_costs
 
     # Without compression is what everything else is compared with.
     names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
@@ -47,8 +47,8 @@ def profile(
         return  # the rest is rank 0's
     # First, since it is the user's and may fail, and costs take longest.
     timed = job_made_by(made, model, batch or None) if made is not None else None
-    costs = tuple(_with_loss(cost) for cost in calibrate.measure(names))
-    besides, copy = overheads.measure(), calibrate.copies() or PCIE_COPY
+    costs = tuple(_with_loss(cost) for cost in codec_costs.measure(names))
+    besides, copy = bucket_overheads.measure(), codec_costs.copies() or PCIE_COPY
     measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
     files: dict[Path, Record] = {out: measured} if timed is None else {out: measured, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
@@ -72,13 +72,13 @@ def _among_ranks() -> tuple[Line, Line] | None:
     import torch
     import torch.distributed as dist
 
-    from commlayer.runtime import grouped
+    from commlayer.measure import collective_costs
     from commlayer.transport.groups import Groups
 
     dist.init_process_group("gloo")
     groups = Groups(launch.local_world, GROUPS_DEADLINE_S, torch.device("cpu"))
     try:
-        inside, across = grouped.measure(groups, GROUPS_S)
+        inside, across = collective_costs.measure(groups, GROUPS_S)
     finally:
         groups.close()
         dist.destroy_process_group()

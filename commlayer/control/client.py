@@ -10,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from commlayer.config import Config
-from commlayer.control import keeper, messages
-from commlayer.control.link import Link, options
+from commlayer.control import heartbeat_child, messages
+from commlayer.control.coordinator_channel import CoordinatorChannel, options
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import View
 
@@ -32,7 +32,7 @@ class Membership:
     `keep`: a child process keeps the heartbeats going while this one's threads wait for the GIL; see keeper.py.
     """
 
-    def __init__(self, link: Link, request: messages.Join, seat: messages.Seat, config: Config,
+    def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.Seat, config: Config,
                  on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, *, keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
@@ -53,7 +53,7 @@ class Membership:
         """Whether the coordinator answered the last heartbeat."""
         self._closing = threading.Event()
         self._failed = False
-        self._keeper = keeper.start(link.address, link.secret, messages.pack(messages.Heartbeat(self._token)),
+        self._keeper = heartbeat_child.start(link.address, link.secret, messages.pack(messages.Heartbeat(self._token)),
                                     options(link.address), self._every_s, self._call_s) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
@@ -147,7 +147,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     heard = time.monotonic()
     deadline = heard + deadline_s
     ended = ended or threading.Event()
-    link = Link(address, config.token)
+    link = CoordinatorChannel(address, config.token)
     missing, pause_s = "", POLL_S[0]
     # A plan may be large and asking again is frequent.
     asked = msgspec.structs.replace(request, plan=b"")

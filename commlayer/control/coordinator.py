@@ -18,9 +18,9 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.config import Config
-from commlayer.control import membership, messages, plans
-from commlayer.control.hosting import Answer, Host
-from commlayer.control.sealed import CHALLENGE, Judge
+from commlayer.control import membership, messages, plan_parts
+from commlayer.control.proved_calls import CHALLENGE, Judge
+from commlayer.control.rpc_server import Answer, Host
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -46,7 +46,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
         self._closing = threading.Event()
-        self._judge, self._plans = Judge(config.token), plans.Plans()
+        self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         check_free(config.bind, config.port)
         self._host = Host({
             CHALLENGE: self._challenge,

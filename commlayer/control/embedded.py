@@ -23,7 +23,7 @@ from typing import IO
 import msgspec
 
 from commlayer.config import Config, child_environment
-from commlayer.control.keeper import state
+from commlayer.control.heartbeat_child import state
 from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from commlayer import planner, records
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, join_host
 from commlayer.control import messages
+from commlayer.control.server_codecs import CodecOps, ops_of, senders_of
 from commlayer.control.shaping import shaped_by
-from commlayer.control.sums import CodecOps, ops_of, senders_of
 from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, same_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commlayer.errors import RecordError
 from commlayer.records import View
-from commlayer.transport.links import HostLink, Links
+from commlayer.transport.links import HostLink, ShapedLinks
 from commlayer.transport.protocol import SERVER_BASE, Transport
 from commlayer.transport.shaped import shaped
 
@@ -19,12 +19,12 @@ def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
     return shaped(transport, parse_shape(setting), nodes)
 
 
-def parse_shape(setting: str) -> Links:
+def parse_shape(setting: str) -> ShapedLinks:
     """All hosts alike. Processes that name the same path share the links' state."""
     try:
         words = dict(part.split("=", 1) for part in setting.split(","))
         path, hosts = words.pop("path"), int(words.pop("hosts"))
         link = HostLink(**{name: float(value) for name, value in words.items()})
-        return Links(path, [link] * hosts)
+        return ShapedLinks(path, [link] * hosts)
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"shape: got {setting!r} ({error}), allowed: {ALLOWED}") from None

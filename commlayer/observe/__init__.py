@@ -1,16 +1,37 @@
 """What happened: events, traces, drift. Knows values only; who measures and who predicts hand them in."""
 
-from commlayer.observe.again import Again
-from commlayer.observe.carried import Carried, Way
-from commlayer.observe.deviation import STEP, Comparison, Row, Seen, rows_of
-from commlayer.observe.drift import Drift, Stale
-from commlayer.observe.events import EXCHANGE, NO_BUCKET, Event, Recorder, Step
-from commlayer.observe.links import Links, Rates, differ, spelled
-from commlayer.observe.meter import Meter, counters_towards
-from commlayer.observe.trace import by_lane, read_comparison, write_trace
+from commlayer.observe.deviation import STEP, Comparison, OpDeviation, Seen, rows_of
+from commlayer.observe.events import EXCHANGE, NO_BUCKET, Event, RecordedStep, Recorder
+from commlayer.observe.interface_counters import InterfaceCounters, counters_towards
+from commlayer.observe.link_throughput import Direction, Throughput
+from commlayer.observe.link_watch import LinkWatch, Rates, differ, spelled
+from commlayer.observe.prediction_check import PredictionCheck, StalePlan
+from commlayer.observe.reprobe_schedule import ReprobeSchedule
+from commlayer.observe.trace_file import by_lane, read_comparison, write_trace
 
 __all__ = [
-    "EXCHANGE", "NO_BUCKET", "STEP", "Again", "Carried", "Comparison", "Drift", "Event", "Links", "Meter", "Rates", "Recorder",
-    "Row", "Seen", "Stale", "Step", "Way", "by_lane", "counters_towards", "differ", "read_comparison", "rows_of", "spelled",
+    "EXCHANGE",
+    "NO_BUCKET",
+    "STEP",
+    "Comparison",
+    "Direction",
+    "Event",
+    "InterfaceCounters",
+    "LinkWatch",
+    "OpDeviation",
+    "PredictionCheck",
+    "Rates",
+    "RecordedStep",
+    "Recorder",
+    "ReprobeSchedule",
+    "Seen",
+    "StalePlan",
+    "Throughput",
+    "by_lane",
+    "counters_towards",
+    "differ",
+    "read_comparison",
+    "rows_of",
+    "spelled",
     "write_trace",
 ]

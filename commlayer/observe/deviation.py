@@ -19,7 +19,7 @@ class Seen(NamedTuple):
     steps: Sequence[Sequence[Event]]
 
 
-class Row(Record, frozen=True):
+class OpDeviation(Record, frozen=True):
     """One op, on the mean over nodes: seconds a step that its buckets take together, whether or not they overlap."""
 
     op: str
@@ -45,7 +45,7 @@ class Comparison(Record, frozen=True):
     steps: int
     ranks: int
     nodes: int
-    rows: tuple[Row, ...]
+    rows: tuple[OpDeviation, ...]
     note: str = ""
     """Why nothing is predicted, if so."""
 
@@ -54,7 +54,7 @@ Cell = dict[tuple[str, int], float]
 """Seconds of (op, bucket) on one node."""
 
 
-def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[Row, ...]:
+def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[OpDeviation, ...]:
     """A row for each op that was measured; `predicted` by node, empty where there is no prediction.
 
     Of a node's ranks the slowest counts, as the node waits for it; of steps the median.
@@ -65,7 +65,7 @@ def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> t
     return tuple(_row(op, measured, foreseen, known=bool(predicted)) for op in _ops(measured, foreseen))
 
 
-def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *, known: bool) -> Row:
+def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *, known: bool) -> OpDeviation:
     took = [{b: s for (o, b), s in cell.items() if o == op} for cell in measured.values()]
     hoped = [{b: s for (o, b), s in cell.items() if o == op} for cell in foreseen.values()]
     off: dict[int, float] = {}
@@ -73,7 +73,7 @@ def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *,
         for bucket in {*mine, *its} - {NO_BUCKET}:
             off[bucket] = max(off.get(bucket, 0.0), abs(mine.get(bucket, 0.0) - its.get(bucket, 0.0)))
     predicted_s = mean(sum(each.values()) for each in hoped)
-    return Row(
+    return OpDeviation(
         op, max(len({*each} - {NO_BUCKET}) for each in took), mean(sum(each.values()) for each in took),
         predicted_s if known else None, max(off, key=lambda b: (off[b], -b)) if off and known else None,
     )

@@ -34,7 +34,7 @@ class Event(NamedTuple):
         return coding if device else LANES.get(scope, "compute")
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """What was recorded from the end of one step's averaging to the end of the next one's."""
 
     ready: dict[int, float]
@@ -49,10 +49,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False
-        self.steps: list[Step] = []
+        self.steps: list[RecordedStep] = []
         """Whole ones, since it was switched on."""
         self._keeps = False
-        self._followers: list[Callable[[Step], None]] = []
+        self._followers: list[Callable[[RecordedStep], None]] = []
         self._begun = False
         self._begin = 0.0
         self._raw: list[tuple[str, int, float, float, int]] = []
@@ -66,12 +66,12 @@ class Recorder:
             self.steps = []
         self._turn()
 
-    def follow(self, take: Callable[[Step], None]) -> None:
+    def follow(self, take: Callable[[RecordedStep], None]) -> None:
         """From the next step's begin every whole step goes to `take`, too, whoever switches it on or off meanwhile."""
         self._followers.append(take)
         self._turn()
 
-    def unfollow(self, take: Callable[[Step], None]) -> None:
+    def unfollow(self, take: Callable[[RecordedStep], None]) -> None:
         self._followers.remove(take)
         self._turn()
 
@@ -86,7 +86,7 @@ class Recorder:
             return
         self.mark("end")
         if self._begun:
-            step = Step(self.ready, self.marks, self.events())
+            step = RecordedStep(self.ready, self.marks, self.events())
             if self._keeps:
                 self.steps.append(step)
             for take in self._followers:

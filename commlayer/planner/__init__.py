@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from commlayer.planner.default import default_plan
-from commlayer.planner.diff import diff
-from commlayer.planner.explain import explain
-from commlayer.planner.jobs import builtin, on_reference
-from commlayer.planner.lint import lint
-from commlayer.planner.lower import lower
-from commlayer.planner.rules import verify, verify_alone
-from commlayer.planner.simulate import Timeline, simulate
+from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.model.plan_rules import verify, verify_alone
+from commlayer.planner.model.runtime_form import lower
+from commlayer.planner.simulation.timeline import Timeline, simulate
+from commlayer.planner.tables.jobs import builtin, on_reference
+from commlayer.planner.verbs.diff import diff
+from commlayer.planner.verbs.explain import explain
+from commlayer.planner.verbs.lint import lint
 
 if TYPE_CHECKING:
-    from commlayer.planner.select import plan as plan
-    from commlayer.planner.whatif import what_if as what_if
+    from commlayer.planner.search.plan import plan as plan
+    from commlayer.planner.verbs.whatif import what_if as what_if
 
-_LATE = {"plan": "commlayer.planner.select", "what_if": "commlayer.planner.whatif"}
+_LATE = {"plan": "commlayer.planner.search.plan", "what_if": "commlayer.planner.verbs.whatif"}
 """Searching is arithmetic over arrays: whoever only reads plans need not load numpy."""
 
 __all__ = [

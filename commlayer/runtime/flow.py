@@ -13,8 +13,8 @@ from commlayer.compressors.debts import Debt, cut_of, owed, spread
 from commlayer.compressors.feedback import add_where, in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
-from commlayer.runtime.agreed import Agreed
-from commlayer.runtime.held import Held
+from commlayer.runtime.late_result import LateResult
+from commlayer.runtime.shared_buffers import SharedBuffers
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
@@ -71,8 +71,8 @@ class Flow:
         self.y = self.all_y[: self.numel]
         self.tail_y = self.all_y[self.numel :]
         self.views, self.views_y = self.views_of(self.x), self.views_of(self.y)
-        self.held = Held(self) if bucket.stale else None
-        self.agreed = Agreed(self) if self.buffer else None
+        self.held = LateResult(self) if bucket.stale else None
+        self.agreed = SharedBuffers(self) if self.buffer else None
         if coded:
             self.state = codec.init(self.spec)
             seed(self.state, job.digest(), bucket.id, rank)

@@ -19,20 +19,20 @@ from commlayer.compressors.codec import Codec
 from commlayer.errors import CommError, DeadlineExceeded, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
-from commlayer.runtime.abandoned import broken_off
-from commlayer.runtime.aftermath import Aftermath
-from commlayer.runtime.coders import device_buckets
-from commlayer.runtime.conductor import Conductor
+from commlayer.runtime.abandoned_step import broken_off
+from commlayer.runtime.collective_order import CollectiveOrder
 from commlayer.runtime.counters import Counters
+from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.flow import Flow
-from commlayer.runtime.late import Late
-from commlayer.runtime.order import reorder
-from commlayer.runtime.service import Service
-from commlayer.runtime.staged import Staged
+from commlayer.runtime.forward_order import reorder
+from commlayer.runtime.late_buckets import LateBuckets
+from commlayer.runtime.routes.service import Service
+from commlayer.runtime.routes.staged import Staged
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.stopwatch import Stopwatch
+from commlayer.runtime.strided import whole
+from commlayer.runtime.unapplied import Unapplied
 from commlayer.runtime.units import Units
-from commlayer.runtime.whole import whole
 from commlayer.transport.groups import GROUP, Groups, Pending
 from commlayer.transport.protocol import Transport
 
@@ -44,7 +44,7 @@ def _nothing() -> None:
     """Nobody watches."""
 
 
-class Worker(Units, Aftermath):
+class Worker(Units, Unapplied):
     """One rank's execution of one plan in one view."""
 
     def __init__(
@@ -75,10 +75,10 @@ class Worker(Units, Aftermath):
                 self._by_tensor[s.tensor].append((flow, i))
         self._service = [f for f in self.flows if f.bucket.path == "service"]
         self._mine = [f for f in self.flows if f.coded]
-        self.late = Late(self.flows)
+        self.late = LateBuckets(self.flows)
         self._by_stages = [f for f in self.flows if f.bucket.path not in ("service", "allreduce")]
         self._staging = Staging(device)
-        self._conductor = Conductor([f for f in self.flows if self._collective(f)], self._issue)
+        self._conductor = CollectiveOrder([f for f in self.flows if self._collective(f)], self._issue)
         self._pending: dict[int, Pending] = {}
         self._issued: dict[int, float] = {}
         self._last = next((f for f in reversed(self.flows) if f.held is None), None)

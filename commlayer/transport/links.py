@@ -49,7 +49,7 @@ class MonotonicClock:
             wake.wait(left)
 
 
-class Links:
+class ShapedLinks:
     """The links of all hosts of a run. Processes that name the same `path` share them; made on first use, zero-filled.
 
     The file holds two doubles per host: when its uplink and when its downlink are free.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.transport import framing, mailbox
 from commlayer.transport.framing import HEADER_NBYTES
-from commlayer.transport.links import CHUNK_NBYTES, Clock, Links, MonotonicClock
+from commlayer.transport.links import CHUNK_NBYTES, Clock, MonotonicClock, ShapedLinks
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport
 
@@ -33,7 +33,7 @@ class _Arrival(NamedTuple):
     reserved: bool = False
 
 
-def shaped(inner: Transport, links: Links, hosts: Mapping[int, int], clock: Clock | None = None) -> Shaped:
+def shaped(inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock | None = None) -> Shaped:
     """`hosts[peer]` is the host of a peer, this one included, as an index into links.hosts. Peers not in it are not shaped."""
     return Shaped(inner, links, hosts, clock or MonotonicClock())
 
@@ -41,7 +41,7 @@ def shaped(inner: Transport, links: Links, hosts: Mapping[int, int], clock: Cloc
 class Shaped:
     """A Transport; made by shaped(). `sent_nbytes` and `received_nbytes` count frames by peer, headers included."""
 
-    def __init__(self, inner: Transport, links: Links, hosts: Mapping[int, int], clock: Clock) -> None:
+    def __init__(self, inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock) -> None:
         self._inner, self._links, self._hosts, self._clock = inner, links, hosts, clock
         self.sent_nbytes: Counter[int] = Counter()
         self.received_nbytes: Counter[int] = Counter()

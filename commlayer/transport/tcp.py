@@ -13,12 +13,12 @@ from commlayer.transport import framing, mailbox
 from commlayer.transport import hello as greeting
 from commlayer.transport.connection import Connection, drop, watch
 from commlayer.transport.framing import Reader
-from commlayer.transport.hall import Hall
 from commlayer.transport.hello import Admit, Hello, same_job
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
-from commlayer.transport.pool import Pool
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
+from commlayer.transport.receive_buffers import Pool
+from commlayer.transport.unproved_connections import Hall
 
 Address = tuple[str, int]
 FORMER_S = 0.5

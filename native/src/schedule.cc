@@ -1,5 +1,5 @@
 // The event loop of the planner's simulation: lines of tasks over lanes. Knows no paths and no prices.
-// commlayer/planner/twin.py is the same in Python and says more of why.
+// commlayer/planner/simulation/reference_simulator.py is the same in Python and says more of why.
 #include "dispatch.h"
 
 #include <algorithm>

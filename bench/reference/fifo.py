@@ -1,0 +1,87 @@
+"""Espresso's timeline: first come, first served on every lane, and GPU codecs hold up backward. Knows no paths and no prices.
+
+A reference for its two passes, simple enough to be checked by eye; plans are priced by the full simulator.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from commlayer.planner.model.cluster import Task
+
+COMPUTE = "compute:"
+BACKWARD = -1
+
+
+class Played(NamedTuple):
+    """What a strategy comes to, from the start of backward."""
+
+    done_s: float
+    """When backward and every tensor's exchange are over."""
+    before_bubbles: frozenset[int]
+    """Tensors that were done when nothing was under way although more was to come: sooner would not have helped."""
+
+
+def play(work_s: Sequence[float], tensors: Sequence[Sequence[Task]]) -> Played:
+    """`work_s[i]`: backward's own time between tensor i-1 and tensor i, in the order of backward.
+
+    Of two that become ready together, the coding goes before more backward, and the earlier tensor before the later.
+    """
+    free: dict[str, float] = {}
+    ends: list[dict[int, float]] = [{} for _ in tensors]
+    left = [[len(task.after) for task in tasks] for tasks in tensors]
+    followers = [_followers(tasks) for tasks in tensors]
+    spans: list[tuple[float, float, int]] = []
+    backward_s = done_s = 0.0
+    # (ready, 1 if backward, tensor, task)
+    queue: list[tuple[float, int, int, int]] = [(0.0, 1, 0, BACKWARD)] if tensors else []
+    lanes = {lane for tasks in tensors for task in tasks for lane, _ in task.lanes if lane.startswith(COMPUTE)}
+    while queue:
+        ready_s, _, tensor, index = heapq.heappop(queue)
+        if index == BACKWARD:
+            # One pace for all nodes: the collectives would wait for the last of them anyway.
+            backward_s = max([ready_s, *(free.get(lane, 0.0) for lane in lanes)]) + work_s[tensor]
+            for lane in lanes:
+                free[lane] = backward_s
+            for i, task in enumerate(tensors[tensor]):
+                if not task.after:
+                    heapq.heappush(queue, (backward_s, 0, tensor, i))
+            if tensor + 1 < len(tensors):
+                heapq.heappush(queue, (backward_s, 1, tensor + 1, BACKWARD))
+            continue
+        task = tensors[tensor][index]
+        start_s = max([ready_s, *(free.get(lane, 0.0) for lane, _ in task.lanes)])
+        longest_s = 0.0
+        for lane, seconds in task.lanes:
+            free[lane] = start_s + seconds
+            longest_s = max(longest_s, seconds)
+        ends[tensor][index] = end_s = start_s + longest_s + task.latency_s
+        spans.append((ready_s, end_s, tensor))
+        done_s = max(done_s, end_s)
+        for i in followers[tensor].get(index, ()):
+            left[tensor][i] -= 1
+            if not left[tensor][i]:
+                heapq.heappush(queue, (max(ends[tensor][j] for j in tensors[tensor][i].after), 0, tensor, i))
+    return Played(max(done_s, backward_s), _before_bubbles(spans))
+
+
+def _followers(tasks: Sequence[Task]) -> Mapping[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for i, task in enumerate(tasks):
+        for before in task.after:
+            found.setdefault(before, []).append(i)
+    return found
+
+
+def _before_bubbles(spans: list[tuple[float, float, int]]) -> frozenset[int]:
+    """`spans`: from when a task could begin to its end, by tensor."""
+    last: dict[int, float] = {}
+    bubble_s = under_way_s = 0.0
+    for ready_s, end_s, tensor in sorted(spans):
+        if ready_s > under_way_s:
+            bubble_s = ready_s
+        under_way_s = max(under_way_s, end_s)
+        last[tensor] = max(end_s, last.get(tensor, 0.0))
+    return frozenset(tensor for tensor, end_s in last.items() if end_s < bubble_s)

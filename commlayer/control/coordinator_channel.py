@@ -1,0 +1,97 @@
+"""A channel to the coordinator: calls proved both ways, plans in parts. Raises CommError with its address; decides nothing."""
+
+from __future__ import annotations
+
+import logging
+from concurrent import futures
+from typing import Any, TypeVar
+
+from commlayer import config as settings
+from commlayer.control import messages
+from commlayer.control.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NBYTES, PART_NBYTES, SERVICE
+from commlayer.control.proved_calls import Asker, Unproved
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.records import Record
+from commlayer.transport.secret import unproved
+
+settings.quiet_forks()
+import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+
+log = logging.getLogger("commlayer")
+
+AHEAD = 8
+"""Parts of a plan under way at once, so that a far coordinator costs few round trips."""
+LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""It is not up yet, has too much to do, or was ended while it answered."""
+R = TypeVar("R", bound=Record)
+
+
+def options(address: str) -> list[tuple[str, Any]]:
+    """Of a channel to that coordinator."""
+    host, _ = settings.host_port(address)
+    made: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+    if settings.is_loopback(host):
+        made.append(("grpc.enable_http_proxy", 0))
+    return made
+
+
+class CoordinatorChannel:
+    """To one coordinator, with the secret of the job."""
+
+    def __init__(self, address: str, secret: str = "") -> None:
+        self.address, self.secret = address, secret
+        self._channel = grpc.insecure_channel(address, options=options(address))
+        self._asker = Asker(secret, self._send, _unproved)
+
+    def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
+        answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
+        return answer
+
+    def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
+        peer = f"coordinator {self.address}"
+        try:
+            reply = self._asker.ask(method, messages.pack(request), timeout_s)
+        except Unproved:
+            raise Refused(unproved(self.secret), peer=peer) from None
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", peer=peer) from None
+            if code in LATER:
+                raise PeerLost(f"not reachable: {details}", peer=peer) from None
+            raise Refused(f"{method} failed: {details} ({code.name})", peer=peer) from None
+        except ValueError:
+            raise PeerLost("the channel is closed", peer=peer) from None
+        return messages.unpack(reply, kind, peer)
+
+    def send_plan(self, plan: bytes, timeout_s: float) -> None:
+        """In parts, each a call of its own: no single call may be large."""
+        if len(plan) > MAX_PLAN_NBYTES:
+            raise ValueError(f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
+        digest = messages.digest_of(plan)
+
+        def send(begin: int) -> None:
+            part = messages.Part(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
+            self.call("Part", part, messages.Pulse, timeout_s)
+
+        with futures.ThreadPoolExecutor(AHEAD, "commlayer-plan") as pool:
+            for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
+                pass
+
+    def leave_quietly(self, token: str, reason: str) -> None:
+        """Frees a seat for which the wait was given up; if that fails the coordinator notices by silence."""
+        try:
+            self.call("Leave", messages.Leave(token, reason), messages.Pulse, 1.0)
+        except CommError as error:
+            log.info("left without notice: %s", error)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _unproved(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -1,0 +1,1 @@
+"""A running job kept within its loss budget."""

@@ -1,0 +1,106 @@
+"""Whether what is trained is still what was attached. Knows modules, parameters and optimizers; not how gradients travel.
+
+A parameter that is unfrozen, added or put in another's place later is averaged by nobody, and the ranks would part without a
+word. One that is frozen or taken out later counts as unused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.job.step_in_backward import Averaged, is_averaged
+
+log = logging.getLogger("commlayer")
+
+REMEDY = "session.close(), then attach again"
+
+
+class AttachedModel:
+    """What one session averages. `check` is called in every step, so it compares what can be compared in microseconds."""
+
+    def __init__(
+        self, model: nn.Module | None, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any = None,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """`named`: the parameters that are averaged. `ignored`: names of those that are each rank's own on purpose."""
+        self._model, self._optimizer, self._ignored = model, optimizer, ignored
+        self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
+        self._kept = [p for _, p in named]  # so that no other object gets their ids
+        self._averaged = Averaged(named)
+        self._stepped = [p for group in self._groups() for p in group]
+        self._known = {id(p) for p in self._stepped}
+        self._asked = False
+        self._frozen: list[torch.Tensor] = []
+        self._look()
+
+    def _look(self) -> None:
+        """Notes what there is now."""
+        modules = [*self._model.modules()] if self._model is not None else []
+        self._within: list[dict[str, Any]] = [held for module in modules for held in (module._parameters, module._modules)]
+        self._seen = self._marks()
+        self._frozen = [p for _, p in self._others()]
+        self._grouped = [[*map(id, group)] for group in self._groups()]
+
+    def check(self, latch: Callable[[BaseException], None]) -> None:
+        """ValueError with the name of a parameter that is trained, but not averaged. It is latched: no step can follow."""
+        try:
+            self._check()
+        except ValueError as error:
+            latch(error)
+            raise
+
+    def _check(self) -> None:
+        if not self._asked:
+            self._asked = True
+            self._tell_others()
+        grouped = [[*map(id, group)] for group in self._groups()]
+        if grouped == self._grouped and not any(map(_trained, self._frozen)) and self._marks() == self._seen:
+            return
+        for name, p in self._others():
+            if p.requires_grad:
+                was = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
+                       "took the place of another parameter" if name in self._names else "was added")
+                raise ValueError(f"parameter {name} {was}: nobody averages its gradient, so each rank would train its own; "
+                                 f"remedy: {REMEDY}")
+        for number, group in enumerate(self._groups()):
+            for place, p in enumerate(group):
+                if p.requires_grad and id(p) not in self._known and not is_averaged(p):
+                    raise ValueError(f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, was "
+                                     "added and is in no attached model: nobody averages its gradient; remedy: "
+                                     f"{REMEDY}, with a model that holds it")
+        self._look()
+
+    def remove(self) -> None:
+        """The session ends."""
+        self._averaged.remove()
+
+    def _marks(self) -> list[int]:
+        """Which parameters and modules are in each module."""
+        return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
+
+    def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters that are not averaged."""
+        for name, p in self._model.named_parameters() if self._model is not None else ():
+            if id(p) not in self._named and name not in self._ignored:
+                yield name, p
+
+    def _groups(self) -> list[list[Any]]:
+        return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
+
+    def _tell_others(self) -> None:
+        """At the first step, when other models that the optimizer serves are attached, too."""
+        model = {id(p) for p in self._model.parameters()} if self._model is not None else set()
+        others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
+        if others and self._model is not None:
+            log.warning("the optimizer steps %d parameters that are in no attached model, the first of shape %s: nobody "
+                        "averages their gradients, so each rank trains its own", len(others), tuple(others[0].shape))
+
+
+def _trained(p: torch.Tensor) -> bool:
+    return p.requires_grad

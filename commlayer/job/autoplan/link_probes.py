@@ -1,0 +1,103 @@
+"""All ranks measure the links between them, tell each other, and keep to what they carry. Plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from commlayer.config import host_port
+from commlayer.job.start import Connection
+from commlayer.measure import link_rates
+from commlayer.observe import InterfaceCounters, counters_towards
+from commlayer.planner.model.cluster import Link
+from commlayer.transport.groups import Groups
+
+
+class Measured(NamedTuple):
+    """What one rank measured."""
+
+    compute_s: float
+    step_s: float
+    up_bps: float
+    down_bps: float
+    alpha_s: float
+
+
+def homes_of(made: Connection) -> list[int]:
+    """The node of each server."""
+    assert made.uplink is not None
+    return [s.node for s in made.uplink.view.servers]
+
+
+Ways = tuple[float, float, float]
+"""(bit/s up, bit/s down, seconds to the core of the network)."""
+
+
+UP_SHARE = 0.4
+"""Of a probe's time: all nodes send at once, as they do in a step. They receive in turn, or senders would set the rate."""
+
+
+def probed(made: Connection, budget_s: float) -> Ways:
+    """Of this node's link; all ranks call it together. A node asks the servers of the others; zeros, where there are none."""
+    groups = _groups(made)
+    assert made.uplink is not None
+    nodes = groups.world // groups.ranks_per_node
+    away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
+    asks = bool(away) and groups.local == 0
+    up_s, down_s = UP_SHARE * budget_s, (1 - UP_SHARE) * budget_s / nodes
+    network, patience_s = link_rates.Asking(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    up_bps = down_bps = round_trip_s = 0.0
+    if asks:
+        round_trip_s = link_rates.round_trip(network, away[0], patience_s)
+    groups.barrier()
+    if asks:
+        up_bps = link_rates.rate(network, link_rates.UP, away, round_trip_s, up_s, patience_s)
+    for node in range(nodes):
+        groups.barrier()
+        if asks and node == groups.node:
+            down_bps = link_rates.rate(network, link_rates.DOWN, away, round_trip_s, down_s, patience_s, expected_bps=up_bps)
+    groups.barrier()
+    # To the server and back, and from each machine to the network between them: four ways of about equal length.
+    return up_bps, down_bps, round_trip_s / 4
+
+
+def gathered(made: Connection, row: Measured) -> list[Measured]:
+    """Of all ranks."""
+    groups = _groups(made)
+    rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
+    return [Measured(*r) for r in rows]
+
+
+def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
+    """By node. One that hosts the only server saw no network: it is as fast as the fastest that others were with it."""
+    firsts = rows[:: _groups(made).ranks_per_node]
+    seen = [row for row in firsts if row.up_bps]
+    # What others received from there is its own way up, what they sent is its way down.
+    best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
+    return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
+
+
+def meter_of(made: Connection) -> InterfaceCounters | None:
+    """Of what this node's link carries: on one of its ranks, where the system counts it."""
+    assert made.uplink is not None
+    if _groups(made).local:
+        return None
+    counters = counters_towards([host_port(server.address) for server in made.uplink.view.servers])
+    return None if counters is None else InterfaceCounters(counters)
+
+
+def pace(made: Connection, links: Sequence[Link]) -> None:
+    """Sends no faster than these carry, from now on: this rank its part, and the servers on its node."""
+    groups = _groups(made)
+    assert made.uplink is not None
+    up_bps = links[groups.node].up_bps
+    made.uplink.pace(up_bps / groups.ranks_per_node)
+    if groups.local == 0:
+        made.uplink.pace_servers(groups.node, up_bps)
+
+
+def _groups(made: Connection) -> Groups:
+    assert made.groups is not None
+    return made.groups

@@ -1,0 +1,180 @@
+"""Saves and restores what codecs keep back, a file per rank and per server. Knows connections; no model, and no folders."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+
+from commlayer import records
+from commlayer.compressors import restore, snapshot
+from commlayer.errors import CommError
+from commlayer.job import checkpoint_files
+from commlayer.job.start import Connection, switch
+from commlayer.records import Bucket, Plan
+from commlayer.runtime import shared_buffers
+from commlayer.runtime.worker import Worker
+from commlayer.transport.all_or_none import gather, gather_bytes, together
+
+log = logging.getLogger("commlayer")
+
+
+def worker_state(connection: Connection) -> dict[str, Any]:
+    """Residuals and the like of every bucket that this worker codes, and the step that comes next."""
+    worker = connection.worker
+    if worker is None:
+        return {}
+    if worker.error is None:
+        worker.drain()
+        worker.undone()
+    tensors = {
+        f"{flow.bucket.id}.{name}": tensor for flow in worker.coded for name, tensor in snapshot(flow.state).items()
+    }
+    tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
+    tensors |= {f"carry.{flow.bucket.id}": flow.carry.clone() for flow in worker.flows if flow.carry is not None}
+    for flow in worker.flows:
+        if flow.held is not None:
+            tensors |= {f"late.{flow.bucket.id}.{name}": tensor for name, tensor in flow.held.snapshot().items()}
+    tensors |= shared_buffers.snapshot(worker.flows)
+    tensors |= {} if connection.local is None else connection.local.snapshot()
+    return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
+
+
+def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
+    """The reverse. The plan must be the one it was saved under, and the servers must be where the worker then is."""
+    worker = connection.worker
+    if worker is None:
+        return
+    step = int(state["step"])
+    summed = any(b.path == "service" for b in worker.plan.buckets)
+    if summed and worker.counters.steps > 0 and step != worker.step:
+        raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
+                         "with session.load(), which takes what session.save() wrote and resets the servers, too")
+    _restore(connection, worker, state)
+
+
+def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> None:
+    _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    worker.drain()
+    for flow in worker.coded:
+        restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
+    for flow in worker.flows:
+        flow.forget()
+        flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
+        if flow.held is not None:
+            flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))
+    shared_buffers.restore(worker.flows, state["tensors"])
+    if connection.local is not None:
+        connection.local.restore(state["tensors"])
+    worker.step = int(state["step"])
+    worker.total = float(state["tensors"].get("total", worker.total))
+
+
+def save(connection: Connection, directory: Path) -> None:
+    """See Session.save, and job/checkpoint_files.py for what lies where and in which order."""
+    worker, uplink = connection.worker, connection.uplink
+    if worker is None:
+        return
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    with together(connection.groups, "save()"):
+        worker.drain()
+        undone = worker.undone()
+        highest = max(checkpoint_files.numbers(directory), default=0)
+    with together(connection.groups, "save()"):
+        for server in _servers_of(connection):
+            assert uplink is not None
+            tensors: dict[str, torch.Tensor] = {}
+            for bucket in _summed_by(worker.plan, server):
+                data = uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
+                tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
+            files[f"server-{server}"] = tensors
+    worker.heard()  # on all ranks, though one told each server
+    # A number above all that any rank has, so that no file of an earlier save lies where this one goes.
+    rows = gather(connection.groups, [highest, secrets.randbits(62)])
+    number = 1 + max(row[0] for row in rows)
+    mark = checkpoint_files.Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world, servers=worker.plan.servers,
+                      plan=records.digest(worker.plan))
+    folder, first = checkpoint_files.folder_of(directory, number), connection.rank == 0
+    try:
+        with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
+            files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
+            checkpoint_files.write(folder, files, mark, records.encode(worker.plan) if first else b"")
+        with together(connection.groups, "save()"):
+            if first:
+                checkpoint_files.seal(folder, mark)
+    except Exception as error:
+        if not isinstance(error, CommError):  # behind one nobody knows how far the others came
+            checkpoint_files.remove(folder)
+        raise
+    checkpoint_files.keep_only(directory, number)
+
+
+def load(connection: Connection, directory: Path) -> None:
+    """See Session.load. Nothing is restored unless every rank has read files of one save."""
+    worker, uplink, rank = connection.worker, connection.uplink, connection.rank
+    if worker is None:
+        return
+    with together(connection.groups, "load()"):
+        mine = msgspec.json.encode(checkpoint_files.held(directory, rank))
+    rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
+    for held in [held for held in rows[0] if not held.fault][:1]:
+        _same(str(checkpoint_files.folder_of(directory, held.number)), "world", held.world, connection.world)
+    chosen = checkpoint_files.newest(directory, rows)
+    folder = checkpoint_files.folder_of(directory, chosen.number)
+    if chosen != rows[0][0]:
+        log.warning("load(): takes %s, of step %d; what is newer was broken off", folder, chosen.step)
+    _take_plan(connection, folder)
+    worker = connection.worker
+    assert worker is not None
+    with together(connection.groups, "load()"):
+        worker.drain()
+        mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
+        _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
+        read = {name: checkpoint_files.read(folder, name, mark) for name in checkpoint_files.mine(rank, connection.world, worker.plan.servers)}
+    with together(connection.groups, "load()"):  # nobody may push before every server has its state back
+        for server in _servers_of(connection):
+            assert uplink is not None
+            for bucket in _summed_by(worker.plan, server):
+                data = safetensors.torch.save(_of_bucket(read[f"server-{server}"], bucket.id))
+                uplink.put_state(server, bucket.id, mark.step, data)
+        _restore(connection, worker, {"step": mark.step, "plan": mark.plan, "tensors": read[f"rank-{rank}"]})
+
+
+def _take_plan(connection: Connection, folder: Path) -> None:
+    """Where nobody asked for a plan, goes over to that of the save: the run that saved may have changed it since it began."""
+    if not connection.auto:
+        return
+    saved: Plan | None = None
+    with together(connection.groups, "load()"):
+        file = folder / checkpoint_files.PLAN
+        if connection.rank == 0 and file.is_file():
+            saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
+    assert connection.worker is not None
+    other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
+    if gather(connection.groups, [other])[0][0]:
+        switch(connection, saved)
+
+
+def _servers_of(connection: Connection) -> list[int]:
+    """The servers whose files this rank sees to: spread over the ranks, each by one."""
+    assert connection.plan is not None
+    return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
+
+
+def _summed_by(plan: Plan, server: int) -> list[Bucket]:
+    return [b for b in plan.buckets if b.path == "service" and b.server == server]
+
+
+def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int, lead: str = "") -> dict[str, torch.Tensor]:
+    prefix = f"{lead}{bucket}."
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _same(name: str, what: str, saved: object, here: object) -> None:
+    if saved != here:
+        raise ValueError(f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")

@@ -1,0 +1,166 @@
+"""Whether all ranks still have the same parameters: a digest of each goes round every so many steps. Knows no gradients.
+
+Where ranks differ (a script that changes weights on one of them, optimizers in different states, processors that round
+differently) their gradients are of different models, and nothing else would say so. The digests of a round are made over all of
+its steps and read a step later, so nobody waits for them. All ranks read the same rows behind the same step, and act alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commlayer.config import Config
+from commlayer.errors import CommError
+from commlayer.job.start import Connection
+from commlayer.runtime.tensor_digests import Digests, pieces
+from commlayer.transport.all_or_none import gather
+from commlayer.transport.groups import Groups
+from commlayer.transport.rank_rows import Rows
+
+log = logging.getLogger("commlayer")
+
+COST_MOST = 0.001
+"""Part of the training time that digests may take, where the setting leaves it open."""
+FIRST, LEAST, MOST = 100, 10, 10_000
+"""Steps of a round: the first, whose costs nobody knows yet, and the limits of later ones."""
+CLOSE_S = 2.0
+"""How long an end waits for rows that are on their way."""
+NAMED = 3
+"""So many tensors are named in one line."""
+
+
+def watch_drift(connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config) -> None:
+    """From now on, if there are others to compare with."""
+    if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
+        return
+    drift = ParameterDrift(connection, named, optimizer, config)
+    connection.watchers.append(drift)
+    connection.exchanged.append(drift)
+
+
+def spacing(cost_s: float, step_s: float) -> int:
+    """Steps of a round that costs so much in all.
+
+    >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
+    (40, 10000, 10)
+    """
+    return min(MOST, max(LEAST, math.ceil(cost_s / (COST_MOST * step_s)))) if step_s > 0 else FIRST
+
+
+class ParameterDrift:
+    """Called by all ranks where their parameters must be equal: behind a step's exchange, ahead of the optimizer's step."""
+
+    def __init__(
+        self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config
+    ) -> None:
+        self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
+        self._names, self._tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
+        self._fixed = max(0, config.drift_steps)
+        self._span, self._place = self._fixed or FIRST, 0
+        self._rows: Rows | None = None
+        self._began = time.perf_counter()
+        self._cost_s = 0.0
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._said: list[int] = []
+        self._deadline_s = config.deadline_s
+
+    def __call__(self) -> None:
+        if self._rows is None and self._place + 1 == self._span:  # not at the start, which has enough to do
+            self._rows = self._group()
+        begin = time.perf_counter()
+        if self._rows is not None and self._rows.under_way:
+            self._hear(self._rows)
+        low, high = (len(self._pieces) * place // self._span for place in (self._place, self._place + 1))
+        for piece in self._pieces[low:high]:
+            self._digests.add(piece)
+        self._place += 1
+        if self._place == self._span and self._rows is not None:
+            self._tell(self._rows)
+        self._cost_s += time.perf_counter() - begin
+
+    def _group(self) -> Rows:
+        made = self._connection
+        assert made.groups is not None
+        rows = Rows(made.groups.members, made.groups.timeout_s, "parameters' digests")
+        made.beside.append(lambda: rows.close(CLOSE_S))
+        return rows
+
+    def _tell(self, rows: Rows) -> None:
+        now = time.perf_counter()
+        self._costs_s.append(self._cost_s)
+        cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # what else the machine does only adds
+        rows.start(float(self._digests.by_sums), cost_s, step_s, *map(float, self._digests.take()))
+        self._began, self._cost_s, self._place = now, 0.0, 0
+
+    def _hear(self, rows: Rows) -> None:
+        worker = self._connection.worker
+        assert worker is not None
+        try:
+            heard = rows.read()
+            if not self._fixed:
+                self._span = spacing(max(row[1] for row in heard), min(row[2] for row in heard))
+            if len({row[0] for row in heard}) > 1:
+                return  # some on a processor, some on a GPU: bits that differ say nothing there
+            differing = {number: [rank for rank, row in enumerate(heard) if row[3 + number] != heard[0][3 + number]]
+                         for number in range(len(self._names))}
+            self._act({number: ranks for number, ranks in differing.items() if ranks})
+        except CommError as error:
+            worker.latch(error)
+            worker.check()
+
+    def _act(self, differing: dict[int, list[int]]) -> None:
+        """`differing`: by tensor, the ranks that have another one than rank 0. Empty, as a rule."""
+        made = self._connection
+        if not differing or made.worker is None or made.groups is None:
+            self._said = []
+            return
+        names = ", ".join(self._names[number] for number in [*differing][:NAMED])
+        more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+        there = made.groups.members.ranks
+        ranks = ", ".join(str(there[rank]) for rank in sorted({rank for each in differing.values() for rank in each}))
+        what = f"step {made.worker.step}: rank {ranks} and rank {there[0]} have drifted apart in {names}{more}"
+        if self._answer == "end":
+            raise CommError(f'{what}; drift="resync" would go on from what rank 0 has')
+        if self._answer == "resync":
+            what += ": all go on from what rank 0 has, " + self._resync([*differing], made.groups)
+        else:
+            what += ': training goes on with different models; drift="resync" would take what rank 0 has'
+        if [*differing] != self._said or self._answer == "resync":
+            made.decisions.append(what)
+            log.log(logging.WARNING if made.rank == 0 else logging.DEBUG, what)
+        self._said = [*differing]
+
+    def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
+        """Takes parameters and what the optimizer keeps for them from rank 0."""
+        kept = [self._state(number) for number in numbers]
+        for number in numbers:
+            self._take(self._tensors[number], groups)
+        kinds = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for each in kept for name, t in each)
+        mine = int.from_bytes(hashlib.sha256(f"{len(kept)}{kinds}".encode()).digest()[:8], "little") >> 1
+        if len({row[0] for row in gather(groups, [mine])}) > 1:
+            return "but not the optimizer's state, which is of different kinds"
+        for _, tensor in (pair for each in kept for pair in each):
+            self._take(tensor, groups)
+        return "with the optimizer's state" if kinds else "without any optimizer's state"
+
+    def _state(self, number: int) -> list[tuple[str, torch.Tensor]]:
+        state = getattr(self._optimizer, "state", {}).get(self._tensors[number], {})
+        return sorted(((str(name), t.detach()) for name, t in state.items() if isinstance(t, torch.Tensor)),
+                      key=lambda pair: pair[0])
+
+    def _take(self, tensor: torch.Tensor, groups: Groups) -> None:
+        there = tensor.detach().to(groups.device).contiguous()
+        groups.broadcast_all(there).wait(time.monotonic() + self._deadline_s)
+        # Not a change that autograd would count: it stands where the optimizer's own stand.
+        tensor.data.copy_(there)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # the optimizer may run on another stream

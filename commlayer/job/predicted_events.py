@@ -1,0 +1,95 @@
+"""The simulated step as the events that a worker of each node would record. Knows plans and simulation; measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
+from commlayer.planner import lower
+from commlayer.planner.model import grammar
+from commlayer.planner.model.cluster import Basis
+from commlayer.planner.model.equal_nodes import Group, fold
+from commlayer.planner.model.paths import parse
+from commlayer.planner.simulation.timeline import Span, Timeline, hosts_of, per_step, simulate
+from commlayer.records import Plan
+
+SERVED = {"net.push", "server.add", "server.emit", "net.pull", "net.forward"}
+
+
+class Prediction(NamedTuple):
+    """One step."""
+
+    timeline: Timeline
+    by_node: dict[int, list[Event]]
+    """What a worker of that node would record; nodes without ranks have no number."""
+
+
+def predict(basis: Basis) -> Prediction:
+    plan, made_of = basis.plan, basis.inputs
+    cluster = made_of.cluster
+    timeline = simulate(plan, made_of.job, cluster, made_of.profile, made_of.policy)
+    groups = fold(cluster, hosts_of(plan, cluster))
+    trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
+    served = [grammar.served(parse(b.path)) for b in plan.buckets]
+    by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
+    for span in timeline.spans:
+        by_bucket[span.bucket].append(span)
+    made: dict[int, list[Event]] = {}
+    for group in groups:
+        if group.workers:
+            events = [*_compute(basis, group, timeline)]
+            for spans, over_server in zip(by_bucket, served, strict=True):
+                events += _over_server(spans, group.name) if over_server else _own(spans, group.name)
+            made.update((trained.index(place), events) for place in group.members)
+    return Prediction(timeline, made)
+
+
+def origins(plan: Plan) -> list[int]:
+    """Of each bucket of the lowered plan, which one of the plan it is of."""
+    return [old.id for old in plan.buckets for _ in lower(structs.replace(plan, buckets=(old,))).buckets]
+
+
+def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
+    timing = basis.inputs.job.timing
+    assert timing is not None  # or the simulation would have refused it
+    forward_s, backward_s = timing.forward_s / group.node.speed, timing.backward_s / group.node.speed
+    yield Event("forward", NO_BUCKET, 0.0, forward_s)
+    yield Event("backward", NO_BUCKET, forward_s, forward_s + backward_s)
+    yield Event(STEP, NO_BUCKET, 0.0, per_step(timeline, basis.plan.local_steps))
+
+
+def _own(spans: Sequence[Span], name: str) -> Iterator[Event]:
+    """The spans that occupy lanes of this node."""
+    return (_event(s) for s in spans if any(_of(lane, name) for lane in s.lanes))
+
+
+def _over_server(spans: Sequence[Span], name: str) -> Iterator[Event]:
+    """A worker sees nothing between its payload's leaving and the result's coming: that is one exchange to it."""
+    own = [s for s in spans if s.op not in SERVED and any(_of(lane, name) for lane in s.lanes)]
+    coded = next((i for i, s in enumerate(own) if s.op.startswith("encode")), None)
+    decoded = next((i for i, s in enumerate(own) if s.op.startswith("decode")), None)
+    if coded is None or decoded is None:
+        return
+    # As the runtime runs it: each rank is the root of its own part.
+    yield from (_event(s)._replace(op="node.reduce") for s in own[:coded])
+    yield _event(own[coded])
+    away = [s for s in spans if s.op in SERVED]
+    back = [s.end_s for s in away if f"down:{name}" in s.lanes and s.op in ("net.pull", "net.forward")]
+    end_s = max(back or [s.end_s for s in away if s.op.startswith("server")], default=own[coded].end_s)
+    nbytes = sum(s.nbytes for s in away if f"up:{name}" in s.lanes and s.op == "net.push")
+    yield Event(EXCHANGE, own[coded].bucket, own[coded].end_s, end_s, nbytes)
+    yield _event(own[decoded])
+    yield from (_event(s)._replace(op="node.broadcast") for s in own[decoded + 1 :])
+
+
+def _event(span: Span) -> Event:
+    return Event(span.op, span.bucket, span.start_s, span.end_s, span.nbytes)
+
+
+def _of(lane: str, name: str) -> bool:
+    """"cpu:home.1" is a lane of node "home", too."""
+    where = lane.partition(":")[2]
+    return where == name or (where.startswith(f"{name}.") and where[len(name) + 1 :].isdigit())

@@ -1,0 +1,227 @@
+"""How the ranks of a job meet: who takes part, on which machines, and whether all were started alike. Exchanges no tensors.
+
+Every rank says once, through the store behind the process group, what it is and how it was started; all come to the same
+verdict. So what is wrong on one machine is one line on every rank, and nobody waits in a collective that others never enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
+from commlayer.control import messages
+from commlayer.errors import CommError
+from commlayer.records import Plan
+from commlayer.transport import route
+from commlayer.transport.members import Members, exchange
+
+HEARD_S = 5.0
+"""How long a rank that is about to end stays for the others to read why: the store may be in its process."""
+
+
+class Arrival(NamedTuple):
+    """What a rank says of itself."""
+
+    host: str
+    machine: str
+    agent: int = -1
+    address: str = ""
+    """Of this machine, as those see it who reach the one where ranks meet."""
+    insecure: bool = False
+    must: Mapping[str, str] = {}
+    """What must be the same on all ranks."""
+    model: str = ""
+    error: str = ""
+    """Why this rank cannot start."""
+
+
+class Met(NamedTuple):
+    """What comes of it. `members` is None where there is nobody to meet."""
+
+    members: Members | None
+    launch: Launch
+    per_node: int = 1
+    here: int = 1
+    """Ranks on this machine."""
+    address: str = ""
+    """Of this machine, to listen on; empty where all are on one."""
+    note: str = ""
+    """What is to be said of the layout."""
+
+
+class Start:
+    """One start of a job, as a context: what fails inside it before the ranks have met is told to all."""
+
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        """`process_group`: the ranks to train with, None for all of the world."""
+        self._group, self._device, self._told = process_group, device, False
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, CommError):
+            return  # the others cannot be reached, or did not come
+        if isinstance(error, Exception) and not self._told:
+            with contextlib.suppress(ValueError, CommError):  # then nobody waits for this rank, or not for long
+                members = self._members(read_launch(), Config())
+                self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
+                _stay(members)
+
+    def meet(self, config: Config, *, model: str, must: Mapping[str, str]) -> Met:
+        """All ranks call it together. ValueError, the same on all, if they were not started alike."""
+        launch = read_launch()
+        members = self._members(launch, config)
+        if members is None:
+            return Met(None, launch, here=launch.local_world)
+        mine = _here(agent=launch.agent, address=route.address_to(master()) if master() else route.default_address(),
+                     insecure=config.insecure, must=_versions() | dict(must) | alike(config), model=model)
+        rows = self._tell(members, config, mine)
+        if problem := problem_of(rows, members.ranks, own_servers=not config.join):
+            _stay(members)
+            raise ValueError(problem)
+        per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
+        several = len({row.machine for row in rows}) > 1
+        address = _own_address(mine, rows) if several else ""
+        if several and "gloo" not in dist.get_backend():
+            use_interface(route.interface_of(address))  # for the groups of small rows, which are Gloo's
+        here = Counter(row.machine for row in rows)[mine.machine]
+        return Met(members, launch, per_node, here, address, note)
+
+    def _members(self, launch: Launch, config: Config) -> Members | None:
+        begin_group(launch, self._device, config)
+        if not dist.is_initialized():
+            if self._group is not None:
+                raise ValueError(f"process_group: got {self._group!r}, but torch.distributed is not initialised")
+            return None
+        members = Members(self._group)
+        return members if members.world > 1 else None
+
+    def _tell(self, members: Members | None, config: Config, mine: Arrival) -> list[Arrival]:
+        self._told = True
+        if members is None:
+            return [mine]
+        told = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
+        # Another version may say more.
+        return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in told]
+
+
+def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
+    """Under a launcher, and only where the script has not made a group itself."""
+    if dist.is_initialized() or launch.world == 1:
+        return
+    if launch.world > launch.local_world:
+        address = route.address_to(master())
+        use_interface(route.interface_of(route.default_address() if is_loopback(address) else address))
+    try:
+        join = timedelta(seconds=config.join_deadline_s)
+        store, rank, world = next(rendezvous("env://", launch.rank, launch.world, timeout=join))
+    except (RuntimeError, ValueError) as error:
+        raise CommError(f"start: rank {launch.rank} found no store of the job: {str(error).splitlines()[0]}",
+                        peer=f"MASTER_ADDR {master()}") from None
+    exchange(store, range(world), rank, b"", config.join_deadline_s, "start")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(seconds=config.deadline_s))
+
+
+def plan_kind(plan: Any) -> str:
+    """What must be the same of the plans that ranks were given; of plans and their files rank 0's counts."""
+    if isinstance(plan, Plan | Path) or (isinstance(plan, str) and plan != "auto" and "(" not in plan):
+        return "a plan"
+    return str(plan)
+
+
+def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bool = True) -> str:
+    """Why these cannot train together, in a line; empty if they can."""
+    if wrong := [r for r, row in enumerate(rows) if row.error]:
+        return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
+    for name in dict.fromkeys(name for row in rows for name in row.must):
+        values = [row.must.get(name, "unknown") for row in rows]
+        if len(set(values)) > 1:
+            said = ", ".join(f"{value} on {_who([r for r, v in enumerate(values) if v == value], rows, ranks)}"
+                             for value in dict.fromkeys(values))
+            return f"{name}: {said}; allowed: the same on all ranks"
+    machines = len({row.machine for row in rows})
+    if own_servers and machines > 1:
+        if bare := [r for r, row in enumerate(rows) if not row.insecure]:
+            return (f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} machines and traffic between "
+                    "them is plain text: set COMMLAYER_INSECURE=1 on every machine if you trust every machine on the way, or "
+                    "tunnel it (docs/running.md)")
+        if all(_local(row.address) for row in rows):
+            return (f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: set MASTER_ADDR "
+                    "to an address that all reach, or COMMLAYER_BIND on every machine to its own")
+    if other := [r for r, row in enumerate(rows) if row.model != rows[0].model]:
+        return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: names, shapes, dtypes and order of "
+                "what is trained must be equal")
+    return ""
+
+
+def ranks_per_node(rows: Sequence[Arrival]) -> tuple[int, str]:
+    """So many ranks after each other are on one node; and what is to be said of it.
+
+    Who has a machine and an agent in common is on one node. Where nodes have unequal numbers of ranks, or ranks are dealt out
+    in turn, the greatest number that fits counts: a machine is then several nodes.
+    """
+    blocks = [list(block) for _, block in groupby(rows, key=lambda row: (row.machine, row.agent))]
+    runs = [(block[0].host, len(block)) for block in blocks]
+    per_node = math.gcd(*(number for _, number in runs))
+    if all(number == per_node for _, number in runs) and len(runs) == len({(row.machine, row.agent) for row in rows}):
+        return per_node, ""
+    said = ", ".join(f"{number} on {host}" for host, number in runs[:8]) + (", ..." if len(runs) > 8 else "")
+    return per_node, (f"ranks stand unevenly on machines ({said}): planned as nodes of {per_node}, so more goes over the "
+                      "network than need be; give every machine the same number, in a row")
+
+
+def _stay(members: Members | None) -> None:
+    """All ranks have the same verdict, and are about to end."""
+    if members is not None:
+        with contextlib.suppress(CommError):
+            members.tell(b"", HEARD_S, "start")
+
+
+def _here(**told: Any) -> Arrival:
+    return Arrival(socket.gethostname(), route.machine(), **told)
+
+
+def _versions() -> dict[str, str]:
+    return {"version of commlayer": messages.version(), "protocol of commlayer": str(messages.PROTOCOL),
+            "version of torch": torch.__version__.partition("+")[0]}
+
+
+def _own_address(mine: Arrival, rows: Iterable[Arrival]) -> str:
+    """On the machine where ranks meet its own name may lead to loopback: then the way to another counts."""
+    ways = [mine.address, *(route.address_to(row.address) for row in rows if not _local(row.address))]
+    return next((address for address in ways if not _local(address)), "")
+
+
+def _local(address: str) -> bool:
+    return not address or is_loopback(address)
+
+
+def _who(chosen: Sequence[int], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(rows[r].host for r in chosen))
+    return f"rank {_numbers(chosen, ranks)} ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
+
+
+def _numbers(chosen: Sequence[int], ranks: Sequence[int]) -> str:
+    """0, 1, 2 and 5 as "0-2, 5", by their numbers in the world."""
+    runs: list[list[int]] = []
+    for number in sorted(ranks[r] for r in chosen):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

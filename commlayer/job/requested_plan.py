@@ -1,0 +1,92 @@
+"""The plan that a job was asked to run: a Plan, a file and what lies beside it, one codec, or the default. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from commlayer import loss_budget, plan_file, planner
+from commlayer.balance import tuner_loss
+from commlayer.codec_name import misspelled
+from commlayer.compressors import parse, wrap
+from commlayer.config import Config
+from commlayer.planner.model.cluster import Basis
+from commlayer.planner.model.matrix_shapes import untouched
+from commlayer.records import Job, Plan
+
+DEFAULT_CODEC, DEFAULT_RATIO = "topk(ratio={ratio}, values='int8')", 0.01
+"""What "auto" runs between nodes until a planner chooses."""
+
+Tell = Callable[[str], None]
+
+
+def settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Plan:
+    """A plan for so many ranks."""
+    if isinstance(plan, Plan):
+        return plan
+    nodes = world // per_node
+    if is_file(plan):
+        return plan_file.plan_in(Path(plan))
+    if plan == "auto":
+        # One machine needs no server and gains nothing from compression.
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", _first_codec(config))
+    else:
+        codec = str(plan)
+        path_name = "service"
+    servers = nodes if config.servers == "each" else 1
+    return planner.default_plan(
+        job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+    )
+
+
+def is_file(plan: Any) -> bool:
+    """Whether `plan` names a plan file, and not a codec by its spelling. ValueError for what is neither."""
+    if not isinstance(plan, str | Path) or str(plan) == "auto":
+        return False
+    if os.path.isfile(plan):
+        return True
+    if isinstance(plan, str) and not (wrong := misspelled(plan)):
+        return False
+    if isinstance(plan, str) and plan.rstrip().endswith(")"):
+        raise ValueError(f"plan {plan!r}: {wrong}")
+    raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)")
+
+
+def basis(plan: Any, tell: Tell) -> Basis | None:
+    """What the plan was made from. Training does without."""
+    try:
+        return plan_file.basis_of(plan)
+    except ValueError as error:
+        tell(f"nothing is predicted: {error}")
+        return None
+
+
+def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
+    """Its servers where it has them, as far as they can be started there."""
+    for line in untouched(plan):
+        tell(line)
+    planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
+    if planned != nodes:
+        tell(f"the plan was made for {planned} nodes, here are {nodes}: what it predicts does not hold")
+    homes = plan_file.homes_of(plan, made_from, nodes)
+    if len(homes) != len(plan.hosts):
+        alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
+        absent = [str(one.hosts[0]) for one in alone if not plan_file.homes_of(one, made_from, nodes)]
+        why = f"no rank trains on node {' and '.join(absent)}" if absent else \
+            f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
+        tell(f"servers are not on the nodes that the plan has them on, but where the setting `servers` says: {why}; "
+             "`commlayer serve` starts them elsewhere, and join names them")
+    return plan if homes == plan.hosts else structs.replace(plan, hosts=homes)
+
+
+def _first_codec(config: Config) -> str:
+    """What "auto" begins with. A loss model is read on rank 0 alone."""
+    if not config.loss:
+        return DEFAULT_CODEC.replace("{ratio}", f"{DEFAULT_RATIO:g}")
+    model = tuner_loss.read(Path(config.loss))
+    return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, DEFAULT_CODEC, DEFAULT_RATIO)

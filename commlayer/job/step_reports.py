@@ -1,0 +1,110 @@
+"""What all ranks tell each other of their steps, and when they have all heard it. Knows rows of numbers; decides nothing.
+
+A row is sent after a step and read after the next one, so that nobody waits for it. Where a step was slow on every rank they
+wait for each other's rows at once: beside such a step that is nothing, and the next one may be as slow. All ranks get the same
+rows to act upon after the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from commlayer.observe import Direction, InterfaceCounters, Throughput
+from commlayer.transport.members import Members
+from commlayer.transport.rank_rows import Rows, spacing
+
+CLOSE_S = 2.0
+"""How long an end waits for rows that are on their way."""
+
+
+class StepReport(NamedTuple):
+    """What a rank says. Numbers only: the exchange carries nothing else."""
+
+    word: float
+    """What rank 0 wants of all."""
+    plan_s: float
+    """Seconds that rank 0 took to plan; 0 before it has."""
+    at_once: float
+    """Whether it waits for the others' rows, for its step was slow."""
+    step_s: float
+    """Of a step, since the row before."""
+    cost_s: float
+    """Of its training thread for a row."""
+    up_bps: float = 0.0
+    up_share: float = 0.0
+    down_bps: float = 0.0
+    down_share: float = 0.0
+
+    @property
+    def carried(self) -> Throughput:
+        return Throughput(Direction(self.up_bps, self.up_share), Direction(self.down_bps, self.down_share))
+
+
+class StepReports:
+    """All ranks make one together and call it after the same steps: `step`, `heard`, then `tell` if it is `due`."""
+
+    def __init__(self, members: Members, timeout_s: float, meter: InterfaceCounters | None = None) -> None:
+        """`meter` on the rank that reads its node's counters."""
+        self._rows, self._meter = Rows(members, timeout_s), meter
+        self._since: list[float] = []
+        self._held: list[StepReport] = []
+        self._every, self._left = 1, 1
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._cost_s = 0.0
+
+    def heard(self) -> list[StepReport]:
+        """What was told after an earlier step and has not been acted upon; nothing, if there is none."""
+        begin = time.perf_counter()
+        if self._rows.under_way:
+            self._held = self._read()
+            self._cost_s += time.perf_counter() - begin
+        rows, self._held = self._held, []
+        return rows
+
+    def step(self, seconds: float) -> None:
+        """A step is over, and took so long."""
+        self._since.append(seconds)
+        self._left -= 1
+
+    def afresh(self) -> None:
+        """What was seen so far says nothing of the steps to come."""
+        self._since.clear()
+        if self._meter is not None:
+            self._meter.look()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to tell."""
+        return self._left <= 0 and bool(self._since)
+
+    def tell(self, word: int, plan_s: float, slow: Callable[[float], bool]) -> list[StepReport]:
+        """What all have told, if all wait for it, as ranks do whose step was slow()."""
+        begin = time.perf_counter()
+        self._costs_s.append(self._cost_s)
+        step_s, self._since = sum(self._since) / len(self._since), []
+        up, down = (Direction(), Direction()) if self._meter is None else self._meter.look()
+        cost_s = min(self._costs_s)  # what else the machine does only adds
+        row = StepReport(word, plan_s, slow(step_s), step_s, cost_s, *up, *down)
+        self._rows.start(*row)
+        self._cost_s = time.perf_counter() - begin
+        self._left = self._every
+        if not row.at_once:
+            return []
+        rows = self._read()
+        if not all(row.at_once for row in rows):
+            self._held = rows  # the others hear it after the next step
+            return []
+        return rows
+
+    def _read(self) -> list[StepReport]:
+        rows = [StepReport(*row) for row in self._rows.read()]
+        self._every = spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
+        return rows
+
+    def close(self) -> None:
+        self._rows.close(CLOSE_S)
+        if self._meter is not None:
+            self._meter.close()

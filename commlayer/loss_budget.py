@@ -1,0 +1,87 @@
+"""What a loss budget leaves of codecs: measured penalties in place of guesses, unmeasured codecs left out. No torch, no job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from msgspec import structs
+
+from commlayer.balance.tuner_loss import LossModel, family
+from commlayer.codec_name import SPARSE, named
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
+
+DENSE = "identity()"
+BUDGET = 0.05
+"""Where something has to keep to a budget and none is named."""
+
+
+def penalty(model: LossModel, codec: str) -> float:
+    """Of a spelling with its ratio, as profiles have it; infinite for what nobody measured."""
+    if codec == DENSE:
+        return 0.0
+    return model.penalty(codec, named(codec).ratio or 1.0)
+
+
+def names(model: LossModel | None, max_loss: float) -> list[str]:
+    """Codecs worth pricing: the tables' usual ones, and of measured ones the least that keeps the budget."""
+    if model is None:
+        return list(DEFAULT_CODECS)
+    found = dict.fromkeys(DEFAULT_CODECS)
+    for name in sorted({point.codec for point in model.points}):
+        if name not in SPARSE:
+            found |= dict.fromkeys(_known([f"{name}()"]))
+        elif (least := model.least_ratio(name, max_loss)) is not None:
+            found |= dict.fromkeys(_known([f"{name}(ratio={_up(least):g})"]))
+    return list(found)
+
+
+def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile, Policy]:
+    """Losses as measured, and only measured codecs allowed. ValueError where the policy asks for one that nobody measured."""
+    penalties = {cost.codec: penalty(model, cost.codec) for cost in profile.codecs}
+    unmeasured = [codec for codec in policy.codecs if math.isinf(penalties.get(codec, 0.0))]
+    if unmeasured:
+        known = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
+        raise ValueError(f"loss model: nobody measured {unmeasured[0]}, it has {known}; `commlayer tune` measures")
+    costs = tuple(structs.replace(c, loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
+    allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
+    if not allowed:  # an empty tuple would allow them all
+        raise ValueError(f"loss model: nobody measured any of {', '.join(sorted(penalties))}; `commlayer tune` measures")
+    return structs.replace(profile, codecs=costs), structs.replace(policy, codecs=tuple(allowed))
+
+
+def tables(cluster: Cluster, model: LossModel, max_loss: float) -> Profile:
+    """The tables' prices of what the model measured."""
+    return profile_from_tables(cluster, names(model, max_loss))
+
+
+def first_codec(model: LossModel, max_loss: float, codec: str, ratio: float) -> str:
+    """What a job may begin with, before there is a plan: `codec` with {ratio} filled in, no smaller than `ratio`, or dense."""
+    least = model.least_ratio(family(codec.replace("{ratio}", "1")), max_loss)
+    return DENSE if least is None else codec.replace("{ratio}", f"{max(ratio, _up(least)):g}")
+
+
+def _measured(model: LossModel) -> Iterable[tuple[str, float, float]]:
+    for name in sorted({point.codec for point in model.points}):
+        ratios = [point.ratio for point in model.points if point.codec == name]
+        yield name, min(ratios), max(ratios)
+
+
+def _known(codecs: list[str]) -> list[str]:
+    """Those that the tables price."""
+    try:
+        profile_from_tables(Cluster(()), codecs)
+    except ValueError:
+        return []
+    return codecs
+
+
+def _up(ratio: float) -> float:
+    """Rounded up to two digits, so that the budget is kept.
+
+    >>> _up(0.02341), _up(1.0), _up(0.01)
+    (0.024, 1.0, 0.01)
+    """
+    unit = 10.0 ** (math.floor(math.log10(ratio)) - 1)
+    return min(1.0, float(f"{math.ceil(ratio / unit - 1e-9) * unit:.2g}"))

@@ -1,0 +1,96 @@
+"""When one machine's step makes and needs each tensor, measured on a few steps without any communication. Knows autograd."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import nn
+
+from commlayer.planner.tables.machines import device_named
+from commlayer.records import Job, Timing
+from commlayer.runtime.model_job import job_of, parameters_of
+
+WARM_STEPS, STEPS = 2, 5
+
+
+def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
+    """The model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
+    job = job_of(model)
+    watch = _Watch(model, len(job.tensors))
+    try:
+        for _ in range(WARM_STEPS + STEPS):
+            model.zero_grad()
+            watch.step(loss_of)
+    finally:
+        watch.remove()
+    return Job(job.tensors, batch, watch.timing(), name)
+
+
+class _Watch:
+    """Hooks that note times. A GPU is waited for at each, so what it computes counts where it belongs."""
+
+    def __init__(self, model: nn.Module, tensors: int) -> None:
+        parameters = [p for _, p in parameters_of(model)]
+        number = {id(p): i for i, p in enumerate(parameters)}
+        self._tensors = tensors
+        self._cuda = bool(parameters) and parameters[0].is_cuda
+        self._ready: list[dict[int, float]] = []
+        self._needed: list[dict[int, float]] = []
+        self._forward: list[float] = []
+        self._backward: list[float] = []
+        self._begin = 0.0
+        self._handles = [p.register_post_accumulate_grad_hook(self._final(i)) for i, p in enumerate(parameters)]
+        for module in model.modules():
+            own = [number[id(p)] for p in module.parameters(recurse=False) if id(p) in number]
+            if own:
+                self._handles.append(module.register_forward_pre_hook(self._reads(own)))
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - self._begin
+
+    def _final(self, tensor: int) -> Callable[[torch.Tensor], None]:
+        def final(_: torch.Tensor) -> None:
+            self._ready[-1][tensor] = self._now()
+
+        return final
+
+    def _reads(self, tensors: list[int]) -> Callable[[nn.Module, object], None]:
+        def reads(_module: nn.Module, _args: object) -> None:
+            now = self._now()
+            for tensor in tensors:
+                self._needed[-1].setdefault(tensor, now)
+
+        return reads
+
+    def step(self, loss_of: Callable[[], torch.Tensor]) -> None:
+        self._ready.append({})
+        self._needed.append({})
+        self._begin = time.perf_counter()
+        loss = loss_of()
+        self._forward.append(self._now())
+        self._begin = time.perf_counter()
+        loss.backward()
+        self._backward.append(self._now())
+
+    def timing(self) -> Timing:
+        forward_s, backward_s = median(self._forward[WARM_STEPS:]), median(self._backward[WARM_STEPS:])
+        ready = [_median(self._ready[WARM_STEPS:], tensor, backward_s) for tensor in range(self._tensors)]
+        needed = [_median(self._needed[WARM_STEPS:], tensor, 0.0) for tensor in range(self._tensors)]
+        return Timing(
+            tuple(min(s, backward_s) for s in ready), tuple(min(s, forward_s) for s in needed), backward_s, forward_s,
+            device=device_named(torch.cuda.get_device_name()) if self._cuda else "cpu",
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> float:
+    seen = [step[tensor] for step in steps if tensor in step]
+    return median(seen) if seen else otherwise

@@ -1,0 +1,118 @@
+"""A plan file and what lies beside it. Knows files and records, no torch; decides nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from commlayer import loss_budget, records
+from commlayer.balance.tuner_loss import LossModel
+from commlayer.errors import RecordError
+from commlayer.planner.model import cluster as model
+from commlayer.planner.model.cluster import Basis, Node, Policy, Profile
+from commlayer.records import SCHEMA, Bucket, Plan
+
+
+class PlanFileInputs(model.PlanInputs, frozen=True):
+    """What a plan was made from, as it lies beside the plan."""
+
+    loss: LossModel | None = None
+    """What codecs cost in quality, as measured; else the tables' guesses count."""
+
+    def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
+        """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
+        if self.loss is None:
+            return self.profile, self.policy
+        policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
+        return loss_budget.priced(self.profile or loss_budget.tables(cluster, self.loss, policy.max_loss), policy, self.loss)
+
+
+def text_of(path: str | Path, what: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path}: is no text") from None
+
+
+def sidecar(path: Path) -> Path:
+    """Beside plan.json, what it was made from: plan.inputs.json."""
+    return path.with_name(f"{path.stem}.inputs.json")
+
+
+def plan_in(path: Path) -> Plan:
+    data = text_of(path, "plan").encode()
+    for problem in misread(data):
+        raise RecordError(f"plan {path}: {problem}")
+    return records.decode(data, Plan, f"plan {path}")
+
+
+def misread(data: bytes) -> list[str]:
+    """All that keeps bytes from being a plan of this schema, a line each: by bucket, and one for the rest."""
+    try:
+        records.decode(data, Plan, "plan")
+    except RecordError as error:
+        return [*_misread(data)] or [str(error)]
+    return []
+
+
+def _misread(data: bytes) -> Iterator[str]:
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.MsgspecError as error:
+        yield f"no JSON, or cut short: {error}"
+        return
+    if not isinstance(found, dict):
+        yield f"Expected `object` with job and buckets, got `{type(found).__name__}`"
+        return
+    if found.get("schema", SCHEMA) != SCHEMA:
+        # Told first: of its fields nothing is known here.
+        yield f"plan has schema {found['schema']}, this commlayer reads {SCHEMA}: make the plan again"
+        return
+    buckets = found.get("buckets")
+    named = buckets if isinstance(buckets, list) else []
+    for what, part, kind in (("", {**found, **({"buckets": []} if named else {})}, Plan),
+                             *((f"bucket {place}: ", bucket, Bucket) for place, bucket in enumerate(named))):
+        try:
+            msgspec.convert(part, kind)
+        except msgspec.ValidationError as error:
+            yield f"{what}{error}"
+
+
+def written(plan: Plan) -> str:
+    """As a file: a line for each bucket, which people find and versions differ by."""
+    buckets = ",\n".join(records.encode(bucket).decode() for bucket in plan.buckets)
+    rest = records.encode(structs.replace(plan, buckets=())).decode()
+    return rest.replace('"buckets":[]', f'"buckets":[\n{buckets}\n]', 1) + "\n"
+
+
+def inputs_of(path: Path) -> PlanFileInputs:
+    """What the plan in that file was made from."""
+    beside = sidecar(path)
+    if not beside.is_file():
+        raise ValueError(f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
+    return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
+
+
+def basis_of(plan: Any) -> Basis | None:
+    """For what `attach` was given: a file's plan and what lies beside it, if something does. ValueError if it is wrong."""
+    if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
+        return None
+    basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
+    if basis.plan.job != basis.inputs.job.digest():
+        raise ValueError(f"{sidecar(Path(plan))} is of another model than {plan}")
+    return basis
+
+
+def homes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
+    """The plan's hosts as numbers of nodes that train, which is where servers can be started; none if one trains nowhere."""
+    trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]
+    if len(plan.hosts) != plan.servers or not {*plan.hosts} <= {*trained[:nodes]}:
+        return ()
+    return tuple(trained.index(host) for host in plan.hosts)

@@ -1,0 +1,148 @@
+"""What a plan is made from: the machines, the measured costs, the wishes; and the tasks that a path costs. Values only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from commlayer.records import Job, Plan, Record
+
+
+class Line(Record, frozen=True):
+    """Seconds as a line over a size: floor_s + size * slope_s, whatever the size counts (elements, bytes)."""
+
+    floor_s: float
+    slope_s: float = 0.0
+    error: float = 0.0
+    """Largest relative deviation of what it was fitted to."""
+
+    def __call__(self, size: float) -> float:
+        return self.floor_s + size * self.slope_s
+
+
+class Link(Record, frozen=True):
+    """One machine's connection, each way for itself. alpha_s: one way, from this machine to the core of the network."""
+
+    up_bps: float
+    down_bps: float
+    alpha_s: float = 0.0
+
+
+class Node(Record, frozen=True):
+    """One machine: its ranks, what they compute on, and its links inside and out."""
+
+    name: str
+    ranks: int
+    device: str
+    """A GPU of the tables ("rtx3060"), or "cpu"."""
+    link: Link
+    intra_bps: float = 0.0
+    """Between two ranks of the node, each way. 0: it has one rank."""
+    intra_alpha_s: float = 0.0
+    speed: float = 1.0
+    """Of its computing against that of the profile."""
+    server: bool = True
+    """Whether it can host a summation server."""
+
+
+class Cluster(Record, frozen=True):
+    """The machines. Nodes without ranks (ranks = 0) can host servers only."""
+
+    nodes: tuple[Node, ...]
+    reachable: bool = True
+    """Whether collectives may cross nodes. False over the internet: then only servers do."""
+
+    @property
+    def ranks(self) -> int:
+        return sum(n.ranks for n in self.nodes)
+
+
+class CodecCost(Record, frozen=True):
+    """Seconds over elements of one codec on one device, and its bytes."""
+
+    codec: str
+    """As a plan spells it, without error feedback."""
+    device: str
+    """"gpu" or "cpu"; or one GPU's name as nodes have it, which goes before "gpu"."""
+    encode: Line
+    decode: Line
+    """Also the price of adding one payload to a sum."""
+    nbytes: Line
+    """Bytes of a payload over elements: the one line that is no time."""
+    loss: float = 0.0
+    """What it costs in final quality, in units of the policy's budget (a tuner measures it)."""
+    rounds: int = 1
+    """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
+    sums: bool = False
+    """Whether its payloads can be added as they are, by an all-reduce."""
+    alone: bool = True
+    """Whether a payload by itself says what was sent, so that whoever has it may add it to a dense sum."""
+    answers: bool = True
+    """Whether a server may send its sums so where workers send otherwise."""
+    reduced: Line = Line(0.0)
+    """Bytes of what an all-reduce adds up in place of payloads, over elements; 0: as many as `nbytes`."""
+
+
+class Profile(Record, frozen=True):
+    """What was measured, or taken from tables."""
+
+    codecs: tuple[CodecCost, ...]
+    server: Line
+    """A server's seconds per payload byte besides its codec's."""
+    bucket_s: float = 0.0
+    """What each bucket costs a worker besides: hooks, frames, threads."""
+    copy: Line = Line(0.0)
+    """Seconds over bytes between a GPU and its host."""
+    inside: Line = Line(0.0)
+    """Of collectives among a node's ranks: seconds a message, and a byte of each link's. Measured it goes before what nodes
+    say; 0: nobody has."""
+    across: Line = Line(0.0)
+    """The same of collectives between nodes. None is faster than the links that it crosses."""
+    source: str = "tables"
+    """"tables", "measured" or a name that a person gave."""
+
+
+class Policy(Record, frozen=True):
+    """What the planner may do."""
+
+    codecs: tuple[str, ...] = ()
+    """Allowed ones; empty: all of the profile's."""
+    max_loss: float = 1.0
+    devices: tuple[str, ...] = ("gpu", "cpu")
+    max_encodes: int = 4
+    """Compressions of one gradient on its way."""
+    max_local_steps: int = 1
+    staleness: bool = False
+    priority: bool = True
+    """Forward order on the wire; else by readiness."""
+    whole_tree: bool = False
+    """Also what workers cannot run yet, payloads of gradients on GPUs through collectives: to compare with, not to train by."""
+
+
+class PlanInputs(Record, frozen=True):
+    """What a plan was made from: it lies beside the plan, so that the plan can be explained and varied later."""
+
+    job: Job
+    cluster: Cluster
+    profile: Profile | None = None
+    policy: Policy | None = None
+
+
+class Basis(NamedTuple):
+    """A plan as it was made, before it was lowered, and what it was made from."""
+
+    plan: Plan
+    inputs: PlanInputs
+
+
+class Task(Record, frozen=True, gc=False):
+    """One piece of work of a bucket. It occupies its lanes together from its start, each as long as it needs it."""
+
+    lanes: tuple[tuple[str, float], ...]
+    """(lane, seconds). A transfer occupies the sender's up-link and the receiver's down-link."""
+    after: tuple[int, ...] = ()
+    """Tasks of the same bucket (by index) that end before it starts; none: it starts when the gradient is ready."""
+    latency_s: float = 0.0
+    """It ends so long after its longest lane is free again."""
+    op: str = ""
+    """What it is part of, for timelines."""
+    nbytes: int = 0

@@ -1,0 +1,133 @@
+"""The plan that runs before anything is measured: buckets by size alone, one codec and one path for all. Knows no costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from commlayer.codec_name import named
+from commlayer.planner.model.float64 import unrounded
+from commlayer.planner.model.matrix_shapes import row_of, shaped
+from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
+
+ELEMENT_NBYTES = 4
+"""Codecs see float32, whatever the parameter's dtype."""
+COLLECTIVE_NBYTES = 25 << 20
+"""A collective pays per call, so its buckets are large. These two are DistributedDataParallel's own figures."""
+FIRST_COLLECTIVE_NBYTES = 1 << 20
+"""The first bucket is small, so that sending begins early."""
+SPREAD_NBYTES = 256 << 10
+"""Tensors are spread over the servers in parts of at least this: a bucket has its own cost, of some 0.1 ms."""
+BUFFER_CODEC = "identity()"
+"""Running statistics are few and are averaged as they are."""
+
+
+def default_plan(
+    job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
+) -> Plan:
+    """One path for every bucket: "service" (spread over `servers` and local ranks by bytes) or "allreduce".
+
+    Small neighbours of one dtype are fused up to fuse_nbytes and large tensors cut to at most cut_nbytes; "allreduce"
+    uses sizes of its own. Equal arguments give equal plans.
+
+    >>> from commlayer.records import TensorInfo
+    >>> job = Job((TensorInfo("weight", (1000, 1000)), TensorInfo("bias", (1000,))))
+    >>> plan = default_plan(job, codec="fp16()", path="service", servers=1, ranks_per_node=1,
+    ...                     fuse_nbytes=1 << 20, cut_nbytes=1 << 21)
+    >>> [(b.id, b.slices[0].tensor, b.numel) for b in plan.buckets]
+    [(0, 1, 1000), (1, 0, 500000), (2, 0, 500000)]
+    """
+    _check(path, servers, ranks_per_node, cut_nbytes)
+    name = named(codec)
+    most, matrices = name.most_nbytes, path == "service" and name.shaped
+    fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
+    first_nbytes = fuse_nbytes
+    if path == "allreduce":
+        first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
+    collective = path == "allreduce"
+    groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
+                        most if matrices else 0))
+    # A bucket is ready when its last tensor is; those of buffers when backward is over.
+    groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
+    sizes = [sum(s.numel for s in group) for group in groups]
+    service = path == "service"
+    hosts = spread(sizes, servers) if service else [0] * len(sizes)
+    owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
+    buckets = []
+    for i, group in enumerate(groups):
+        mine, shape = shaped(BUFFER_CODEC if _buffer(job, group) else codec, job, group)
+        buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape))
+    return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
+
+
+def _buffer(job: Job, group: Sequence[Slice]) -> bool:
+    return job.tensors[group[0].tensor].buffer
+
+
+def spread(sizes: Sequence[int], hosts: int) -> list[int]:
+    """A host for each size, in order: the one with the least so far, the lowest number among equals."""
+    loads = [0] * hosts
+    chosen = []
+    for size in sizes:
+        host = min(range(hosts), key=loads.__getitem__)
+        loads[host] += size
+        chosen.append(host)
+    return chosen
+
+
+def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
+    """So many slices, which differ in size by at most one element; between rows by at most one of them."""
+    edges = [numel // row * i // parts * row for i in range(parts + 1)]
+    return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
+
+
+def fused(
+    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
+    matrix_nbytes: int = 0,
+) -> Iterator[tuple[Slice, ...]]:
+    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow.
+
+    A collective's bucket takes tensors until it has reached the limit, which lets the first go out as early as DDP's does.
+    With `matrix_nbytes` matrices stay whole up to so many bytes, and are cut between rows.
+    """
+    limit = first_nbytes
+    held: list[Slice] = []
+    held_nbytes, held_kind = 0, ("", False)
+    numbered = list(enumerate(job.tensors))
+    gradients = [pair for pair in numbered if not pair[1].buffer]
+    buffers = [pair for pair in numbered if pair[1].buffer]
+    for tensor, info in [*reversed(gradients), *buffers]:
+        kind = (info.dtype, info.buffer)
+        nbytes = info.numel * ELEMENT_NBYTES
+        # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
+        parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // SPREAD_NBYTES)), 1
+        if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_of(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
+            row = max(row_of(info.shape), 1)
+            parts = -(-info.numel // (matrix_nbytes // ELEMENT_NBYTES // row * row))
+        if parts > 1:
+            for part in cut(tensor, info.numel, parts, row):
+                yield (part,)
+            limit = fuse_nbytes
+        elif nbytes:
+            room = held_nbytes < limit if collective else held_nbytes + nbytes <= limit
+            fits = room and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
+            if held and not fits:
+                yield tuple(held)
+                held, held_nbytes, limit = [], 0, fuse_nbytes
+            held.append(Slice(tensor, 0, info.numel))
+            held_nbytes += nbytes
+            held_kind = kind
+    # Small tensors wait here while larger ones between them go their way.
+    if held:
+        yield tuple(held)
+
+
+def _check(path: str, servers: int, ranks_per_node: int, cut_nbytes: int) -> None:
+    if path not in ("service", "allreduce"):
+        raise ValueError(f'path: got {path!r}, allowed: "service" or "allreduce"')
+    if path == "service" and servers < 1:
+        raise ValueError(f'servers: got {servers}, path "service" needs at least 1')
+    if ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node: got {ranks_per_node}, allowed: at least 1")
+    if cut_nbytes < ELEMENT_NBYTES:
+        raise ValueError(f"cut_nbytes: got {cut_nbytes}, allowed: at least {ELEMENT_NBYTES}, one element")

@@ -1,0 +1,51 @@
+"""Folds equal nodes into one group, so that planning costs what the kinds of nodes cost. Knows no paths and no codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from commlayer.planner.model.cluster import Cluster, Node
+
+
+class Group(NamedTuple):
+    """Nodes that do the same at the same time; the first one's lanes stand for all of theirs."""
+
+    name: str
+    """Of its lanes: the first node's."""
+    node: Node
+    members: tuple[int, ...]
+    """Places in the cluster."""
+    hosts: bool
+    """Whether each of them runs a summation server."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.members)
+
+    @property
+    def workers(self) -> int:
+        """Nodes of it that train."""
+        return self.nodes if self.node.ranks else 0
+
+
+def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
+    """Groups in the order of their first nodes. `hosts` are the places of the nodes with servers.
+
+    A server makes its node differ from all others, unless every bucket is `spread` over all servers. Nodes that neither
+    train nor host are left out.
+    """
+    for host in hosts:
+        if not 0 <= host < len(cluster.nodes):
+            raise ValueError(f"host {host}: the cluster has nodes 0 to {len(cluster.nodes) - 1}")
+    found: dict[object, list[int]] = {}
+    for place, node in enumerate(cluster.nodes):
+        if not node.ranks and place not in hosts:
+            continue
+        alone = place if place in hosts and not spread else -1
+        same = (node.ranks, node.device, node.link, node.intra_bps, node.intra_alpha_s, node.speed)
+        found.setdefault((same, place in hosts, alone), []).append(place)
+    return tuple(
+        Group(cluster.nodes[places[0]].name, cluster.nodes[places[0]], tuple(places), places[0] in hosts)
+        for places in found.values()
+    )

@@ -1,0 +1,97 @@
+"""Matrices keep their shape under codecs that need it, alone or side by side in one bucket. Knows sizes, no prices.
+
+And says of a plan how much of the model goes as it is although its codec was meant to make it less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from commlayer.codec_name import ELEMENT_NBYTES, CodecName, misspelled, named
+from commlayer.planner.model.codec_sizes import touch
+from commlayer.records import Bucket, Job, Plan, Slice
+
+Shape = tuple[int, ...]
+
+MOST = 0.5
+"""Of a model's elements, that may go as they are under a codec that loses something, without a word."""
+WHOLE = 0.9
+"""A payload of this part of the dense bytes saves nothing."""
+
+
+def shape_of(job: Job, part: Slice) -> Shape:
+    """Of a matrix, whole or cut between rows; of all else none."""
+    shape = job.tensors[part.tensor].shape
+    row = row_of(shape)
+    if len(shape) < 2 or row == 0 or part.start % row or part.stop % row:
+        return ()
+    return (part.numel // row, *shape[1:])
+
+
+def row_of(shape: Shape) -> int:
+    """Elements of a matrix's row, where it may be cut: between others it would be no matrix."""
+    return math.prod(shape[1:])
+
+
+def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
+    """The codec and the shape of a bucket of these slices: of several ones a codec that needs matrices codes each for itself.
+
+    >>> from commlayer.records import TensorInfo
+    >>> job = Job((TensorInfo("weight", (64, 32)), TensorInfo("bias", (64,))))
+    >>> shaped("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
+    ('error_feedback(partition(powersgd(), shapes=((64, 32), (64,))))', ())
+    >>> shaped("powersgd()", job, [Slice(0, 0, 2048)])
+    ('powersgd()', (64, 32))
+    """
+    shape = shape_of(job, group[0]) if len(group) == 1 else ()
+    name = named(codec)
+    if not name.shaped:
+        return codec, shape if shape == job.tensors[group[0].tensor].shape else ()
+    if shape:
+        return codec, shape
+    shapes = tuple([shape_of(job, part) or (part.numel,) for part in group])
+    if all(len(each) < 2 for each in shapes):
+        return codec, ()
+    return str(name.around(lambda core: CodecName("partition", (
+        ("inner", core), ("parts", None), ("nbytes", None), ("shapes", shapes))))), ()
+
+
+def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
+    """A line where most of a model goes as it is under a codec that was to make it less."""
+    gradients = [b for b in plan.buckets if not misspelled(b.codec) and not (job is not None and _buffer(job, b))]
+    total = sum(b.numel for b in gradients)
+    whole: dict[str, int] = {}
+    for bucket in gradients:
+        core = named(bucket.codec).core
+        whole[str(core)] = whole.get(str(core), 0) + _as_it_is(bucket, named(bucket.codec))
+    codec = max(whole, key=lambda name: whole[name], default="")
+    if codec and whole[codec] > MOST * total:
+        yield (f"{whole[codec] / total:.0%} of the model's elements go as they are under {codec}: "
+               + ("it makes matrices less that are whole, or whole in partition(..., shapes=...), and larger than their factors"
+                  if named(codec).shaped else "it sends as many bytes as no codec would, or more"))
+
+
+def _as_it_is(bucket: Bucket, name: CodecName) -> int:
+    """Elements."""
+    if bucket.path == "allreduce" or name.core.family == "identity":
+        return 0
+    if name.core.family == "powersgd":
+        shapes = next((layer.get("shapes") for layer in name.layers() if layer.get("shapes")), (bucket.spec.shape,))
+        return sum(math.prod(shape) for shape in shapes if not _gains(shape, name.core.get("rank")))
+    try:
+        return bucket.numel if touch(name).sent >= WHOLE * ELEMENT_NBYTES else 0
+    except ValueError:
+        return 0
+
+
+def _gains(shape: Shape, rank: int) -> bool:
+    """Whether its factors have fewer elements."""
+    if len(shape) < 2 or 0 in shape:
+        return False
+    rows, row = shape[0], row_of(shape)
+    return min(rank, rows, row) * (rows + row) < rows * row
+
+
+def _buffer(job: Job, bucket: Bucket) -> bool:
+    return any(job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors))

@@ -1,0 +1,121 @@
+"""Checks a plan against the model before it runs. Knows what every plan must keep, not what makes one good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from commlayer.codec_name import misspelled, named
+from commlayer.planner.model import grammar, paths
+from commlayer.planner.model.float64 import rounded
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
+
+FLOAT32_NBYTES = 4
+
+
+def verify(plan: Plan, job: Job) -> list[str]:
+    """All problems, a line each; empty for a plan that sums every element exactly once."""
+    if plan.schema == SCHEMA and plan.job != job.digest():
+        return [f"this plan was made for another model: job {plan.job}, here {job.digest()} "
+                f"({len(job.tensors)} tensors, {job.numel} elements)"]
+    problems = verify_alone(plan)
+    if plan.schema != SCHEMA:
+        return problems
+    problems += [line for bucket in plan.buckets for line in _slices(job, bucket)]
+    return problems + list(rounded(plan, job)) + list(_buffers(plan, job)) + list(_coverage(plan, job))
+
+
+def verify_alone(plan: Plan, world: int = 0) -> list[str]:
+    """What can be told without the model, as on a server; with `world` also whether the plan goes with so many workers."""
+    if plan.schema != SCHEMA:
+        return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
+    problems = []
+    if plan.ranks_per_node < 1:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
+    elif world % plan.ranks_per_node:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
+    problems += [f"{name} is {getattr(plan, name)}, allowed: at least {least}"
+                 for name, least in (("local_steps", 1), ("servers", 0)) if getattr(plan, name) < least]
+    problems += [f"{name} is {getattr(plan, name)}, allowed: seconds, 0 or more"
+                 for name in ("step_s", "free_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
+    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
+
+
+def _buffers(plan: Plan, job: Job) -> Iterator[str]:
+    """Buffers are announced when backward is over, so a gradient behind one would wait for it; and they have no loss scale."""
+    begun = False
+    for bucket in plan.buckets:
+        kinds = {job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)}
+        if len(kinds) > 1:
+            yield f"bucket {bucket.id}: mixes gradients and buffers"
+        if begun and False in kinds:
+            yield f"bucket {bucket.id}: gradients stand behind buffers, which are ready last"
+        begun = begun or True in kinds
+
+
+def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
+    name = f"bucket {bucket.id}"
+    served = bucket.path == "service" or "net.push" in bucket.path
+    if bucket.id != place:
+        yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
+    try:
+        yield from (f"{name}: path {bucket.path!r}: {line}" for line in grammar.check(paths.parse(bucket.path)))
+    except ValueError as error:
+        yield f"{name}: {error}"
+    if bucket.coder not in ("", "gpu"):
+        yield f"{name}: coder {bucket.coder!r}, allowed: 'gpu', or nothing for the host"
+    if not bucket.codec.strip():
+        yield f"{name}: no codec"
+    if served and not 0 <= bucket.server < plan.servers:
+        yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
+    if bucket.path != "allreduce" and not 0 <= bucket.owner < plan.ranks_per_node:
+        yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
+    if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
+        yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
+    if bucket.shape and (min(bucket.shape) < 1 or math.prod(bucket.shape) != bucket.numel):
+        yield f"{name}: shape {bucket.shape} for {bucket.numel} elements"
+    backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
+    for part in backward:
+        yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
+    if not backward and served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
+        yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
+               "cut it into several")
+    if not backward and served:
+        yield from (f"{name}: {line}" for text in dict.fromkeys((bucket.codec, bucket.down, *bucket.by_node)) if text
+                    for line in _kept(text, bucket.numel))
+
+
+def _kept(codec: str, numel: int) -> Iterator[str]:
+    """What a server keeps is one frame when it is saved. What is no codec is told by whoever knows them."""
+    if not misspelled(codec) and (kept := named(codec).kept_nbytes(numel)) > MAX_FRAME_NBYTES:
+        yield (f"a server keeps up to {kept} bytes of {numel} elements under {codec}, a frame carries {MAX_FRAME_NBYTES}: cut "
+               f"it into parts of at most {named(codec).most_nbytes // FLOAT32_NBYTES} elements")
+
+
+def _slices(job: Job, bucket: Bucket) -> Iterator[str]:
+    name = f"bucket {bucket.id}"
+    for part in bucket.slices:
+        if not 0 <= part.tensor < len(job.tensors):
+            yield f"{name}: tensor {part.tensor}, the model has {len(job.tensors)}"
+        elif part.stop > job.tensors[part.tensor].numel:
+            info = job.tensors[part.tensor]
+            yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has {info.numel}"
+
+
+def _coverage(plan: Plan, job: Job) -> Iterator[str]:
+    parts: list[list[tuple[Slice, int]]] = [[] for _ in job.tensors]
+    for bucket in plan.buckets:
+        for part in bucket.slices:
+            if 0 <= part.tensor < len(parts):
+                parts[part.tensor].append((part, bucket.id))
+    for info, found in zip(job.tensors, parts, strict=True):
+        reached, last = 0, -1
+        for part, bucket_id in sorted(found, key=lambda entry: (entry[0].start, entry[0].stop, entry[1])):
+            if part.start > reached:
+                yield f"{info.name}: elements {reached}..{part.start} are in no bucket"
+            elif part.start < reached:
+                yield f"{info.name}: elements {part.start}..{min(reached, part.stop)} are in buckets {last} and {bucket_id}"
+            if part.stop >= reached:
+                reached, last = part.stop, bucket_id
+        if reached < info.numel:
+            yield f"{info.name}: elements {reached}..{info.numel} are in no bucket"

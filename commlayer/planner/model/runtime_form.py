@@ -1,0 +1,68 @@
+"""A plan as the runtime runs it: short names where there are any, and paths over servers in the one form that workers know.
+
+The runtime knows "service" (the node's sum at one rank, coded, pushed, the result decoded and shared), "allreduce", and staged
+paths as they are spelled. What differs from "service" by where it codes, by how results come back, or by cutting the bucket
+inside the node, is a matter of other fields of the bucket, or of several buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from msgspec import structs
+
+from commlayer.codec_name import named
+from commlayer.planner.model import grammar
+from commlayer.planner.model.paths import parse, spell
+from commlayer.records import Bucket, Plan, Slice
+
+MERGED = "topk(ratio=1.0, values='int8')"
+"""All entries of a merged sparse sum: no zeros."""
+AS_IT_IS = "identity()"
+
+
+def lower(plan: Plan) -> Plan:
+    """The same sums in the runtime's terms. A plan that is in them comes back as it is."""
+    made = [bucket for old in plan.buckets for bucket in _lowered(old, plan.ranks_per_node)]
+    buckets = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(made))
+    return plan if buckets == plan.buckets else structs.replace(plan, buckets=buckets)
+
+
+def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
+    path = parse(bucket.path, ranks_per_node)
+    if path == parse("allreduce"):
+        yield structs.replace(bucket, path="allreduce")
+        return
+    if bucket.path == "service" or not grammar.served(path):
+        yield bucket
+        return
+    coders = {op.where for op in path if op.name in ("encode", "decode")}
+    if len(coders) > 1:
+        raise ValueError(f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
+                         "server is coded on one of them")
+    forwards = any(op.name == "forward" for op in path)
+    down = (MERGED if named(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
+    served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")
+    if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
+        yield served
+        return
+    # Each rank is the root of its own part: the same bytes as a reduce_scatter and an allgather of the whole.
+    for owner, slices in enumerate(_cut(bucket.slices, ranks_per_node)):
+        if slices:
+            yield structs.replace(served, slices=slices, owner=owner, shape=())
+
+
+def _cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
+    """In so many runs of nearly equal size; a run may be empty."""
+    numel = sum(s.numel for s in slices)
+    runs = []
+    for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
+        run, at = [], 0
+        for s in slices:
+            first, last = max(low, at), min(high, at + s.numel)
+            if first < last:
+                run.append(Slice(s.tensor, s.start + first - at, s.start + last - at))
+            at += s.numel
+        runs.append(tuple(run))
+    return runs

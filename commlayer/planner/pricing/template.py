@@ -1,0 +1,38 @@
+"""An option's tasks for every size of bucket: a shape, and lines that become seconds. Knows no job, no order and no choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from commlayer.planner.pricing.path_walk import WalkedOp
+from commlayer.planner.pricing.problem import PricedWay, Shape, shape_of
+
+Lines = tuple[tuple[float, float], ...]
+"""Floors and slopes."""
+
+
+class Template(NamedTuple):
+    """The tasks of a walked path."""
+
+    steps: tuple[WalkedOp, ...]
+    shape: Shape
+    seconds: Lines
+    """By task, then by lane."""
+    latency: Lines
+    nbytes: float
+    """Per element, over all of its transfers on one node's links."""
+
+    def way(self, numel: int) -> PricedWay:
+        return PricedWay(self.shape, [a + b * numel for a, b in self.seconds], [a + b * numel for a, b in self.latency])
+
+    def sent(self, numel: int) -> list[int]:
+        """Bytes, by task."""
+        return [int(step.nbytes(numel) + 0.5) for step in self.steps]
+
+
+def template(steps: Sequence[WalkedOp]) -> Template:
+    return Template(
+        tuple(steps), shape_of(steps), tuple([(line.floor_s, line.slope_s) for step in steps for _, line in step.lanes]),
+        tuple([(step.latency.floor_s, step.latency.slope_s) for step in steps]), sum(step.nbytes.slope_s for step in steps),
+    )

@@ -1,0 +1,1 @@
+"""Finds a good plan by search over simulated steps."""

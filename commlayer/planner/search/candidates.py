@@ -1,0 +1,109 @@
+"""The options of a cluster: the paths that its shape and the policy allow, with which codecs, by node and both ways.
+
+Knows the sizes of buckets only as a range. Paths that another beats over all of it are left out, judged by the codecs that
+send most and least; so a two-level cluster's hundreds of paths are priced for two codecs and not for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+from commlayer.codec_name import named
+from commlayer.planner.model import grammar
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.model.codec_fit import Promise, fits, on_gpus, promise_of
+from commlayer.planner.model.option import DENSE, Option
+from commlayer.planner.model.paths import ALIASES, Path, parse, spell
+from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.search.prune import unbeaten
+
+SIZES = (1 << 8, 1 << 25)
+"""Elements of the smallest and largest buckets."""
+SLOW = 0.6
+"""A node whose uplink is below this share of the median's may take a codec that sends less."""
+
+
+def options(prices: Prices, policy: Policy) -> list[Option]:
+    """Everything that is worth trying; the dense ones first."""
+    cluster, profile = prices.cluster, prices.profile
+    promises = {cost.codec: promise_of(cost) for cost in profile.codecs}
+    sent = {cost.codec: cost.nbytes.slope_s for cost in profile.codecs}
+    made = [Option(path) for path in _dense(prices)]
+    if not made:
+        raise ValueError(f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
+    alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
+    for name in sorted(allowed_codecs(profile, policy), key=lambda name: (sent[name], name)):
+        if name != DENSE:
+            alike.setdefault((promises[name], _priced_on(prices, name)), []).append(name)
+    for (promise, priced), coded in alike.items():
+        devices = [device for device in policy.devices if device in priced]
+        for kinds in (_kinds(cluster), ("sum",)):
+            paths = [path for path in grammar.options(cluster, devices=devices, max_encodes=policy.max_encodes,
+                                                      sums=promise.sums, kinds=kinds, dense=False, servers="cpu" in priced)
+                     if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
+            kept = dict.fromkeys(path for judge in (coded[0], coded[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
+            made += [Option(_name(path, cluster), name) for path in kept for name in coded]
+            made += _uneven(cluster, coded, promise, [path for path in kept if grammar.served(path)])
+    return made
+
+
+def _priced_on(prices: Prices, codec: str) -> tuple[str, ...]:
+    """Where every node could code with it, as far as the profile knows. Servers code on CPUs."""
+    priced = {cost.device for cost in prices.profile.codecs if cost.codec == codec}
+    gpus = {node.device for node in prices.cluster.nodes if node.ranks and node.device != "cpu"}
+    on_gpus = ("gpu",) if "gpu" in priced or gpus <= priced else ()
+    return (*on_gpus, *(("cpu",) if "cpu" in priced else ()))
+
+
+def _dense(prices: Prices) -> Iterator[str]:
+    """Floats: over collectives, and to a server as the codec that sends them as they are."""
+    cluster = prices.cluster
+    plain = grammar.options(cluster, max_encodes=0, kinds=_kinds(cluster))
+    yield from (_name(path, cluster) for path in unbeaten(prices, plain, DENSE, *SIZES))
+    if any(cost.codec == DENSE for cost in prices.profile.codecs):
+        served = grammar.options(cluster, devices=("cpu",), max_encodes=1, kinds=("service",), dense=False)
+        yield from (_name(path, cluster) for path in unbeaten(prices, served, DENSE, *SIZES))
+
+
+def _kinds(cluster: Cluster) -> tuple[grammar.Kind, ...]:
+    """Without the many two-level paths where no node has two ranks."""
+    return ("flat", "two-level", "service") if max(n.ranks for n in cluster.nodes) > 1 else ("flat", "service")
+
+
+def _uneven(cluster: Cluster, coded: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
+    """What only a server can do: send less from slow nodes, or one codec up and another of its family down."""
+    if not promise.alone:
+        return
+    workers = [node for node in cluster.nodes if node.ranks]
+    slow = [node.link.up_bps < SLOW * median(n.link.up_bps for n in workers) for node in workers]
+    families: dict[str, list[str]] = {}
+    for name in coded:
+        families.setdefault(named(name).family, []).append(name)
+    for path in served:
+        text = _name(path, cluster)
+        for less, more in (pair for family in families.values() for pair in pairwise(family)):
+            if any(slow) and not all(slow) and named(less).but_ratio() == named(more).but_ratio():
+                yield Option(text, more, by_node=tuple(less if late else more for late in slow))
+            if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
+                yield Option(text, more, down=less)
+                yield Option(text, less, down=more)
+
+
+def _name(path: Path, cluster: Cluster) -> str:
+    """The short name, where there is one."""
+    widest = max(node.ranks for node in cluster.nodes)
+    return next((alias for alias in ALIASES if parse(alias, widest) == path), spell(path))
+
+
+def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
+    """Of the profile, those that the policy names; as the profile spells them."""
+    known = {bare(cost.codec): cost.codec for cost in profile.codecs}
+    # Collectives need no price for floats.
+    unknown = sorted(codec for codec in policy.codecs if bare(codec) not in {*known, bare(DENSE)})
+    if unknown:
+        raise ValueError(f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
+                         f"it has: {', '.join(sorted(known.values()))}")
+    asked = {bare(codec) for codec in policy.codecs} or {*known}
+    return sorted(text for name, text in known.items() if name in asked)

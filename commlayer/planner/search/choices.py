@@ -1,0 +1,274 @@
+"""Finds a good choice of one option per bucket: uniform starts, a beam over sizes, then single changes. Knows no paths.
+
+A choice is better when its step is shorter; among equal steps, when it loses less; then when it keeps the lanes less busy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+from operator import getitem
+from typing import NamedTuple
+
+from commlayer.planner.simulation.schedule import Schedule
+
+EQUAL = 1e-9
+"""Steps that differ by less than this fraction are equal."""
+EXHAUSTIVE = 2000
+"""So many choices or fewer are all tried."""
+PAIRS = 12000
+"""Two buckets are changed at once where that gives no more trials than this."""
+FEW, FEWEST = 12, 6
+"""With so many buckets or fewer, the search goes on to the last bit; and from all states of the beam, else from the best."""
+WORTH = 1e-3
+"""With many buckets, the search goes on as long as a round of changes shortens the step by this fraction."""
+TAKERS, GIVERS, GIVEN = 4, 12, 6
+"""When the loss budget is used up: options of more loss that are tried, buckets that may pay for one, and payments."""
+RELAXED = 3
+"""Options, those that lose least first, which a bucket is offered that may do without its own."""
+
+
+class Space(NamedTuple):
+    """What there is to choose from. Lists are by bucket, then by option."""
+
+    schedule: Schedule
+    loss: Sequence[Sequence[float]]
+    """Of the whole model's budget."""
+    burden: Sequence[Sequence[float]]
+    """Breaks ties: seconds on lanes, and coding counts as more than anything that does not code."""
+    critical: Callable[[Sequence[int]], set[int]]
+    """Buckets whose change could shorten the step of a choice."""
+    classes: Sequence[Sequence[int]]
+    """Buckets that have the same options, the largest first; inside a class by readiness."""
+    max_loss: float = math.inf
+    slack: float = 0.0
+    """Fraction of the step that is given up where something can do without coding or loss for it."""
+    least_s: float = 0.0
+    """No choice's step is shorter, as far as is known."""
+
+
+class ChoiceFound(NamedTuple):
+    """A choice and its price."""
+
+    step_s: float
+    loss: float
+    burden: float
+    choice: tuple[int, ...]
+
+
+def better(a: ChoiceFound, b: ChoiceFound) -> bool:
+    if abs(a.step_s - b.step_s) > EQUAL * max(a.step_s, b.step_s):
+        return a.step_s < b.step_s
+    return (a.loss, a.burden, a.choice) < (b.loss, b.burden, b.choice)
+
+
+def search(
+    space: Space, starts: Sequence[Sequence[int]] = (), *, states: Sequence[ChoiceFound] = (), width: int = 3, thorough: bool = True,
+) -> ChoiceFound:
+    """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
+
+    `states` are starts with their prices. `thorough` tries all choices where they are few, and pairs of changes where those
+    are few.
+    """
+    return _Search(space, thorough).run(list(states) or priced(space, starts), width)
+
+
+def priced(space: Space, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
+    """Those within the budget, without repetitions, and the one that loses least."""
+    return _Search(space, False).priced(starts)
+
+
+def best(states: Sequence[ChoiceFound]) -> ChoiceFound:
+    return min(states, key=_order)
+
+
+def _order(found: ChoiceFound) -> tuple[object, ...]:
+    return found.step_s, found.loss, found.burden, found.choice
+
+
+class _Search:
+    def __init__(self, space: Space, thorough: bool) -> None:
+        self.space, self.thorough = space, thorough
+        self.counts = [len(losses) for losses in space.loss]
+        self.every = range(len(self.counts))
+        self.within = space.max_loss * (1 + EQUAL) + 1e-12
+
+    def run(self, starts: Sequence[ChoiceFound], width: int) -> ChoiceFound:
+        if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
+            found = self.price(self.least())
+            for choice in product(*map(range, self.counts)):
+                found = self.keep(found, choice)
+            return found
+        states = self.beam(self.best(starts, width), width)
+        found = states[0]
+        for state in states if len(self.counts) <= FEWEST else states[:1]:
+            improved = self.improve(state)
+            found = improved if better(improved, found) else found
+        return found
+
+    # ---- prices
+
+    def price(self, choice: tuple[int, ...]) -> ChoiceFound:
+        return self.found(self.space.schedule.run(list(choice)), choice)
+
+    def found(self, step_s: float, choice: tuple[int, ...]) -> ChoiceFound:
+        return self.weighed(step_s, self.loss(choice), choice)
+
+    def weighed(self, step_s: float, loss: float, choice: tuple[int, ...]) -> ChoiceFound:
+        return ChoiceFound(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice)
+
+    def loss(self, choice: Sequence[int]) -> float:
+        return sum(map(getitem, self.space.loss, choice))
+
+    def allowed(self, choice: Sequence[int]) -> bool:
+        return self.loss(choice) <= self.within
+
+    def keep(self, found: ChoiceFound, choice: tuple[int, ...]) -> ChoiceFound:
+        """The better of the two, where the other is within the budget."""
+        if not self.allowed(choice):
+            return found
+        other = self.price(choice)
+        return other if better(other, found) else found
+
+    # ---- starts and the beam
+
+    def least(self) -> tuple[int, ...]:
+        """Of each bucket the option that loses least."""
+        return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
+
+    def priced(self, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
+        least = self.least()
+        if not self.allowed(least):
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
+        if not starts:
+            starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
+        distinct = dict.fromkeys([least, *map(tuple, starts)])
+        return [self.price(choice) for choice in distinct if self.allowed(choice)]
+
+    def best(self, states: Sequence[ChoiceFound], width: int) -> list[ChoiceFound]:
+        kept: list[ChoiceFound] = []
+        for state in sorted(states, key=_order):
+            if len(kept) < width and all(state.choice != other.choice for other in kept):
+                kept.append(state)
+        return kept
+
+    def beam(self, states: list[ChoiceFound], width: int) -> list[ChoiceFound]:
+        """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later half."""
+        for members in self.space.classes:
+            grown = list(states)
+            for state in states:
+                for part in _parts(members):
+                    grown += self.swept(state, part, states[-1].step_s if len(states) == width else math.inf)
+            states = self.best(grown, width)
+        return states
+
+    def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float) -> Iterator[ChoiceFound]:
+        """With each option in turn for all these buckets, where the budget allows it and the step stays within the limit."""
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s)
+        for option, step_s in enumerate(steps):
+            if step_s <= limit * (1 + EQUAL):
+                choice = _with(found.choice, buckets, option)
+                loss = self.loss(choice)
+                if choice != found.choice and loss <= self.within:
+                    yield self.weighed(step_s, loss, choice)
+
+    # ---- local improvement
+
+    def improve(self, found: ChoiceFound) -> ChoiceFound:
+        """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
+        worth = WORTH if len(self.counts) > FEW else EQUAL
+        moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
+        improving = True
+        while improving and found.step_s * (1 - worth) > self.space.least_s:
+            improving = False
+            for move in moves:
+                improved = move(found)
+                if improved.step_s < found.step_s * (1 - worth):
+                    found, improving = improved, True
+                    break
+        return self.relax(found)
+
+    def singles(self, found: ChoiceFound) -> ChoiceFound:
+        critical = self.space.critical(found.choice)
+        for b in (b for members in self.space.classes for b in members if b in critical):
+            for other in self.swept(found, (b,), found.step_s):
+                found = other if better(other, found) else found
+        return found
+
+    def pairs(self, found: ChoiceFound) -> ChoiceFound:
+        if sum(self.counts[a] * self.counts[b] for a, b in combinations(self.every, 2)) > PAIRS:
+            return found
+        for a, b in combinations(self.every, 2):
+            for option in range(self.counts[a]):
+                first = found._replace(step_s=math.nan, choice=_with(found.choice, (a,), option))
+                for other in self.swept(first, (b,), found.step_s):
+                    found = other if better(other, found) else found
+        return found
+
+    def exchanges(self, found: ChoiceFound) -> ChoiceFound:
+        """Where the budget is what stops a bucket, another one may give up some of its loss."""
+        if found.loss + max((max(losses) for losses in self.space.loss), default=0.0) <= self.within:
+            return found
+        wanted = []
+        for b in sorted(self.space.critical(found.choice)):
+            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s, found.step_s)):
+                if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
+                    wanted.append((step_s, b, option))
+        for _, b, option in sorted(wanted)[: TAKERS if len(self.counts) > FEW else None]:
+            other = self.paid(found, b, option)
+            found = other if other is not None and better(other, found) else found
+        return found
+
+    def paid(self, found: ChoiceFound, taker: int, option: int) -> ChoiceFound | None:
+        """With that option for the taker; the loss is made good by one other, or by several in turn."""
+        choice = _with(found.choice, (taker,), option)
+        step_s = self.space.schedule.run(list(choice))
+        givers = [b for members in self.space.classes for b in dict.fromkeys((members[0], members[-1])) if b != taker]
+        best: ChoiceFound | None = None
+        for _ in range(GIVEN):
+            offers = []
+            for giver in givers[:GIVERS]:
+                losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
+                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s, step_s)):
+                    if losses[o] < now and other_s < found.step_s:
+                        made = _with(choice, (giver,), o)
+                        offers.append(((other_s - step_s) / (now - losses[o]), losses[o], other_s, made))
+                        if self.allowed(made) and (best is None or other_s < best.step_s):
+                            best = self.found(other_s, made)
+            if not offers:
+                break
+            # Whoever frees most loss for what it costs the step.
+            _, _, step_s, choice = min(offers)
+            if self.allowed(choice):
+                break
+        return best
+
+    def relax(self, found: ChoiceFound) -> ChoiceFound:
+        """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""
+        limit = found.step_s * (1 + self.space.slack)
+        dearest = [(-self.space.loss[b][o], -self.space.burden[b][o], b) for b, o in enumerate(found.choice)]
+        for _, _, b in sorted(dearest):
+            now = found.choice[b]
+            prices = list(zip(self.space.loss[b], self.space.burden[b], range(self.counts[b]), strict=True))
+            for _, _, option in sorted(price for price in prices if price[:2] < prices[now][:2])[:RELAXED]:
+                other = self.price(_with(found.choice, (b,), option))
+                if other.step_s <= limit or better(other, found):
+                    found = other
+                    break
+        return found
+
+
+def _parts(members: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All of a class, then the halves that are ready first and last."""
+    yield members
+    if len(members) > 1:
+        yield members[: len(members) // 2]
+        yield members[len(members) // 2 :]
+
+
+def _with(choice: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
+    changed = list(choice)
+    for b in buckets:
+        changed[b] = option
+    return tuple(changed)

@@ -1,0 +1,45 @@
+"""A model cut into buckets, in the order in which they become ready. Knows no options, no prices and no cluster."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from commlayer.planner.model import buckets
+from commlayer.planner.simulation.timeline import urgent
+from commlayer.records import Job, Slice, Timing
+
+Kind = tuple[buckets.Sort, int]
+"""What it holds, and its octave of size: buckets of one kind have the same options to begin with."""
+
+
+class Piece(NamedTuple):
+    """A bucket, or one of the parts into which it is cut."""
+
+    slices: tuple[Slice, ...]
+    numel: int
+    urgency: float
+
+
+class Layout:
+    """Lists are by bucket."""
+
+    def __init__(self, job: Job, timing: Timing, limits: buckets.Limits) -> None:
+        groups = buckets.groups(job, limits)
+        self.sizes = [sum([s.numel for s in group]) for group in groups]
+        self.pieces = [Piece(group, size, urgent(timing, group)) for group, size in zip(groups, self.sizes, strict=True)]
+        self.kinds: list[Kind] = [
+            (buckets.sort_of(job, group), size.bit_length()) for group, size in zip(groups, self.sizes, strict=True)
+        ]
+        self._timing = timing
+        self._cut: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
+
+    def cut(self, b: int, ends: tuple[int, ...]) -> list[Piece]:
+        """Bucket b in parts that end there, and one behind them."""
+        if not ends:
+            return [self.pieces[b]]
+        if (b, ends) not in self._cut:
+            cut = [(buckets.between(self.pieces[b].slices, start, stop), stop - start)
+                   for start, stop in pairwise((0, *ends, self.sizes[b]))]
+            self._cut[b, ends] = [Piece(slices, numel, urgent(self._timing, slices)) for slices, numel in cut]
+        return self._cut[b, ends]

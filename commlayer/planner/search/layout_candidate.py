@@ -1,0 +1,309 @@
+"""One way to cut the model and place the servers, the options of its buckets, and the best choice. Knows no other entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from commlayer.codec_name import named
+from commlayer.planner.model.buckets import Sort
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.model.default_plan import ELEMENT_NBYTES, SPREAD_NBYTES, spread
+from commlayer.planner.model.float64 import EXACT, unrounded
+from commlayer.planner.model.matrix_shapes import shaped
+from commlayer.planner.model.option import DENSE, Option
+from commlayer.planner.pricing.batched import alone_s, stack
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.pricing.problem import Load, Problem, flatten
+from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, priced, search
+from commlayer.planner.search.layout import Kind, Layout, Piece
+from commlayer.planner.search.placement import assign
+from commlayer.planner.search.ways import Ways, free
+from commlayer.planner.simulation.critical_path import critical
+from commlayer.planner.simulation.schedule import schedule
+from commlayer.planner.simulation.timeline import pace, tail
+from commlayer.records import Bucket, Job, Plan, Timing
+
+K = TypeVar("K")
+
+CODES = 1e6
+"""Burden of coding a bucket: more than any seconds on lanes."""
+SLACK = 1e-3
+"""A plan may be so much slower (as a fraction) than the best one found if it loses or codes less."""
+
+REFINED, WIDENED = 3, 24
+"""Rounds of refining, and buckets in each."""
+
+
+class SearchInputs(NamedTuple):
+    """What a plan is made from, checked."""
+
+    job: Job
+    timing: Timing
+    cluster: Cluster
+    profile: Profile
+    policy: Policy
+
+
+SHARED = 4
+"""Parts of the model that each server gets: fewer may be shared badly."""
+LEAST_NBYTES = 16 << 10
+"""Of a part, where it is tried whether a bucket should be cut for every server."""
+NEARLY = 0.01
+"""A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
+MOST_PARTS = 1024
+"""More are not simulated with every server for itself: that costs seconds, and parts that small have costs of their own."""
+ANY = -1
+"""Server of a part that may go to whichever has least."""
+
+
+class CandidatePart(NamedTuple):
+    """A bucket of the plan to be."""
+
+    origin: int
+    """The bucket that was searched, of which this is all or a part."""
+    piece: Piece
+    option: int
+    server: int
+    owner: int
+
+
+class Written(NamedTuple):
+    """What a choice becomes."""
+
+    seconds: float
+    """Of one step."""
+    parts: list[CandidatePart]
+
+
+class LayoutCandidate:
+    """`useful[b]` are the options, by their numbers in `ways`, that bucket b's choice counts through."""
+
+    def __init__(
+        self, inputs: SearchInputs, ways: Ways, layout: Layout, local_steps: int = 1, useful: list[list[int]] | None = None,
+    ) -> None:
+        self.inputs, self.ways, self.layout, self.local_steps = inputs, ways, layout, local_steps
+        self.options, self.hosts = ways.options, ways.prices.hosts
+        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
+        self.per_node = ranks.pop() if len(ranks) == 1 else 1
+        self.found: ChoiceFound
+        """The choice that emit() writes down."""
+        self.useful = self._useful(ways) if useful is None else useful
+        self.space = self._space(ways, self.useful)
+        self._written: dict[tuple[int, ...], Written] = {}
+
+    @property
+    def fitted(self) -> bool:
+        """Whether its servers sum unequal parts, as their links ask for."""
+        return len(set(self.ways.prices.spread)) > 1
+
+    @cached_property
+    def uniform(self) -> list[ChoiceFound]:
+        """Those that take one option for every bucket to which it is open, and the one that loses least."""
+        return priced(self.space, self._starts(self.useful))
+
+    @cached_property
+    def quick(self) -> ChoiceFound:
+        """The best of them."""
+        return best(self.uniform)
+
+    @cached_property
+    def searched(self) -> ChoiceFound:
+        return search(self.space._replace(least_s=self.least_s), states=self.uniform)
+
+    @cached_property
+    def dense(self) -> ChoiceFound:
+        """The best that codes nothing and takes one option for every bucket."""
+        return best([found for found in self.uniform if not self.uses(found, lambda o: o.codec != DENSE)] or self.uniform[:1])
+
+    def uses(self, found: ChoiceFound, such: Callable[[Option], bool]) -> bool:
+        """Whether a bucket's option is such a one."""
+        return any(such(self.options[mine[place]]) for mine, place in zip(self.useful, found.choice, strict=True))
+
+    def refined(self, found: ChoiceFound) -> tuple[LayoutCandidate, ChoiceFound]:
+        """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
+        entry = self
+        for _ in range(REFINED):
+            if found.step_s * (1 - WORTH) <= entry.least_s:
+                break
+            held = [b for b in entry.space.critical(found.choice) if not self.layout.kinds[b][0]]
+            useful = list(entry.useful)
+            for b in sorted(held, key=lambda b: (-self.layout.sizes[b], b))[:WIDENED]:
+                octave = self.layout.kinds[b][1]
+                useful[b] = sorted({*useful[b], *self.ways.unbeaten(1 << (octave - 1), 1 << octave)})
+            wider = LayoutCandidate(self.inputs, self.ways, self.layout, self.local_steps, useful)
+            choice = [new.index(old[place]) for new, old, place in zip(useful, entry.useful, found.choice, strict=True)]
+            other = search(wider.space._replace(least_s=wider.least_s), [choice], width=1, thorough=False)
+            if other.step_s > found.step_s * (1 - WORTH):
+                break
+            entry, found = wider, other
+        return entry, found
+
+    def chosen(self, b: int) -> Option:
+        return self.options[self.useful[b][self.found.choice[b]]]
+
+    def free_s(self) -> float:
+        """The step if coding took no time: the best of a narrow search, so no bound on other plans."""
+        prices = self.ways.prices
+        ways = Ways(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread), self.options)
+        useful = self._useful(ways)
+        return search(self._space(ways, useful), self._starts(useful), width=1).step_s
+
+    def exact_s(self, found: ChoiceFound) -> float:
+        """Seconds of one step of what emit() would write; the search knows buckets that are spread over all servers."""
+        return self._as_written(found).seconds
+
+    def parts(self, found: ChoiceFound) -> list[CandidatePart]:
+        """What emit() writes down."""
+        return self._as_written(found).parts
+
+    def _as_written(self, found: ChoiceFound) -> Written:
+        """Cut no further than servers need to share evenly, since each part has costs of its own; or, where that is shorter,
+        into a part for each server, whose transfers and adding go on at once.
+        """
+        if found.choice not in self._written:
+            best = self._cut(found, SHARED)
+            if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
+                best = min(best, self._cut(found, self._finest), key=lambda written: written.seconds)
+            self._written[found.choice] = best
+        return self._written[found.choice]
+
+    @property
+    def _finest(self) -> int:
+        """A part of every bucket for every server, where those are not too many."""
+        few = len(self.layout.sizes) * len(self.hosts) <= MOST_PARTS
+        return max(self.layout.sizes) if few else max(SHARED, MOST_PARTS // len(self.hosts))
+
+    def _cut(self, found: ChoiceFound, finely: int) -> Written:
+        parts, placed = self._parts(found, finely), self.ways.placed
+        if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
+            return Written(found.step_s / self.local_steps, parts)
+        pieces = [part.piece for part in parts]
+        loads, _ = _loads(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
+        problem = self._problem(placed, loads, pieces)
+        return Written(schedule(problem).run([0] * len(parts)) / self.local_steps, parts)
+
+    def emit(self) -> Plan:
+        """The plan of the choice."""
+        job, parts = self.inputs.job, self.parts(self.found)
+        buckets = []
+        for i, part in enumerate(parts):
+            option = self.options[part.option]
+            codec, shape = shaped(option.codec, job, part.piece.slices)
+            buckets.append(Bucket(i, part.piece.slices, option.path, codec, part.server, part.owner, shape, option.down,
+                                  option.by_node))
+        served = any(self.options[part.option].served for part in parts)
+        made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
+                    hosts=self.hosts if served else ())
+        return unrounded(made, job)
+
+    def _parts(self, found: ChoiceFound, finely: int) -> list[CandidatePart]:
+        """Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
+
+        What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least.
+        """
+        made, bound_for, total = [], self.ways.prices.spread, sum(self.layout.sizes)
+        least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
+        for b, size in enumerate(self.layout.sizes):
+            option = self.useful[b][found.choice[b]]
+            cuts = self.options[option].served and not named(self.options[option].codec).shaped
+            parts = -(-size * finely * len(self.hosts) // total) if cuts else 1
+            parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // least_nbytes))
+            each = self.fitted and parts == len(self.hosts)
+            even = [size * i // parts for i in range(1, parts)]
+            ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even
+            made += [CandidatePart(b, piece, option, host if each else ANY, 0)
+                     for host, piece in enumerate(self.layout.cut(b, tuple(ends)))]
+        served = [i for i, part in enumerate(made) if self.options[part.option].served]
+        weights = {i: made[i].piece.numel for i in served}
+        for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
+            made[i] = made[i]._replace(owner=owner)
+        free = [i for i in served if made[i].server == ANY]
+        for i, server in zip(free, assign([weights[i] for i in free], bound_for or (1.0,)), strict=True):
+            made[i] = made[i]._replace(server=server)
+        return [part._replace(server=max(part.server, 0)) for part in made]
+
+    def _useful(self, ways: Ways) -> list[list[int]]:
+        """By kinds of buckets. Dense ones always stay."""
+        dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
+        of: dict[Kind, list[int]] = {}
+        for kind in set(self.layout.kinds):
+            sort, octave = kind
+            found = [] if sort else ways.useful(1 << (octave - 1), 1 << octave)
+            exact = [o for o in dense if self.options[o].path == EXACT] if sort == Sort.DOUBLES else []
+            of[kind] = exact or sorted({*dense, *found})
+        return [of[kind] for kind in self.layout.kinds]
+
+    def _classes(self, useful: list[list[int]]) -> list[Sequence[int]]:
+        """Buckets of one kind with the same options, the largest first."""
+        members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+        for b, (kind, mine) in enumerate(zip(self.layout.kinds, useful, strict=True)):
+            members.setdefault((kind, tuple(mine)), []).append(b)
+        return [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
+
+    def _starts(self, useful: list[list[int]]) -> list[list[int]]:
+        places = [{option: place for place, option in enumerate(mine)} for mine in useful]
+        return [[of.get(option, 0) for of in places] for option in range(len(self.options))]
+
+    def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
+        sizes, total = self.layout.sizes, sum(self.layout.sizes)
+        loads, held_s = _loads(ways, [[(option, 0, 0) for option in mine] for mine in useful], self.layout.pieces)
+        loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+        codes = [CODES * (option.codec != DENSE) for option in self.options]
+        burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
+                  for mine, each in zip(useful, held_s, strict=True)]
+        problem = self._problem(ways, loads, self.layout.pieces)
+        made_schedule = schedule(problem)
+
+        def held_up(choice: Sequence[int]) -> set[int]:
+            _, starts, ends = made_schedule.trace(list(choice))
+            return critical(problem, choice, starts, ends)
+
+        return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK)
+
+    @cached_property
+    def least_s(self) -> float:
+        """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
+        job, timing = self.inputs.job, self.inputs.timing
+        nodes = self.ways.prices.groups
+        paces = pace(job, timing, [piece.slices for piece in self.layout.pieces], nodes, self.local_steps)
+        ends = [max(each.work_s for each in paces)]
+        for options, buckets in _alike(self.useful):
+            numels = np.array([float(self.layout.sizes[b]) for b in buckets])
+            alone = np.min([alone_s(self.ways.template(option), numels) for option in options], axis=0)
+            ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
+        return max(ends) + tail(timing, nodes, self.local_steps)
+
+    def _problem(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Problem:
+        job, timing, _, _, policy = self.inputs
+        nodes = ways.prices.groups
+        return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.local_steps),
+                       tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
+
+
+def _loads(
+    ways: Ways, useful: Sequence[Sequence[tuple[int, int, int]]], pieces: Sequence[Piece],
+) -> tuple[list[Load], list[list[float]]]:
+    """By bucket, and the seconds on lanes of each of its options; those with the same options are priced together.
+
+    What is useful is an option with a server and an owner.
+    """
+    made: dict[int, tuple[Load, list[float]]] = {}
+    for options, buckets in _alike(useful):
+        stacked = stack([ways.template(*option) for option in options], np.array([float(pieces[b].numel) for b in buckets]))
+        for b, seconds, latency, held_s in zip(buckets, stacked.seconds, stacked.latency, stacked.held_s, strict=True):
+            made[b] = Load(stacked.shapes, seconds, latency, pieces[b].urgency), held_s
+    loads, held = zip(*[made[b] for b in range(len(pieces))], strict=True) if pieces else ((), ())
+    return list(loads), list(held)
+
+
+def _alike(useful: Sequence[Sequence[K]]) -> list[tuple[tuple[K, ...], list[int]]]:
+    """Buckets by their options."""
+    alike: dict[tuple[K, ...], list[int]] = {}
+    for b, mine in enumerate(useful):
+        alike.setdefault(tuple(mine), []).append(b)
+    return list(alike.items())

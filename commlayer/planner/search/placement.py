@@ -1,0 +1,111 @@
+"""Which server sums how much, and which bucket goes where. Knows links, not codecs or time within a step.
+
+A server on a node that trains costs it (n-1) of the owned bytes each way instead of 1: what the n-1 others push; its own part
+never leaves it. A server elsewhere takes n. With all links of B bytes a second, n training nodes, k others and a model of M
+bytes, the step is shortest where all are busy equally long (Jiang et al., OSDI 2020):
+
+    D = n^2 + kn - 2k     others own 2(n-1)M/D each, training nodes (n-k)M/D     t = 2n(n-1)M/(DB)     for k <= n
+
+`shares` finds the same by bisection on t, for links that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from commlayer.planner.model.cluster import Cluster, Node
+
+
+class Split(NamedTuple):
+    """How a model is divided among the nodes that host servers."""
+
+    shares: tuple[float, ...]
+    """Of the bytes, per node of the cluster; they add up to 1."""
+    seconds: float
+    """For one pass of all bytes, each way at once."""
+
+
+def _bps(node: Node) -> float:
+    return min(node.link.up_bps, node.link.down_bps)
+
+
+def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
+    """The split that ends soonest, for `nbytes` that every training node sends and receives. Nodes that host none own 0."""
+    n = sum(1 for node in cluster.nodes if node.ranks)
+    hosts = [node for node in cluster.nodes if node.server]
+    if not hosts:
+        raise ValueError("placement: no node of the cluster can host a server")
+    if n == 0:
+        raise ValueError("placement: the cluster has no node with ranks")
+    for node in cluster.nodes:
+        if not _bps(node) > 0:
+            raise ValueError(f"node {node.name}: a link of {_bps(node):g} bps carries nothing, allowed: above 0")
+    bits = 8 * nbytes
+    # Training nodes that host no server send and receive all of it, whatever the split.
+    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _lighter(node, n)), default=0.0)
+    high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
+    for _ in range(200):
+        middle_s = (low_s + high_s) / 2
+        if middle_s in (low_s, high_s):
+            break
+        if sum(_room(node, n, middle_s, bits) for node in cluster.nodes) >= 1:
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    rooms = [_room(node, n, high_s, bits) for node in cluster.nodes]
+    whole = sum(rooms)
+    owned = tuple(room / whole for room in rooms)
+    return Split(owned, max(_busy_s(node, share, n, bits) for node, share in zip(cluster.nodes, owned, strict=True)))
+
+
+def _lighter(node: Node, n: int) -> bool:
+    """Whether owning a part shortens the node's own work: among n = 1 it then sends nothing."""
+    return node.server and n < 2
+
+
+def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
+    """Of a node's link, each way."""
+    if node.ranks:
+        return bits / _bps(node) * ((1 - share) + (n - 1) * share)
+    return bits / _bps(node) * n * share
+
+
+def _room(node: Node, n: int, seconds: float, bits: float) -> float:
+    """The largest share that the node can own within that time."""
+    passes = seconds * _bps(node) / bits
+    if not node.server:
+        return 0.0
+    if not node.ranks:
+        return passes / n
+    if n <= 2:
+        # Its link is busy 1 - share + (n-1) share: less, or the same, the more it owns.
+        return 1.0 if passes >= n - 1 else 0.0
+    return min(1.0, max(0.0, (passes - 1) / (n - 2)))
+
+
+def closed_form(n: int, k: int) -> tuple[float, float, float]:
+    """(share of one of k other nodes, of one of n training nodes, seconds per M/B), where all links are equal."""
+    if not 0 <= k <= n or n < 2:
+        raise ValueError(f"closed form: got n={n}, k={k}, allowed: n of 2 or more, k from 0 to n")
+    d = n * n + k * n - 2 * k
+    return 2 * (n - 1) / d, (n - k) / d, 2 * n * (n - 1) / d
+
+
+def assign(sizes: Sequence[float], weights: Sequence[float]) -> list[int]:
+    """A server for each bucket, in order: the one whose load against its weight stays least. Weight 0 gets none.
+
+    Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 times its last bucket, and
+    that holds at any time: what is ready first keeps all of them busy.
+    """
+    if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
+        raise ValueError(f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
+    loads = [0.0] * len(weights)
+    able = [s for s, w in enumerate(weights) if w > 0]
+    chosen = [0] * len(sizes)
+    for bucket, size in enumerate(sizes):
+        server = min(able, key=lambda s: ((loads[s] + size) / weights[s], s))
+        loads[server] += size
+        chosen[bucket] = server
+    return chosen

@@ -1,0 +1,203 @@
+"""The verb `plan`: buckets, and for each a path, codec and place, by search over simulated steps. Knows no runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer.planner.model import buckets, grammar
+from commlayer.planner.model.cluster import Cluster, Node, Policy, Profile
+from commlayer.planner.model.option import DENSE
+from commlayer.planner.model.paths import parse
+from commlayer.planner.model.similar_nodes import condensed
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.search.candidates import allowed_codecs, options
+from commlayer.planner.search.choices import ChoiceFound
+from commlayer.planner.search.layout import Layout
+from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.search.placement import shares
+from commlayer.planner.search.reasons import explained
+from commlayer.planner.search.ways import Ways
+from commlayer.planner.simulation.timeline import exact_s
+from commlayer.records import Job, Plan
+
+FINALISTS = 2
+"""Sets of limits and hosts that are searched in full, after all have been tried with one option for every bucket."""
+PAYS = 0.02
+"""Compression must shorten a step by this fraction, else the plan does without it: it is not free of risk."""
+WORTH = 0.02
+"""Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
+
+NEAR = 0.01
+"""What is written is no more than this fraction faster than what was searched, where buckets are spread over all servers."""
+WRITTEN = 2000
+"""Squares of servers, as which simulating what would be written costs: where it is dear, the first few alone are looked at."""
+ALIKE = 0.1
+"""Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
+EVEN = 0.1
+"""Links that differ by no more than this fraction are equal, where it is asked who should host."""
+LEAST_PART = 0.05
+"""Whoever would sum less than this of what the busiest server sums is not worth one."""
+
+
+def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
+    """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    inputs = SearchInputs(job, timing, condensed(cluster), profile, policy)
+    tried = _tried(inputs)
+    finalists = _finalists(tried)
+    choices = [(entry, found) for entry in finalists for found in (entry.searched, entry.quick)]
+    entry, found = _best(choices)
+    entry, found = _best([(entry, found), entry.refined(found)])
+    pays_s = entry.exact_s(found) * (1 + PAYS)
+    if able := [each for each in tried if _about_s(each, each.dense) < pays_s]:
+        densest, = _shortest(able, 1, lambda entry: entry.dense)
+        if densest.exact_s(densest.dense) < pays_s:
+            entry, found = densest, densest.dense
+    least_s, every = entry.exact_s(found) * (1 - WORTH), entry
+    for local_steps in _local_steps(policy.max_local_steps):
+        # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
+        rarer = LayoutCandidate(inputs, every.ways, every.layout, local_steps)
+        rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
+        if rarer.exact_s(sparser) <= least_s:
+            entry, found, least_s = rarer, sparser, rarer.exact_s(sparser) * (1 - WORTH)
+    entry.found = found
+    made = entry.emit()
+    if policy.staleness and entry.local_steps == 1:
+        made = _stale(made, inputs)
+    return explained(made, entry, cluster)
+
+
+def _local_steps(most: int) -> list[int]:
+    """
+    >>> _local_steps(1), _local_steps(4), _local_steps(6)
+    ([], [2, 4], [2, 4, 6])
+    """
+    doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+    return [*doubled, most] if most > 1 else []
+
+
+def _best(choices: list[tuple[LayoutCandidate, ChoiceFound]]) -> tuple[LayoutCandidate, ChoiceFound]:
+    """By the exact simulation of what would be written, of those that may be the best."""
+    (entry, found), *others = sorted(choices, key=lambda pair: _about_s(*pair))
+    for other in others:
+        if _about_s(*other) < entry.exact_s(found) and other[0].exact_s(other[1]) < entry.exact_s(found):
+            entry, found = other
+    return entry, found
+
+
+def _about_s(entry: LayoutCandidate, found: ChoiceFound) -> float:
+    """What a step that was searched is surely not below."""
+    return found.step_s / entry.local_steps * (1 - NEAR)
+
+
+def _tried(inputs: SearchInputs) -> list[LayoutCandidate]:
+    """All limits with all hosts; with one host, where all have equal links, those that were best."""
+    layouts = _layouts(inputs)
+    tried: list[LayoutCandidate] = []
+    for hosts in host_sets(inputs.cluster):
+        if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
+            break
+        # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
+        prices = Prices(inputs.cluster, inputs.profile, hosts.places, spread=hosts.parts)
+        ways = Ways(prices, options(prices, inputs.policy))
+        tried += [LayoutCandidate(inputs, ways, layout) for layout in layouts]
+        if _even(inputs.cluster):
+            layouts = [entry.layout for entry in _finalists(tried)]
+    return tried
+
+
+def _layouts(inputs: SearchInputs) -> list[Layout]:
+    """Of those with nearly as many buckets the first."""
+    made: list[Layout] = []
+    allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
+    most, matrices = min(name.most_nbytes for name in allowed), any(name.shaped for name in allowed)
+    for limits in buckets.limits(inputs.job, most, matrices=matrices):
+        layout = Layout(inputs.job, inputs.timing, limits)
+        if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
+            made.append(layout)
+    return made
+
+
+def _finalists(tried: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Of those that share sums by links one besides, which even parts, simpler to search, would else leave behind."""
+    evenly, by_links = ([e for e in tried if _by_links(e) is such] for such in (False, True))
+    return _shortest(evenly, FINALISTS, lambda entry: entry.quick) + _shortest(by_links, 1, lambda entry: entry.quick)
+
+
+def _shortest(tried: list[LayoutCandidate], most: int, which: Callable[[LayoutCandidate], ChoiceFound]) -> list[LayoutCandidate]:
+    """By what would be written of them, which takes some per cent longer than what was searched, and not all alike."""
+    found: list[tuple[float, int, LayoutCandidate]] = []
+    left = WRITTEN
+    for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).step_s)):
+        kind = which(entry)
+        if len(found) == most and (kind.step_s >= found[-1][0] or left <= 0):
+            break
+        left -= len(entry.hosts) ** 2
+        found = sorted([*found, (max(kind.step_s, entry.exact_s(kind)), place, entry)])[:most]
+    return [entry for *_, entry in found]
+
+
+def _by_links(entry: LayoutCandidate) -> bool:
+    able = sum(node.server for node in entry.inputs.cluster.nodes)
+    return len(entry.hosts) > 1 and (entry.fitted or len(entry.hosts) < able)
+
+
+def _one_may_do(cluster: Cluster, finalists: list[LayoutCandidate]) -> bool:
+    """Whether a server on one node could be better than on all: where its link stands out, or servers are worth it anyway."""
+    return not _even(cluster) or any(
+        entry.uses(found, lambda option: option.served) for entry in finalists for found in (entry.quick, entry.searched)
+    )
+
+
+def _even(cluster: Cluster) -> bool:
+    rates = [_bps(node) for node in cluster.nodes if node.server]
+    return not rates or max(rates) <= min(rates) * (1 + EVEN)
+
+
+class Hosts(NamedTuple):
+    """Nodes that run servers, and the part of the sums that each has; no parts: there is one."""
+
+    places: tuple[int, ...]
+    parts: tuple[float, ...] = ()
+
+
+def host_sets(cluster: Cluster) -> list[Hosts]:
+    """Who could run the servers: all that can, evenly; those that links ask for, as they ask; the one with the fastest link.
+
+    Evenly, adding and coding sums is shared best; by links, the transfers are.
+    """
+    able = [i for i, node in enumerate(cluster.nodes) if node.server]
+    if len(able) < 2:
+        return [Hosts(tuple(able))]
+    evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
+    owned = shares(cluster).shares
+    parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
+    fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
+    alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
+    fastest = Hosts((max(able, key=lambda i: (_bps(cluster.nodes[i]), -i)),))
+    return list(dict.fromkeys([evenly, evenly if alike else fitted, fastest]))
+
+
+def _bps(node: Node) -> float:
+    return min(node.link.up_bps, node.link.down_bps)
+
+
+def _stale(plan: Plan, inputs: SearchInputs) -> Plan:
+    """The fewest of the buckets that are ready last whose results may be a step late, if that is worth it."""
+    job, _, cluster, profile, policy = inputs
+    if plan.ranks_per_node > 1:
+        return plan  # ranks of a node share a result in its own step
+    served = [b for b in plan.buckets if grammar.served(parse(b.path))]
+    gradients = [b.id for b in served if not job.tensors[b.slices[0].tensor].buffer]
+    best, best_s = plan, exact_s(plan, job, cluster, profile, policy)
+    for share in (8, 4, 2, 1):
+        late = set(gradients[len(gradients) - -(-len(gradients) // share) :])
+        made = structs.replace(plan, buckets=tuple(structs.replace(b, stale=b.id in late) for b in plan.buckets))
+        step_s = exact_s(made, job, cluster, profile, policy)
+        if step_s < best_s * (1 - WORTH):
+            best, best_s = made, step_s
+    return best

@@ -1,0 +1,131 @@
+"""The ways to send a bucket that are worth trying in a cluster, priced as lines over its size. Knows no job and no order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Profile
+from commlayer.planner.model.option import Option
+from commlayer.planner.pricing.batched import Reals, alone_s, busy_s, longest
+from commlayer.planner.pricing.lines import ZERO
+from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.pricing.problem import COMPUTE
+from commlayer.planner.pricing.template import Template
+
+EDGES = np.exp2(np.arange(32))
+"""Elements at the ends of octaves of size."""
+
+class Ways:
+    """Options by number, in one cluster with one set of servers."""
+
+    def __init__(self, prices: Prices, options: Sequence[Option]) -> None:
+        self.prices = prices
+        self.options = tuple(options)
+        self._useful: dict[tuple[int, int], list[int]] = {}
+        self._unbeaten: dict[tuple[int, int], list[int]] = {}
+        self._at_edges: dict[int, list[list[float]]] = {}
+        codecs = {codec for o in options for codec in (o.codec, o.down, *o.by_node) if codec}
+        of = {codec: codec_loss(prices.profile, codec) for codec in codecs}
+        self.losses = [_loss(option, of) for option in self.options]
+        """In final quality, if the whole model were sent so; by option."""
+
+    @cached_property
+    def placed(self) -> Ways:
+        """The same options with each bucket on one server, where here each is spread over all of them."""
+        prices = self.prices
+        return Ways(Prices(prices.cluster, prices.profile, prices.hosts), self.options) if prices.spread else self
+
+    def template(self, option: int, server: int = 0, owner: int = 0) -> Template:
+        o = self.options[option]
+        return self.prices.template(o.path, o.codec, server, owner, o.down, o.by_node)
+
+    def useful(self, least: int, most: int) -> list[int]:
+        """A few options for sizes from `least` to `most` elements: of each level of loss those that are best in some respect.
+
+        Prices are lines, so that what is best at both ends is best between them.
+        """
+        if (least, most) in self._useful:
+            return self._useful[least, most]
+        levels: dict[float, list[int]] = {}
+        for option in range(len(self.options)):
+            levels.setdefault(round(self.losses[option], 6), []).append(option)
+        kept: dict[int, list[float]] = {}
+        for _, level in sorted(levels.items()):
+            prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
+            ranked = sorted(level, key=lambda option: sum(prices[option]))
+            best = {min(ranked, key=lambda option: prices[option][i]) for i in range(len(prices[level[0]]))}
+            for option in sorted(best):
+                if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
+                    kept[option] = prices[option]
+        found = self._useful[least, most] = sorted(kept)
+        return found
+
+    def unbeaten(self, least: int, most: int) -> list[int]:
+        """All options for such sizes of which no other loses as little, holds no lane longer and is done as soon alone."""
+        if (least, most) in self._unbeaten:
+            return self._unbeaten[least, most]
+        sizes = np.array([float(least), float(most)])
+        busy = [busy_s(self.template(option), sizes) for option in range(len(self.options))]
+        lanes = sorted({lane for each in busy for lane in each})
+        column = {lane: 2 * i for i, lane in enumerate(lanes)}
+        weights = np.zeros((len(busy), 2 * len(lanes) + 3))
+        for option, (row, each) in enumerate(zip(weights, busy, strict=True)):
+            for lane, seconds in each.items():
+                row[column[lane] : column[lane] + 2] = seconds
+            row[-3:-1] = alone_s(self.template(option), sizes)
+            row[-1] = self.losses[option]
+        kept: list[int] = []
+        # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
+        for option in np.argsort(weights.sum(axis=1), kind="stable").tolist():
+            if not (weights[kept] <= weights[option]).all(axis=1).any():
+                kept.append(option)
+        found = self._unbeaten[least, most] = sorted(kept)
+        return found
+
+    def _respects(self, option: int, numel: int) -> list[float]:
+        if numel & (numel - 1):
+            return _respects(self.template(option), np.array([float(numel)]))[0]
+        if option not in self._at_edges:
+            self._at_edges[option] = _respects(self.template(option), EDGES)
+        return self._at_edges[option][numel.bit_length() - 1]
+
+
+def _respects(template: Template, sizes: Reals) -> list[list[float]]:
+    """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone. By size."""
+    busy = busy_s(template, sizes)
+    zero = np.zeros(len(sizes))
+    of: dict[str, list[Reals]] = {}
+    for lane, seconds in busy.items():
+        of.setdefault(lane.partition(":")[0], []).append(seconds)
+
+    def most(*kinds: str) -> Reals:
+        return longest([seconds for kind in kinds for seconds in of.get(kind, ())], zero)
+
+    alone, busiest = alone_s(template, sizes), longest(list(busy.values()), zero)
+    links, gpu = most("up", "down", "intra"), most(COMPUTE)
+    respects = [alone, busiest, alone + busiest, links, most("cpu", "server"), gpu + alone, gpu + links]
+    found: list[list[float]] = np.stack(respects, axis=1).tolist()
+    return found
+
+
+def _loss(option: Option, of: dict[str, float]) -> float:
+    """A codec's loss is of both ways; where they differ, each has half of its own."""
+    losses = [of[codec] for codec in option.by_node or (option.codec,)]
+    up = sum(losses) / len(losses)
+    return (up + of[option.down]) / 2 if option.down else up
+
+
+def codec_loss(profile: Profile, codec: str) -> float:
+    """The worst of its entries; 0 for a codec that the profile does not know."""
+    return max((c.loss for c in profile.codecs if bare(c.codec) == bare(codec)), default=0.0)
+
+
+def free(profile: Profile) -> Profile:
+    """The same where coding takes no time: the bound of what compression could give."""
+    codecs = tuple(structs.replace(cost, encode=ZERO, decode=ZERO) for cost in profile.codecs)
+    return structs.replace(profile, codecs=codecs, copy=ZERO)
+

@@ -1,0 +1,150 @@
+"""The verb `simulate`: a plan's step as a timeline. Knows how a job's computing and a plan's tasks meet, not what is good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from commlayer.planner.model import buckets
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.model.equal_nodes import Group
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of
+from commlayer.planner.pricing.template import Template
+from commlayer.planner.simulation.schedule import schedule
+from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
+
+
+class Span(Record, frozen=True):
+    """One task of one bucket in the simulated step; seconds from the step's start, which is the forward pass's."""
+
+    bucket: int
+    op: str
+    lanes: tuple[str, ...]
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+class Timeline(Record, frozen=True):
+    """One step of every node, side by side."""
+
+    step_s: float
+    """From one forward pass to the next."""
+    compute_s: float
+    """What the slowest node computes in it: a step that needs no communication takes so long."""
+    ready_s: tuple[float, ...]
+    """By bucket: when the slowest node's gradient is final, were nothing in backward's way."""
+    done_s: tuple[float, ...]
+    """By bucket: when its last task ends; that of a stale bucket may lie behind the step's end."""
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication and coding add to computing."""
+        return self.step_s - self.compute_s
+
+
+def simulate(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    prices: Prices | None = None, spans: bool = True,
+) -> Timeline:
+    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them.
+
+    `prices`: of the cluster with the plan's servers, where they are at hand. Without `spans` it knows buckets alone.
+    """
+    problem, templates, paces = _lay_out(plan, job, cluster, profile, policy, prices)
+    step_s, starts, ends = schedule(problem).trace([0] * len(templates))
+    total = len(starts) // problem.steps
+    at, begun = 0, 0.0
+    if problem.steps > 1:
+        # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
+        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(templates))
+    times = iter(zip(starts[at:], ends[at:], strict=True))
+    ready = [max(p.ready_s[b] for p in paces) for b in range(len(templates))]
+    done = list(ready)
+    made = []
+    for b in problem.order:
+        each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, len(templates[b].steps))]
+        done[b] = max([done[b], *[end_s for _, end_s in each]])
+        made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
+    compute_s = max(p.work_s for p in paces) + problem.tail
+    return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(made))
+
+
+def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, float]]) -> list[Span]:
+    return [
+        Span(b, step.op, lanes, start_s, end_s, nbytes) for step, lanes, nbytes, (start_s, end_s)
+        in zip(template.steps, template.shape.lanes, template.sent(numel), times, strict=True)
+    ]
+
+
+def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+    """Seconds of one step, without the timeline; of what an exchange costs, each of the steps that share it bears its part."""
+    problem, templates, _ = _lay_out(plan, job, cluster, profile, policy)
+    return schedule(problem).run([0] * len(templates)) / plan.local_steps
+
+
+def _lay_out(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
+) -> tuple[Problem, list[Template], tuple[Pace, ...]]:
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    prices = prices or Prices(cluster, profile, hosts_of(plan, cluster))
+    templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
+    paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, plan.local_steps)
+    loads = [
+        load_of([each.way(bucket.numel)], urgent(timing, bucket.slices), bucket.stale)
+        for each, bucket in zip(templates, plan.buckets, strict=True)
+    ]
+    tail_s = tail(timing, prices.groups, plan.local_steps)
+    return flatten(loads, paces, tail_s=tail_s, priority=policy.priority), templates, paces
+
+
+def per_step(timeline: Timeline, local_steps: int) -> float:
+    """Seconds of one step where so many share an exchange."""
+    return timeline.step_s / local_steps
+
+
+def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The nodes that run the plan's servers: those it names, else the first that can."""
+    able = tuple(i for i, node in enumerate(cluster.nodes) if node.server)
+    if plan.hosts:
+        return plan.hosts
+    if plan.servers > len(able):
+        raise ValueError(f"the plan has {plan.servers} servers, but only {len(able)} nodes of the cluster can host one")
+    return able[: plan.servers]
+
+
+def bucket_template(prices: Prices, bucket: Bucket) -> Template:
+    """What the bucket's path costs; errors name the bucket."""
+    try:
+        return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
+    except ValueError as error:
+        raise ValueError(f"bucket {bucket.id}: {error}") from None
+
+
+def pace(
+    job: Job, timing: Timing, groups: Sequence[tuple[Slice, ...]], nodes: Sequence[Group], local_steps: int = 1,
+) -> tuple[Pace, ...]:
+    """When each kind of node has which bucket's gradient. What local steps exchange is final only when the last is over."""
+    between_s = (local_steps - 1) * (timing.forward_s + timing.backward_s + timing.update_s)
+    work_s = between_s + timing.forward_s + timing.backward_s
+    ready = [
+        work_s + timing.update_s if local_steps > 1 else timing.forward_s + buckets.readiness(job, slices) for slices in groups
+    ]
+    work_s += timing.update_s if local_steps > 1 else 0.0
+    return tuple(
+        Pace(group.name, tuple(at / group.node.speed for at in ready), work_s / group.node.speed)
+        for group in nodes if group.workers
+    )
+
+
+def tail(timing: Timing, nodes: Sequence[Group], local_steps: int = 1) -> float:
+    """The optimizer's step on the slowest node; local steps have theirs before the exchange."""
+    return 0.0 if local_steps > 1 else timing.update_s / min(group.node.speed for group in nodes if group.workers)
+
+
+def urgent(timing: Timing, slices: Sequence[Slice]) -> float:
+    """When the next forward pass first needs something of a bucket."""
+    return min(timing.needed_s[s.tensor] for s in slices)

@@ -1,0 +1,159 @@
+"""What machines and codecs cost where nobody has measured: named GPUs and links. Knows data sheets; measuring replaces all.
+
+GPUs: FP32 peak and memory bandwidth of the vendors' data sheets. Training speed against a V100 is taken as the geometric mean
+of the two ratios: convolutions and products follow the first, everything between them the second. Where cards multiply in TF32
+that is too little; the A100's is from ResNet-50's published images/s (NVIDIA's DeepLearningExamples).
+Codecs: what an element costs is sizes.py's; on a CPU at the speed that one core streams at, on a GPU at its own bandwidth.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from commlayer.codec_name import named
+from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.model.codec_sizes import touch
+
+
+class Gpu(NamedTuple):
+    """A data sheet."""
+
+    fp32_tflops: float
+    memory_gbytes_s: float
+    published_speed: float = 0.0
+    """Of training against a V100, where both are published for one model and program."""
+
+    @property
+    def speed(self) -> float:
+        """Of training, against a V100."""
+        if self.published_speed:
+            return self.published_speed
+        v100 = GPUS["v100"]
+        return math.sqrt(self.fp32_tflops / v100.fp32_tflops * self.memory_gbytes_s / v100.memory_gbytes_s)
+
+
+GPUS: Mapping[str, Gpu] = {
+    "gtx1070": Gpu(6.5, 256),
+    "gtx1080ti": Gpu(11.3, 484),
+    "m40": Gpu(6.8, 288),
+    "p100": Gpu(10.6, 732),
+    "v100": Gpu(15.7, 900),
+    "t4": Gpu(8.1, 320),
+    "rtx2060": Gpu(6.5, 336),
+    "rtx2080ti": Gpu(13.4, 616),
+    "rtx3060": Gpu(12.7, 360),
+    "rtx3070": Gpu(20.3, 448),
+    "rtx3080": Gpu(29.8, 760),
+    "rtx3090": Gpu(35.6, 936),
+    "rtx4060": Gpu(15.1, 272),
+    "rtx4070": Gpu(29.1, 504),
+    "rtx4080": Gpu(48.7, 717),
+    "rtx4090": Gpu(82.6, 1008),
+    "l4": Gpu(30.3, 300),
+    "a100": Gpu(19.5, 1555, 938 / 356),
+    "h100": Gpu(66.9, 3350),
+}
+CPU_SPEED = 0.02
+"""A CPU's training against a V100's: some 0.3 of 15.7 TFLOP/s."""
+
+CPU_STREAM_BYTES_S = 9e9
+"""In-place r += g on one core."""
+GPU_SHARE = 0.7
+"""Of a GPU's bandwidth that elementwise kernels reach."""
+CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 30e-6
+"""Per call; a GPU codec is some three launches of 10 us."""
+
+BUCKET_S = 100e-6
+SERVER_BYTE_S = 0.2e-9
+"""Reading and framing, besides the codec's add."""
+PCIE_COPY = Line(10e-6, 1 / 12e9)
+
+HOME_ALPHA_S, FIBER_ALPHA_S, RACK_ALPHA_S = 10e-3, 4e-3, 25e-6
+INTRA: Mapping[str, tuple[float, float]] = {
+    "nvlink": (1.2e12, 10e-6),
+    "nvlink-a100": (2.4e12, 10e-6),
+    "nvlink-h100": (3.6e12, 10e-6),
+    "pcie3": (96e9, 15e-6),
+    "pcie4": (192e9, 15e-6),
+    "shm": (40e9, 20e-6),
+}
+"""bps each way between two ranks of a node, and seconds a message. "shm": through the host's memory."""
+
+DEFAULT_CODECS = (
+    "identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.01)", "topk(ratio=0.001)",
+)
+
+
+def gpu(name: str) -> Gpu:
+    found = GPUS.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), GPUS, 3, 0.5)
+        raise ValueError(f"GPU {name!r} is in no table, {'nearest are' if near else 'known are'} {', '.join(near or GPUS)}; "
+                         "or measure it with `commlayer profile`")
+    return found
+
+
+def speed(device: str) -> float:
+    """Of a node's device against a V100."""
+    return CPU_SPEED if device == "cpu" else gpu(device).speed
+
+
+def device_named(text: str) -> str:
+    """The tables' name for what a driver calls its GPU; empty if they have none.
+
+    >>> device_named("NVIDIA GeForce RTX 3060"), device_named("Tesla V100-SXM2-16GB"), device_named("NVIDIA H200")
+    ('rtx3060', 'v100', '')
+    """
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    runs = ("".join(words[i : i + n]) for n in (3, 2, 1) for i in range(len(words)))
+    return next((run for run in runs if run in GPUS), "")
+
+
+def link(name: str) -> Link:
+    """By name: "home-100/20" (down/up, Mb/s), "fiber-1000" (Mb/s each way), "25g", "100m" (in one room)."""
+    if match := re.fullmatch(r"home-(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", name):
+        made = Link(float(match[2]) * 1e6, float(match[1]) * 1e6, HOME_ALPHA_S)
+    elif match := re.fullmatch(r"fiber-(\d+(?:\.\d+)?)", name):
+        made = Link(float(match[1]) * 1e6, float(match[1]) * 1e6, FIBER_ALPHA_S)
+    elif match := re.fullmatch(r"(\d+(?:\.\d+)?)([gm])", name):
+        bps = float(match[1]) * (1e9 if match[2] == "g" else 1e6)
+        made = Link(bps, bps, RACK_ALPHA_S)
+    else:
+        raise ValueError(f'link {name!r}: allowed are "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m"')
+    if not min(made.up_bps, made.down_bps) > 0:
+        raise ValueError(f"link {name!r}: a link of 0 carries nothing, allowed: above 0")
+    return made
+
+
+def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
+    """A node of the tables."""
+    if intra not in INTRA:
+        raise ValueError(f"intra {intra!r}: allowed are {', '.join(INTRA)}")
+    intra_bps, intra_alpha_s = INTRA[intra] if ranks > 1 else (0.0, 0.0)
+    return Node(name, ranks, device, link(net), intra_bps, intra_alpha_s, speed(device), server)
+
+
+def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:
+    """Costs of `codecs` on every device of the cluster; one whose name no table has is an error."""
+    gpus = sorted({n.device for n in cluster.nodes if n.device != "cpu"})
+    costs = [_cost(name, "cpu", CPU_STREAM_BYTES_S, CPU_FLOOR_S) for name in codecs]
+    for device in gpus:
+        bytes_s = gpu(device).memory_gbytes_s * 1e9 * GPU_SHARE
+        costs += [_cost(name, device, bytes_s, GPU_FLOOR_S) for name in codecs]
+    return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY if gpus else Line(0.0))
+
+
+def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
+    touched = touch(named(name))
+    return CodecCost(
+        name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
+        Line(PAYLOAD_HEADER_NBYTES, touched.sent), touched.loss, sums=touched.sums,
+        alone=touched.alone, answers=touched.answers,
+    )
+
+
+PAYLOAD_HEADER_NBYTES = 16

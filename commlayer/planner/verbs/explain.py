@@ -1,0 +1,56 @@
+"""The verb `explain`: one bucket's decision with its tasks in the simulated step. Makes records; prints nothing."""
+
+from __future__ import annotations
+
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.simulation.timeline import Span, simulate
+from commlayer.records import Bucket, Job, Plan, Record
+
+
+class Explanation(Record, frozen=True):
+    """Why a bucket goes as it goes."""
+
+    bucket: Bucket
+    tensors: tuple[str, ...]
+    """What is in it: names, and ranges where a tensor is cut."""
+    ready_s: float
+    done_s: float
+    step_s: float
+    compute_s: float
+    """Of `local_steps` steps together, which share this exchange."""
+    local_steps: int
+    spans: tuple[Span, ...]
+
+
+def explain(
+    plan: Plan, bucket: int, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
+) -> Explanation:
+    """Of bucket number `bucket`. The reason and the runner-up are those that the planner wrote into the plan."""
+    if not 0 <= bucket < len(plan.buckets):
+        raise ValueError(f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
+    timeline = simulate(plan, job, cluster, profile, policy)
+    found = plan.buckets[bucket]
+    spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=lambda s: (s.start_s, s.end_s))
+    return Explanation(
+        found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
+        timeline.compute_s, plan.local_steps, tuple(spans),
+    )
+
+
+def tensor_names(bucket: Bucket, job: Job) -> tuple[str, ...]:
+    names = []
+    for part in bucket.slices:
+        info = job.tensors[part.tensor]
+        names.append(info.name if part.numel == info.numel else f"{info.name}[{part.start}:{part.stop}]")
+    return tuple(names)
+
+
+def bucket_of(plan: Plan, job: Job, text: str) -> int:
+    """The bucket that a person means by a number or by a tensor's name (of a cut one, its first part)."""
+    if text.isdigit():
+        return int(text)
+    tensor = next((i for i, info in enumerate(job.tensors) if info.name == text), None)
+    found = [b.id for b in plan.buckets for s in b.slices if s.tensor == tensor]
+    if not found:
+        raise ValueError(f"bucket {text!r}: neither a number from 0 to {len(plan.buckets) - 1} nor a tensor of the model")
+    return min(found)

@@ -1,0 +1,152 @@
+"""The verb `what_if`: the same job with other links, more nodes or another GPU, and where compression begins to pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
+from commlayer.planner.model.option import DENSE
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.search.plan import PAYS, plan
+from commlayer.planner.tables.machines import speed
+from commlayer.records import Job, Record
+
+LEAST_BPS, MOST_BPS = 1e5, 1e12
+HALVINGS = 7
+"""Of the gap between two swept bandwidths: to a fraction of a percent."""
+
+
+class Point(Record, frozen=True):
+    """One cluster of a sweep."""
+
+    label: str
+    x: float
+    """What was swept: bps, number of nodes; else the place in the sweep."""
+    plan_s: float
+    dense_s: float
+    """Without any codec."""
+    free_s: float
+    samples_per_s: float
+    """Of all workers together; 0 where the job has no batch."""
+
+    @property
+    def gain(self) -> float:
+        return self.dense_s / self.plan_s if self.plan_s else 1.0
+
+
+class Curve(Record, frozen=True):
+    """A sweep, and the bandwidth below which compression pays, where that was asked for and there is one."""
+
+    swept: str
+    points: tuple[Point, ...]
+    break_even_bps: float | None = None
+
+
+def point(
+    label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
+) -> Point:
+    policy = policy or Policy()
+    made = plan(job, cluster, profile, policy)
+    dense = plan(job, cluster, profile, structs.replace(policy, codecs=(DENSE,)))
+    # What needs no codec is open to both, and a search may miss it.
+    plan_s = min(made.step_s, dense.step_s)
+    batch = (job.batch or 0) * cluster.ranks
+    return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0)
+
+
+def what_if(
+    job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    bandwidths: Sequence[float] = (), add_nodes: Sequence[Node] = (), counts: Sequence[int] = (), gpus: Sequence[str] = (),
+) -> Curve:
+    """Sweeps one of: links (every node's, each way, at these bps), nodes added one after the other, this many copies of the
+    last node, other GPUs in all nodes. A profile handed in must cover what is swept.
+    """
+    checked_inputs(job, cluster, profile, policy)
+    swept = [name for name, values in (("bandwidth", bandwidths), ("add_node", add_nodes), ("nodes", counts), ("gpu", gpus))
+             if values]
+    if len(swept) != 1:
+        raise ValueError(f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
+    clusters = {
+        "bandwidth": lambda: _at_rates(cluster, bandwidths), "add_node": lambda: _grown(cluster, add_nodes),
+        "nodes": lambda: _counted(cluster, counts), "gpu": lambda: _with_gpus(cluster, gpus),
+    }[swept[0]]()
+    points = tuple(point(label, x, job, made, profile, policy) for label, x, made in clusters)
+    pays = None
+    if swept[0] == "bandwidth":
+        pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy))
+    return Curve(swept[0], points, pays)
+
+
+def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> float | None:
+    """By bisection between the fastest swept link where compression pays and the next; None where it pays at all or none."""
+    points = sorted(points, key=lambda p: p.x)
+    paying = [i for i, p in enumerate(points) if p.gain > 1 + PAYS]
+    if not paying or paying[-1] + 1 == len(points):
+        return None
+    low, high = points[paying[-1]].x, points[paying[-1] + 1].x
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        if priced(middle).gain > 1 + PAYS:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+def at_rate(cluster: Cluster, bps: float) -> Cluster:
+    """Every node's link at this rate each way, with its own latency."""
+    if not LEAST_BPS <= bps <= MOST_BPS:
+        raise ValueError(f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
+    nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) for node in cluster.nodes)
+    return structs.replace(cluster, nodes=nodes)
+
+
+def _at_rates(cluster: Cluster, bandwidths: Sequence[float]) -> Iterator[tuple[str, float, Cluster]]:
+    return ((rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths)
+
+
+def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float, Cluster]]:
+    for n in range(len(added) + 1):
+        nodes = cluster.nodes + tuple(added[:n])
+        label = "as it is" if n == 0 else f"+ {added[n - 1].device} {rate(added[n - 1].link.up_bps)} up"
+        yield label, float(sum(1 for node in nodes if node.ranks)), structs.replace(cluster, nodes=nodes)
+
+
+def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
+    """Of nodes that train; those that only serve stay."""
+    trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
+    for n in counts:
+        if n < 1:
+            raise ValueError(f"nodes: got {n}, allowed: 1 or more")
+        left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
+        kept = tuple(node for place, node in enumerate(cluster.nodes) if place not in left_out)
+        copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
+        yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
+
+
+def _with_gpus(cluster: Cluster, gpus: Sequence[str]) -> Iterator[tuple[str, float, Cluster]]:
+    for i, name in enumerate(gpus):
+        nodes = tuple(structs.replace(node, device=name, speed=speed(name)) for node in cluster.nodes)
+        yield name, float(i), structs.replace(cluster, nodes=nodes)
+
+
+def break_even(curve: Curve) -> str:
+    """What a sweep over bandwidths says of compression."""
+    if curve.break_even_bps is not None:
+        return f"compression pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
+    pays = [p.gain > 1 + PAYS for p in curve.points]
+    if all(pays):
+        return "compression pays at all of these rates"
+    return "compression pays at some of these rates; sweep more to see where it ends" if any(pays) else \
+        "compression pays at none of these rates"
+
+
+def rate(bps: float) -> str:
+    """
+    >>> rate(20e6), rate(2.5e9)
+    ('20 Mb/s', '2.5 Gb/s')
+    """
+    return f"{bps / 1e9:g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:g} Mb/s"

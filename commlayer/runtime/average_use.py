@@ -1,0 +1,148 @@
+"""What became of the averages that a step wrote: applied, added to, or thrown away. Knows parameters and torch's optimizers.
+
+What an exchange coded is final once an optimizer has stepped with its averages, or a further backward pass has added to them.
+Where they are cleared without either (a GAN's generator loss that runs through the discriminator, a probe, a step that a
+scaler skips), that is reported, so that the exchange can be taken back. What is written inside an optimizer's step is its own.
+
+Whether gradients are cleared cannot be seen when it happens. So it is looked at when a tensor's next gradient is about to be
+added: then `.grad` is still what was left, gone, or zeros. That takes two hooks on every parameter, which are there only while
+a plan keeps something back: where results are the gradients themselves, nothing could be taken back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+log = logging.getLogger("commlayer")
+
+NOBODY_STEPS = (
+    "gradients were cleared without a step of a torch optimizer, and none that holds these parameters is known: their averages "
+    "count as applied. Put backward passes whose gradients are thrown away into session.no_sync(), or name an optimizer"
+)
+
+
+class AverageUse:
+    """Of one model's parameters."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
+        applied: Callable[[Collection[int]], None],
+    ) -> None:
+        """`cleared(number)` hears of a tensor whose average was thrown away, `applied(numbers)` of those that were stepped."""
+        self._parameters, self._cleared, self._applied = parameters, cleared, applied
+        self._numbers = {id(p): number for number, p in enumerate(parameters)}
+        self._open: dict[int, int] = {}
+        """Tensors with an average whose use is not known yet, and the version of `.grad` that it is."""
+        self.touched: set[int] = set()
+        """Tensors that some backward pass has added a gradient to since the last exchange."""
+        self._owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._stepping: dict[int, frozenset[int]] = {}
+        """What the optimizers hold that are inside a step."""
+        self._known = set(self._mine(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else set()
+        """Tensors that some optimizer holds, so that it is seen when they are stepped."""
+        self._said = False
+        self._of_steps: list[Any] = [
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._of_parameters: list[Any] = []
+
+    @property
+    def watching(self) -> bool:
+        """Whether it sees gradients being added, and has since the pass began: it does not in the first."""
+        return bool(self._of_parameters)
+
+    def wrote(self, *, keeps: bool) -> None:
+        """A step is over, its averages are in `.grad`. `keeps`: part of it could be taken back, so it matters what becomes of
+        them."""
+        self.touched.clear()
+        self._open.clear()
+        if keeps != self.watching:
+            self._watch() if keeps else self._look_away()
+        if keeps:
+            final = frozenset[int]().union(*self._stepping.values())
+            self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
+
+    def _watch(self) -> None:
+        for number, p in enumerate(self._parameters):
+            if p.requires_grad:
+                self._of_parameters.append(p.register_hook(functools.partial(self._before_adding, number)))
+                self._of_parameters.append(p.register_post_accumulate_grad_hook(functools.partial(self._added, number)))
+
+    def _look_away(self) -> None:
+        for handle in self._of_parameters:
+            handle.remove()
+        self._of_parameters.clear()
+
+    def settle(self) -> None:
+        """Reports what has been cleared by now."""
+        for number in [n for n in self._open if self._gone(n)]:
+            self._report(number)
+
+    def end(self) -> None:
+        """Gradients are about to be exchanged, also those to which this pass has added nothing."""
+        self.settle()
+        self._open.clear()
+
+    def detach(self) -> None:
+        for handle in self._of_steps:
+            handle.remove()
+        self._of_steps.clear()
+        self._look_away()
+        self._open.clear()
+
+    def _before_adding(self, number: int, _gradient: torch.Tensor) -> None:
+        if number in self._open and self._gone(number):
+            self._report(number)
+
+    def _added(self, number: int, _parameter: torch.Tensor) -> None:
+        self.touched.add(number)
+        self._open.pop(number, None)
+
+    def _gone(self, number: int) -> bool:
+        grad = self._parameters[number].grad
+        return grad is None or (grad._version != self._open[number] and not bool(grad.any()))
+
+    def _report(self, number: int) -> None:
+        del self._open[number]
+        if number in self._known:
+            self._cleared(number)
+        elif not self._said:
+            self._said = True
+            log.warning("%s", NOBODY_STEPS)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if mine := self._mine(optimizer):
+            self._stepping[id(optimizer)] = mine
+            for number in mine & self._open.keys():
+                if self._parameters[number].grad is None:  # cancelled: the optimizer will pass over it
+                    self._report(number)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping.pop(id(optimizer), None)
+        if mine := self._mine(optimizer):
+            self._known |= mine
+            stepped = mine & self._open.keys()
+            for number in stepped:
+                del self._open[number]
+            # A fused optimizer is called for a step that the scaler skips, too, and finds that out by itself.
+            if not getattr(optimizer, "_step_supports_amp_scaling", False):
+                self._applied(stepped)
+
+    def _mine(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """The numbers of the parameters that it steps."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, numbers = self._owned.get(optimizer, (-1, frozenset[int]()))
+        if known != count:
+            held = (id(p) for group in optimizer.param_groups for p in group["params"])
+            numbers = frozenset(self._numbers[i] for i in held if i in self._numbers)
+            self._owned[optimizer] = count, numbers
+        return numbers

@@ -1,0 +1,138 @@
+"""Compares, on a piece of a bucket, what was sent and what came back with the exact gradients. Knows flows and groups.
+
+It looks between the end of a step's exchange and its commit: then `y` holds the sum that came back, the gradients are as they
+were, and what is kept back is the residual. So nothing is copied on the way of a gradient, and only looking costs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+import torch
+
+from commlayer.balance.guard import Fidelity
+from commlayer.compressors.debts import owed
+from commlayer.runtime.codec_floor import exchanges_gradients, lossy
+from commlayer.runtime.flow import Flow
+from commlayer.runtime.worker import Worker
+from commlayer.transport.groups import Groups
+
+GOLDEN = 0.6180339887498949
+"""Its multiples, modulo 1, visit all parts of a model evenly however soon one stops."""
+TINY = 1e-30
+
+
+class Piece(NamedTuple):
+    """Elements start to stop of a flow, and what was kept back of them before the step (None where that says nothing)."""
+
+    flow: Flow
+    start: int
+    stop: int
+    owing: torch.Tensor | None
+
+
+class Dots(NamedTuple):
+    """Sums over elements: exact with exact, exact with other, other with other, kept with kept. They add up over pieces."""
+
+    xx: float = 0.0
+    xy: float = 0.0
+    yy: float = 0.0
+    kk: float = 0.0
+
+    def plus(self, other: Dots, fade: float = 1.0) -> Dots:
+        return Dots(*(fade * a + b for a, b in zip(self, other, strict=True)))
+
+    def fidelity(self) -> Fidelity:
+        """Nothing to send is sent perfectly."""
+        if self.xx <= TINY:
+            return Fidelity(1.0, 1.0, 0.0)
+        return Fidelity(self.xy / max((self.xx * self.yy) ** 0.5, TINY), (self.yy / self.xx) ** 0.5, (self.kk / self.xx) ** 0.5)
+
+
+def worst(seen: list[Fidelity]) -> Fidelity:
+    """Of several: the least cosine, the norm farthest from its own, the largest residual."""
+    return Fidelity(
+        min(f.cosine for f in seen),
+        max((f.norm_ratio for f in seen), key=lambda r: abs(r - 1)),
+        max(f.residual_ratio for f in seen),
+    )
+
+
+NOTHING_SAID = Dots(*[math.nan] * 4)
+"""Of a step that pays an earlier plan's debts: more goes out than its gradients."""
+
+
+def watched(worker: Worker) -> list[Flow]:
+    """The flows that lose something and whose results are the gradients of the step. The same on all ranks."""
+    return [f for f in worker.flows
+            if lossy(f.bucket) and not f.buffer and not f.bucket.stale and exchanges_gradients(f.bucket)]
+
+
+def piece(flows: list[Flow], number: int, most: int) -> Piece:
+    """The `number`th one, of at most so many elements; flows take turns by their sizes. The same on all ranks."""
+    at = int(number * GOLDEN % 1.0 * sum(f.numel for f in flows))
+    for flow in flows:
+        if at < flow.numel:
+            break
+        at -= flow.numel
+    start = max(0, min(at, flow.numel - most))
+    stop = min(flow.numel, start + most)
+    kept = _kept(flow)
+    return Piece(flow, start, stop, None if kept is None else kept[start:stop].clone())
+
+
+def exact(worker: Worker, of: Piece) -> torch.Tensor:
+    """This rank's gradients there, as they go into the sum: weighted, and without loss scale."""
+    flow = of.flow
+    made = torch.zeros(of.stop - of.start, device=flow.x.device)
+    if worker.weight == 0.0:
+        return made
+    at = 0
+    for source, s in zip(flow.sources, flow.bucket.slices, strict=True):
+        low, high = max(at, of.start), min(at + s.numel, of.stop)
+        if low < high and source is not None:
+            first = s.start - at  # the source is the whole tensor
+            made[low - of.start : high - of.start] = source.detach().reshape(-1)[first + low : first + high]
+        at += s.numel
+    return made.mul_(worker.factor(flow))
+
+
+def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+    """What left this node and what is kept back of it, from the residual before and after. All ranks of a node call it.
+
+    Not finite where the step says nothing.
+    """
+    if groups.ranks_per_node > 1 and of.flow.bucket.path == "service":
+        mine = mine.clone()
+        groups.reduce(mine, of.flow.bucket.owner).wait(time.monotonic() + deadline_s)
+    if of.owing is None:
+        return Dots()
+    if of.flow.carried is not None:
+        return NOTHING_SAID
+    kept = _kept(of.flow)
+    assert kept is not None
+    after = kept[of.start : of.stop].to(mine.device)
+    return dots(mine, mine + of.owing.to(mine.device) - after, after)
+
+
+def everywhere(of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+    """All ranks together: the sum that came back against the exact one, which this all-reduce makes of `mine`, in place."""
+    groups.allreduce(mine).wait(time.monotonic() + deadline_s)
+    if of.flow.carried is not None:
+        return NOTHING_SAID
+    return dots(mine, of.flow.y[of.start : of.stop])
+
+
+def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> Dots:
+    """In one pass over a few thousand elements; one wait for the device."""
+    pairs = [(x, x), (x, y), (y, y), (kept, kept) if kept is not None else (x.new_zeros(1), x.new_zeros(1))]
+    return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
+
+
+def _kept(flow: Flow) -> torch.Tensor | None:
+    """Its residual, where that is of this rank's own gradients: not of sums on the way, nor inside a node."""
+    if not flow.coded or flow.bucket.path != "service":
+        return None
+    return owed(flow.state, flow.numel)

@@ -1,0 +1,59 @@
+"""Whether a plan can run here: codecs that exist and fit their paths, nodes and a device that are there. Knows no tensors.
+
+planner.verify tells what is wrong with a plan itself; it knows no codecs, and no process that is to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commlayer.compressors import Codec, codec_of, parse, wrap
+from commlayer.compressors.reducing import adds_up, stands_alone
+from commlayer.compressors.twoway import answers
+from commlayer.planner.model import codec_fit, grammar, paths
+from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
+
+
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True) -> list[str]:
+    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
+    if plan.local_steps > 1 and not steps_locally:
+        return [f"of {plan.local_steps} local steps: they need a module that is no DistributedDataParallel, and its optimizer: "
+                "attach(model, optimizer), or make it with max_local_steps=1"]
+    if plan.local_steps > 1 and any(b.stale for b in plan.buckets):
+        return [f"of {plan.local_steps} local steps, and results that are a step late: one or the other"]
+    if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
+        return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
+    if per_node > 1 and any(b.stale for b in plan.buckets):
+        return [f"has results that are a step late, here are {per_node} ranks per node, which share results in the same step: "
+                "make it without staleness"]
+    return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(b, nodes, cuda)]
+
+
+def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
+    if bucket.by_node and len(bucket.by_node) != nodes:
+        yield f"codecs for {len(bucket.by_node)} nodes, here are {nodes}"
+        return
+    try:
+        codecs = [codec_of(bucket), *(codec_of(bucket, node) for node in range(nodes if bucket.by_node else 0))]
+        for codec in codecs:
+            if (nbytes := codec.bound(bucket.spec)) > MAX_FRAME_NBYTES and bucket.path == "service":
+                yield (f"payloads of {codec} may have {nbytes} bytes of {bucket.numel} elements, a frame carries "
+                       f"{MAX_FRAME_NBYTES}: cut it into several, or take a codec that sends less")
+                return
+    except ValueError as error:
+        yield str(error).removeprefix(f"bucket {bucket.id}: ")
+        return
+    if bucket.stale and bucket.path != "service":
+        yield f"path {bucket.path!r} gives its result in the same step, allowed for results that are a step late: 'service'"
+    path = paths.parse(bucket.path)
+    if grammar.served(path) and bucket.path != "service":
+        yield f"path {bucket.path!r}: workers know paths over servers as 'service' alone (planner.lower spells them so)"
+        return
+    up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
+    down = promise_of(wrap(parse(bucket.down))) if bucket.down else None
+    lines = codec_fit.misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
+    yield from (f"codec {bucket.codec}, path {bucket.path!r}: {line}" for line in lines)
+
+
+def promise_of(codec: Codec) -> codec_fit.Promise:
+    return codec_fit.Promise(adds_up(codec), stands_alone(codec), answers(codec))

@@ -1,0 +1,284 @@
+"""One bucket whose path is a sequence of collectives with encodes and decodes between them. Knows no lanes, no servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlayer.compressors import seed
+from commlayer.compressors.codec import Codec, Cut, Round, State
+from commlayer.compressors.debts import cut_of
+from commlayer.compressors.oneround import accumulator
+from commlayer.compressors.reducing import Reduced
+from commlayer.errors import CorruptFrame
+from commlayer.observe import Recorder
+from commlayer.records import Spec
+from commlayer.runtime.flow import Flow
+from commlayer.runtime.routes.path_program import Decode, Encode, Exchange, Range, Segment
+from commlayer.transport.channels import Channel, Channels
+from commlayer.transport.groups import Pending
+
+LENGTH_NBYTES = 16
+"""In front of each payload in its slot: how many bytes of the slot are payload. Wide enough to keep what follows aligned."""
+FOREVER_S = 1e9
+"""A deadline that the training thread's own ends: it latches an error, which ends the wait."""
+
+Error = Callable[[], BaseException | None]
+
+
+class _Coder(NamedTuple):
+    """One payload of one encode: its elements, its codec's state and, for sums of payloads, their accumulator."""
+
+    span: Range
+    spec: Spec
+    state: State
+    acc: dict[str, Any] | None
+    given: torch.Tensor
+    """A copy of what the codec was given, if it keeps something back: x goes on to hold sums."""
+
+
+class _Under(NamedTuple):
+    """A collective under way, and what is to be done with what it brings."""
+
+    pending: Pending
+    then: Callable[[], None]
+
+
+class StagedBucket:
+    """One bucket's way on one rank."""
+
+    def __init__(
+        self, flow: Flow, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
+    ) -> None:
+        self.flow, self.segments, self._codec, self._channels = flow, segments, codec, channels
+        self._coders: dict[int, list[_Coder]] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+        self._held = torch.empty(0, dtype=torch.uint8)
+        """Payload slots at hand: [unit, piece, byte]."""
+        self._started: list[Encode] = []
+        self._round = 0
+        self._result = memoryview(b"")
+        """Of the last round of a path whose payloads are all-reduced."""
+        self._under: _Under | None = None
+        self._issued = "", 0, 0.0
+        """Of what is under way: the op, the bucket, since when."""
+        for segment in segments:
+            for step in segment.local:
+                if isinstance(step, Encode):
+                    self._prepare(step, job)
+        paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
+        flow.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
+        # For checkpoints, which walk over the states of flows.
+        flow.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
+
+    def _prepare(self, step: Encode, job: str) -> None:
+        coders = []
+        for span in step.units:
+            numel = span[1] - span[0]
+            spec = self.flow.spec if numel == self.flow.numel else Spec((numel,))
+            state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
+            seed(state, f"{job} {step.number} {span[0]}", self.flow.bucket.id, step.sender)
+            acc = None if step.first else accumulator(torch.zeros(spec.numel))
+            coders.append(_Coder(span, spec, state, acc, torch.zeros(numel if step.first and self._codec.keeps else 0)))
+        self._coders[step.number] = coders
+        self._slots[step.number] = torch.zeros((len(coders), 1, self._slot_nbytes(step.widest)), dtype=torch.uint8)
+
+    def _slot_nbytes(self, widest: int) -> int:
+        spec = self.flow.spec if widest == self.flow.numel else Spec((widest,))
+        return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
+
+    def advance(self, stage: int, failed: Error, recorder: Recorder) -> None:
+        """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
+        bucket = self.flow.bucket.id
+        if stage == 0:
+            self._started.clear()
+        if self._under is not None:
+            self._under.pending.wait(FOREVER_S, failed)
+            self._under.then()
+            self._under = None
+            recorder.add(*self._issued)
+        for step in self.segments[stage].local:
+            begin = time.perf_counter()
+            if isinstance(step, Encode):
+                self._encode(step)
+            else:
+                self._decode(step)
+            recorder.add(f"{'encode' if isinstance(step, Encode) else 'decode'}@{step.device}", bucket, begin)
+        exchange = self.segments[stage].exchange
+        if exchange is not None:
+            self._issued = f"{exchange.scope}.{exchange.name}", bucket, time.perf_counter()
+            self._under = self._begin(exchange, self._channels[stage, exchange.scope])
+
+    def reset(self) -> None:
+        """Before a step."""
+        self._round = 0
+        self._under = None
+
+    def undo(self, slices: int) -> None:
+        """Takes back the last step where it was not applied. Before the next one."""
+        cut = cut_of(self.flow.bucket.slices, slices)
+        for step in self._started:
+            for coder in self._coders[step.number]:
+                mine = within(cut, coder.span)
+                if step.first:
+                    self._codec.undo(coder.state, coder.given, mine)
+                else:
+                    self._codec.undo_server(coder.state, mine)
+
+    # ---- local steps
+
+    def _encode(self, step: Encode) -> None:
+        slots = self._slots[step.number]
+        self._started.append(step)
+        for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
+            room = slot.numpy().data[LENGTH_NBYTES:]
+            x = self._x(coder.span)
+            if coder.acc is None:
+                if coder.given.numel():
+                    coder.given.copy_(x)
+                nbytes = self._codec.start(x, coder.state, room)
+            else:
+                coder.acc["sum"].copy_(x)
+                coder.acc["flagged"][0] = not bool(torch.isfinite(x).all())
+                nbytes = self._codec.emit(0, coder.acc, coder.state, room)
+            slot[:8].view(torch.int64)[0] = nbytes
+        self._held = slots
+
+    def _decode(self, step: Decode) -> None:
+        if self._round:
+            coder, _ = self._reduced()
+            self.flow.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
+            return
+        for span, pieces in zip(step.units, self._held, strict=True):
+            acc = accumulator(self._x(span))
+            for number, piece in enumerate(pieces):
+                self._codec.add(0, _payload(piece), acc, first=number == 0)
+            if acc["flagged"][0]:
+                acc["sum"].fill_(float("nan"))
+                self.flow.finite = False
+
+    # ---- exchanges
+
+    def _begin(self, e: Exchange, channel: Channel) -> _Under:
+        if e.coded:
+            return self._reduce_coded(e, channel) if e.name == "allreduce" else self._move_payloads(e, channel)
+        return self._move_floats(e, channel)
+
+    def _move_floats(self, e: Exchange, channel: Channel) -> _Under:
+        x = self.flow.x
+        whole = x[e.span[0] : e.span[1]]
+        if e.name == "allreduce":
+            return _Under(channel.allreduce(whole), _nothing)
+        if e.name == "reduce":
+            return _Under(channel.reduce(whole, e.root), _nothing)
+        if e.name == "broadcast":
+            return _Under(channel.broadcast(whole, e.root), _nothing)
+        sizes = [high - low for low, high in e.parts]
+        mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
+        if e.name == "reduce_scatter":
+            # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
+            rows = x.new_empty(e.size * mine.numel())
+            pending = channel.alltoall(rows, whole, [mine.numel()] * e.size, sizes)
+            return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
+        most = max(sizes)
+        padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
+        padded[: mine.numel()] = mine
+        pending = channel.allgather(rows, padded)
+
+        def spread() -> None:
+            for row, (low, high) in zip(rows.view(e.size, most), e.parts, strict=True):
+                x[low:high] = row[: high - low]
+
+        return _Under(pending, spread)
+
+    def _move_payloads(self, e: Exchange, channel: Channel) -> _Under:
+        held, slot = self._held, self._slot_nbytes(e.widest)
+        if e.name == "broadcast":
+            if e.place != e.root:
+                held = torch.empty((e.units, e.pieces, slot), dtype=torch.uint8)
+            return _Under(channel.broadcast(held, e.root), lambda: self._hold(held))
+        if e.name == "alltoall":
+            got = torch.empty_like(held)
+            pending = channel.alltoall(got, held.contiguous(), None, None)
+            # [member, unit, piece, byte], the members' payloads of one unit side by side
+            shape = (e.size, e.units // e.size, e.pieces, slot)
+            return _Under(pending, lambda: self._hold(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+        rows = torch.empty((e.size, e.units, e.pieces, slot), dtype=torch.uint8)
+        if e.name == "gather":
+            pending = channel.gather(held.contiguous(), list(rows) if e.place == e.root else None, e.root)
+        else:
+            pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), held.contiguous())
+        if e.merges:
+            return _Under(pending, lambda: self._hold(rows.view(-1, e.pieces, slot)))
+        return _Under(pending, lambda: self._hold(rows.transpose(0, 1).reshape(e.units, -1, slot)))
+
+    def _reduce_coded(self, e: Exchange, channel: Channel) -> _Under:
+        """One round of a SUM or MAX codec: accumulators add up without being decoded."""
+        r, codec = self._round, self._codec
+        coder, slot = self._reduced()
+        acc = codec.zeros(coder.spec, r)
+        codec.add(r, _payload(slot), acc, first=True)
+        reduced = Reduced(acc, e.size)
+        largest = codec.rounds[r] is Round.MAX
+        works = [channel.allreduce(reduced.values, largest=largest)] if reduced.values.numel() else []
+        works.append(channel.allreduce(reduced.facts, largest=True))
+
+        def merge() -> None:
+            reduced.merge()
+            # Not into the slot: an abandoned step gives back what this rank's own payload there says.
+            result = memoryview(bytearray(codec.bound(coder.spec)))
+            self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]
+            self._round = r + 1
+            if self._round < len(codec.rounds):
+                room = slot.numpy().data[LENGTH_NBYTES:]
+                slot[:8].view(torch.int64)[0] = codec.next(r, self._result, coder.state, room)
+
+        return _Under(_All(works), merge)
+
+    def _reduced(self) -> tuple[_Coder, torch.Tensor]:
+        """The one encode of a path whose payloads are all-reduced, and its slot."""
+        (coders,), (slots,) = self._coders.values(), self._slots.values()
+        return coders[0], slots[0, 0]
+
+    def _x(self, span: Range) -> torch.Tensor:
+        return self.flow.host[span[0] : span[1]]
+
+    def _hold(self, payloads: torch.Tensor) -> None:
+        self._held = payloads
+
+
+class _All(Pending):
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def wait(self, deadline: float, failed: Error = lambda: None) -> None:
+        for work in self._works:
+            work.wait(deadline, failed)
+
+
+def within(cut: Cut, span: Range) -> Cut:
+    """Those elements of a bucket that lie in the span, counted from its start."""
+    low, high = span
+    if cut is None:
+        return None
+    return [(max(a, low) - low, min(b, high) - low) for a, b in cut if max(a, low) < min(b, high)]
+
+
+def _payload(slot: torch.Tensor) -> memoryview:
+    nbytes = int(slot[:8].view(torch.int64)[0])
+    if not 0 <= nbytes <= slot.numel() - LENGTH_NBYTES:
+        raise CorruptFrame(f"payload of {nbytes} bytes in a slot of {slot.numel() - LENGTH_NBYTES}")
+    return slot.contiguous().numpy().data[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""

@@ -1,0 +1,56 @@
+"""Plan and shares of one job: auto plans anew when work moves, and the balancer knows what its plan's communication costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attach_kit import Run, Setting, coordinators, data, mlp, play
+from pool_kit import pool
+from torch import nn
+from torch.utils.data import DataLoader
+
+from commlayer.balance import Balancer, Line, Sampler
+from commlayer.balance.solution import FREE
+from commlayer.job.autoplan.driver import MEASURED_STEPS, WARM_STEPS, AutoPlan
+from commlayer.job.shares.driver import Controller
+
+WORLD, BATCH = 2, 24
+SLOW_FROM, STEPS = 40, 70
+FAST, SLOW = Line(0.001, 0.002), Line(0.004, 0.002)
+
+
+def train(run: Run) -> dict[str, Any]:
+    model = mlp()
+    wrapped = run.wrap(model)
+    session = run.sessions[0]
+    sampler = Sampler(STEPS * BATCH, BATCH, rank=run.rank, world=WORLD)
+
+    def seconds(step: int, samples: int) -> float:
+        return (SLOW if run.rank == 1 and step >= SLOW_FROM else FAST).time_s(samples)
+
+    controller = Controller(session, sampler, every=1, measure=seconds)
+    loader: DataLoader[Any] = DataLoader(range(sampler.length), batch_sampler=sampler)  # type: ignore[arg-type]
+    verdicts, planned = [], WARM_STEPS + MEASURED_STEPS + 2
+    for batch in controller.follow(loader):
+        x, y = data(run.rank, sampler.step, n=len(batch))
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        auto: AutoPlan = (session._driver._state if run.setting and run.setting.how == "ddp" else session._driver)._auto
+        auto._drift = None  # what steps take on a loaded machine is no part of this
+        if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
+            verdicts.append(len(auto.settle(30.0)))
+    assert isinstance(controller._balancer, Balancer)
+    return {"verdicts": verdicts, "price": session.connection.price, "free": controller._balancer.communication is FREE,
+            "shares": controller.shares, "lines": [line for line in session.decisions() if "new shares" in line]}
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_auto_plans_anew_when_work_has_moved_and_says_what_communication_costs(how: str) -> None:
+    with coordinators(1, WORLD, 2) as made:
+        setting = Setting(how, (made[0].address,), servers=2, plan="auto")
+        results = pool(WORLD).call(play, WORLD, train, setting)
+    assert results[0]["verdicts"] == [1, 1, 2]
+    assert results[0]["price"][0] > 0
+    assert not any(r["free"] for r in results)
+    assert results[0]["lines"] == results[1]["lines"]
+    assert results[0]["shares"][0] > results[0]["shares"][1]

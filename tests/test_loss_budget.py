@@ -1,0 +1,117 @@
+"""Measured losses in the planner: what a budget leaves of codecs, on the command line and before a job has a plan."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from commlayer import loss_budget
+from commlayer.balance import tuner_loss
+from commlayer.balance.tuner_loss import LossModel, LossPoint
+from commlayer.cli.main import run
+from commlayer.job.requested_plan import DEFAULT_CODEC
+from commlayer.planner import plan
+from commlayer.planner.model.cluster import Cluster, Policy
+from commlayer.planner.tables import machines
+from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
+
+MODEL = LossModel((LossPoint("topk", 0.1, 0.004), LossPoint("topk", 0.01, 0.03), LossPoint("int8", 1.0, 0.001),
+                   LossPoint("int4", 1.0, 0.002), LossPoint("mine", 1.0, 0.0)))
+NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
+SLOW = cluster_from_line(NODES)
+
+
+def lossiest(model: LossModel, max_loss: float) -> float:
+    """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each way has half of its codec's."""
+    job = builtin("lstm", None)
+    profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), Policy(max_loss=max_loss), model)
+    made = plan(job, SLOW, profile, policy)
+    both = [sum(loss_budget.penalty(model, codec) for codec in (b.codec, b.down or b.codec)) / 2 for b in made.buckets]
+    return sum(b.numel * penalty for b, penalty in zip(made.buckets, both, strict=True)) / job.numel
+
+
+@pytest.mark.parametrize("max_loss", [0.02, 0.003, 0.0])
+def test_a_plan_keeps_the_budget_in_measured_units(max_loss: float) -> None:
+    spent = lossiest(MODEL, max_loss)
+    assert spent <= max_loss * (1 + 1e-6)
+    assert spent > 0.5 * max_loss or max_loss == 0, "and uses it, for the links are slow"
+
+
+def test_what_nobody_measured_is_left_out() -> None:
+    profile, policy = loss_budget.priced(profile_from_tables(SLOW), Policy(), MODEL)
+    assert set(policy.codecs) == {"identity()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
+    assert {c.codec: c.loss for c in profile.codecs if c.codec in policy.codecs} == {
+        "identity()": 0.0, "int8()": 0.001, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
+    assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "plans in force have to be priced, too"
+    with pytest.raises(ValueError, match=r"nobody measured fp16\(\), it has int4 1:1, int8 1:1, mine 1:1, topk 0.01:0.1; "):
+        loss_budget.priced(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)
+
+
+def test_the_smallest_ratio_within_the_budget_is_priced_too() -> None:
+    found = loss_budget.names(MODEL, 0.01)
+    sparse = [name for name in found if name.startswith("topk") and name not in machines.DEFAULT_CODECS]
+    assert sparse == ["topk(ratio=0.059)"]
+    assert 0.005 < loss_budget.penalty(MODEL, sparse[0]) <= 0.01
+    assert "int4()" in found
+    assert "mine()" not in found, "no table prices it"
+    assert loss_budget.names(None, 0.01) == list(machines.DEFAULT_CODECS)
+    assert profile_from_tables(Cluster(()), found).codecs
+
+
+@pytest.mark.parametrize(("model", "max_loss", "codec"), [
+    (MODEL, 0.05, "topk(ratio=0.01, values='int8')"), (MODEL, 0.01, "topk(ratio=0.059, values='int8')"),
+    (MODEL, 0.001, "identity()"), (LossModel((LossPoint("int8", 1.0, 0.0),)), 0.05, "identity()"),
+])
+def test_a_job_begins_within_its_budget(model: LossModel, max_loss: float, codec: str) -> None:
+    assert loss_budget.first_codec(model, max_loss, DEFAULT_CODEC, 0.01) == codec
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "loss model bad.json"), ('{"points": []}', "has no points"),
+    ('{"points": [{"codec": "topk", "ratio": 0, "penalty": 0}]}', "ratio of topk is 0, allowed: above 0, up to 1"),
+    ('{"points": [{"codec": "topk", "ratio": 0.1, "penalty": 1e999}]}', "bad.json"),
+    ('{"points": [{"codec": "topk", "ratio": 0.1, "loss": 0}]}', "bad.json"),
+])
+def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as told:
+        tuner_loss.read(Path("bad.json"))
+    assert "\n" not in str(told.value)
+    with pytest.raises(ValueError, match="loss model none.json: No such file"):
+        tuner_loss.read(Path("none.json"))
+
+
+def test_the_command_plans_with_measured_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuner_loss.write(Path("loss.json"), MODEL)
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["commlayer", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            run()
+        told = capsys.readouterr()
+        return int(end.value.code or 0), told.out + told.err
+
+    wished = ("--loss", "loss.json", "--max-loss", "0.01")
+    assert call("make", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0
+    used = {b["codec"] for b in json.loads(Path("plan.json").read_text())["buckets"]}
+    assert "topk(ratio=0.059)" in used
+    assert all(math.isfinite(loss_budget.penalty(MODEL, codec)) for codec in used)
+    assert call("lint", "plan.json") == (0, "plan.json: nothing wrong\n")
+    assert "because: " in call("explain", "0")[1]
+    assert call("whatif", "--gpu", "rtx4090,rtx3060", "--json", "told.json")[0] == 0
+    points = json.loads(Path("told.json").read_text())["points"]
+    assert len(points) == 2, "machines that the plan was not made for are priced by the same losses"
+    Path("exact.json").write_text('{"points": [{"codec": "int8", "ratio": 1.0, "penalty": 0.5}]}')
+    assert call("whatif", "--gpu", "rtx3060", "--loss", "exact.json", "--json", "told.json")[0] == 0
+    exact = json.loads(Path("told.json").read_text())["points"]
+    assert exact[0]["plan_s"] > 2 * points[1]["plan_s"]
+    assert call("make", "lstm", "--nodes", NODES, "--loss", "none.json")[0] == 2

@@ -1,0 +1,91 @@
+"""What the planner works out in bulk is what it would work out one by one, and refining pays where Espresso was ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from plan_kit import cluster, toy_job
+
+from bench.reference.espresso_cases import CASES, cluster_of, profile, run
+from commlayer.planner.model import buckets
+from commlayer.planner.model.cluster import Cluster, Policy
+from commlayer.planner.pricing.batched import alone_s, busy_s, stack
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.pricing.problem import Load, load_of
+from commlayer.planner.search.candidates import options
+from commlayer.planner.search.layout import Layout
+from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.search.plan import Hosts, host_sets, plan
+from commlayer.planner.search.ways import Ways
+from commlayer.planner.simulation.timeline import exact_s
+from commlayer.planner.tables.jobs import builtin
+
+CLUSTERS = {
+    "homes": cluster(4, "home-100/20", reachable=False),
+    "rack": cluster(4, "10g"),
+    "two GPUs each": cluster(2, "100m", ranks=2),
+    "one server": cluster(3, "home-100/20", reachable=False, servers=1),
+}
+
+
+def ways_of(machines: Cluster, inputs: SearchInputs, hosts: Hosts) -> Ways:
+    prices = Prices(machines, inputs.profile, hosts.places, spread=hosts.parts)
+    return Ways(prices, options(prices, inputs.policy))
+
+
+def inputs_of(machines: Cluster) -> SearchInputs:
+    profile, policy, timing = checked_inputs(toy_job(), machines, None, None)
+    return SearchInputs(toy_job(), timing, machines, profile, policy)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_price_of_a_choice_is_that_of_the_plan_it_becomes(name: str) -> None:
+    machines = CLUSTERS[name]
+    inputs = inputs_of(machines)
+    for hosts in host_sets(machines):
+        entry = LayoutCandidate(inputs, ways_of(machines, inputs, hosts), Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0]))
+        for found in [*entry.uniform[:6], entry.searched]:
+            entry.found = found
+            written_s = exact_s(entry.emit(), inputs.job, machines, inputs.profile, inputs.policy)
+            assert entry.exact_s(found) == pytest.approx(written_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_many_sizes_at_once_are_priced_as_each_by_itself(name: str) -> None:
+    machines = CLUSTERS[name]
+    ways = ways_of(machines, inputs_of(machines), host_sets(machines)[0])
+    sizes = [1, 1000, 123_457, 1 << 24]
+    templates = [ways.template(option) for option in range(len(ways.options))]
+    stacked = stack(templates, np.array(sizes, float))
+    for i, size in enumerate(sizes):
+        each = [template.way(size) for template in templates]
+        assert Load(stacked.shapes, stacked.seconds[i], stacked.latency[i]) == load_of(each)
+        assert stacked.held_s[i] == [sum(way.seconds) for way in each]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_what_is_left_out_is_beaten_on_every_lane(name: str) -> None:
+    machines = CLUSTERS[name]
+    ways = ways_of(machines, inputs_of(machines), host_sets(machines)[0])
+    sizes = np.array([2.0**19, 2.0**20])
+    kept = ways.unbeaten(1 << 19, 1 << 20)
+    every = range(len(ways.options))
+    priced = [(busy_s(ways.template(o), sizes), alone_s(ways.template(o), sizes), ways.losses[o]) for o in every]
+    zero = np.zeros(2)
+
+    def beats(a: int, b: int) -> bool:
+        (busy, alone, loss), (other, other_alone, other_loss) = priced[a], priced[b]
+        longer = any((seconds > other.get(lane, zero)).any() for lane, seconds in busy.items())
+        return not longer and bool((alone <= other_alone).all()) and loss <= other_loss
+
+    left = [option for option in every if option not in kept]
+    assert left or not machines.reachable, "over servers alone every option loses less or ends sooner than any other"
+    assert all(any(beats(a, option) for a in kept) for option in left)
+
+
+@pytest.mark.parametrize("model", ["vgg16"])
+def test_a_plan_is_no_longer_than_espressos(model: str) -> None:
+    case = next(case for case in CASES if case.model == model)
+    made = plan(builtin(model), cluster_of(case.testbed), profile(case.codec), Policy(whole_tree=True))
+    assert made.step_s <= run(case).espresso_s

@@ -1,0 +1,67 @@
+"""The simulated step, as a worker of each node would have recorded it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from commlayer import planner
+from commlayer.job.predicted_events import predict
+from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
+from commlayer.planner.model.cluster import Basis, Cluster, Link, Node, PlanInputs
+from commlayer.planner.verbs.text_formats import nodes_of
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
+
+JOB = Job((TensorInfo("a", (5000,)), TensorInfo("b", (300,))), timing=Timing((2e-3, 1e-3), (0.0, 1e-3), 2e-3, 1e-3))
+LAB = Node("lab", 2, "rtx3060", Link(5e8, 5e8, 1e-3), intra_bps=1e10, speed=0.5)
+HOMES = tuple(structs.replace(n, ranks=2, intra_bps=1e10, server=False) for n in nodes_of("2xrtx3060@100/20Mb"))
+BOX = Node("box", 0, "cpu", Link(1e9, 1e9, 1e-3))
+
+
+def events(path: str, cluster: Cluster, hosts: tuple[int, ...], codec: str = "topk(ratio=0.1)") -> dict[int, list[Event]]:
+    buckets = (Bucket(0, (Slice(1, 0, 300),), path, codec), Bucket(1, (Slice(0, 0, 5000),), path, codec))
+    plan = Plan(JOB.digest(), buckets, servers=len(hosts), hosts=hosts, ranks_per_node=2)
+    made = predict(Basis(plan, PlanInputs(JOB, cluster)))
+    found = planner.simulate(plan, JOB, cluster)
+    for mine in made.by_node.values():
+        assert [e for e in mine if e.op == STEP] == [Event(STEP, NO_BUCKET, 0.0, found.step_s)]
+        assert all(0 <= e.start_s <= e.end_s for e in mine)
+    return made.by_node
+
+
+def of_bucket(found: list[Event], bucket: int) -> list[str]:
+    return [e.op for e in sorted(found, key=lambda e: e.start_s) if e.bucket == bucket]
+
+
+SERVED = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather"
+AS_RUN = ["node.reduce", "encode@cpu", EXCHANGE, "decode@cpu", "node.broadcast"]
+
+
+def test_what_lies_between_push_and_result_is_one_exchange_in_the_runtimes_words() -> None:
+    nodes = events(SERVED, Cluster((LAB, *HOMES), reachable=False), (0,))
+    assert sorted(nodes) == [0, 1, 2]
+    assert nodes[1] == nodes[2], "equal nodes"
+    for node, mine in nodes.items():
+        for bucket in (0, 1):
+            assert of_bucket(mine, bucket) == AS_RUN
+        sent = [e.nbytes for e in mine if e.op == EXCHANGE]
+        assert all(sent) if node else not any(sent), "the host's own payload takes no wire"
+    lab, home = ({e.op: e for e in nodes[n] if e.bucket == 1} for n in (0, 1))
+    assert lab["encode@cpu"].end_s == lab[EXCHANGE].start_s
+    assert home[EXCHANGE].end_s > lab[EXCHANGE].end_s > home[EXCHANGE].start_s, "the host waits for the homes' payloads"
+
+
+def test_machines_that_train_nothing_have_no_number() -> None:
+    nodes = events("service", Cluster((BOX, *HOMES), reachable=False), (0,))
+    assert sorted(nodes) == [0, 1]
+    assert of_bucket(nodes[0], 0) == AS_RUN
+
+
+def test_collectives_keep_their_names_and_are_every_nodes() -> None:
+    cluster = Cluster((LAB, *HOMES))
+    nodes = events("node.reduce_scatter net.allreduce node.allgather", cluster, (), "identity()")
+    for mine in nodes.values():
+        assert of_bucket(mine, 1) == ["node.reduce_scatter", "net.allreduce", "node.allgather"]
+    assert {e for e in nodes[0] if e.op == "net.allreduce"} == {e for e in nodes[1] if e.op == "net.allreduce"}
+    forward = [next(e for e in nodes[n] if e.op == "forward").seconds for n in (0, 1)]
+    assert forward[0] * LAB.speed == pytest.approx(forward[1] * HOMES[0].speed), "slower nodes compute longer"

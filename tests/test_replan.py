@@ -1,0 +1,55 @@
+"""Plans for a running job: the cluster as measured, and servers by the numbers of those that run."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlayer import planner
+from commlayer.job.autoplan.link_probes import Measured
+from commlayer.job.autoplan.replan import at_home, cluster_of, on_servers
+from commlayer.measure import collective_costs
+from commlayer.planner.model.cluster import Line, Link, Policy, Profile
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.runtime.plan_check import unsuited
+
+LINKS = [Link(1e8, 1e8, 0.01)] * 3
+ROWS = [Measured(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
+INSIDE = collective_costs.Grouped(collective_costs.NONE, collective_costs.NONE)
+JOB = planner.builtin("resnet50")
+
+
+def costs() -> Profile:
+    """The host's, as a job measures them."""
+    made = profile_from_tables(cluster_of(LINKS, ROWS, INSIDE, [0]))
+    kept = tuple(cost for cost in made.codecs if cost.device == "cpu")
+    return Profile(kept, made.server, made.bucket_s, Line(0.0, 1e-10), source="measured")
+
+
+@pytest.mark.parametrize("bps", [1e8, 1e9, 1e10])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) -> None:
+    links = [Link(bps, bps, 0.001)] * 3
+    cluster = cluster_of(links, ROWS, INSIDE, [0, 1, 2], cuda=cuda)
+    made = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
+    assert unsuited(planner.lower(made), 3, 1, cuda=cuda) == []
+
+
+def test_a_server_on_a_machine_of_its_own_is_a_node_without_ranks() -> None:
+    cluster = cluster_of(LINKS, ROWS, INSIDE, [3])
+    assert [(node.ranks, node.server) for node in cluster.nodes] == [(1, False)] * 3 + [(0, True)]
+    made = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
+    assert made.hosts in ((3,), ())
+    assert on_servers(made, [3]).servers == (1 if made.servers else 0)
+
+
+def test_slower_ranks_are_slower_nodes() -> None:
+    assert [node.speed for node in cluster_of(LINKS, ROWS, INSIDE, [0]).nodes] == pytest.approx([1.0, 1 / 2, 1 / 3])
+
+
+def test_servers_go_home_and_back() -> None:
+    plan = planner.default_plan(JOB, codec="fp16()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
+                                cut_nbytes=1 << 22)
+    home = at_home(plan, [2, 0])
+    assert home.hosts == (0, 2)
+    back = on_servers(home, [2, 0])
+    assert [b.server for b in back.buckets] == [b.server for b in plan.buckets]

@@ -1,0 +1,178 @@
+"""What attach() makes of a codec: spelled as text, of matrices that need their shape, of states that must fit a frame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from plan_kit import toy_job
+
+from commlayer import records
+from commlayer.codec_name import named
+from commlayer.compressors import codec_of, identity, parse, topk, wrap
+from commlayer.config import Config
+from commlayer.control.server_codecs import CodecOps
+from commlayer.job import requested_plan
+from commlayer.plan_file import basis_of, written
+from commlayer.planner import verify, verify_alone
+from commlayer.planner.model.cluster import CodecCost, Line, Policy
+from commlayer.planner.model.matrix_shapes import untouched
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.plan import plan as planned
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.lint import lint
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES, Bucket, Job, Plan, Slice, TensorInfo
+from commlayer.runtime import plan_check
+from commlayer.runtime.plan_check import unsuited
+
+
+def job_of(*shapes: tuple[int, ...]) -> Job:
+    return Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(shapes)))
+
+
+def asked_for(plan: object, job: Job, **config: int) -> Plan:
+    return requested_plan.settle(plan, job, Config(**config), 2, 1)
+
+
+# ---- a codec as text
+
+@pytest.mark.parametrize("text", ["fp16()", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
+def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = job_of((300, 20), (20,))
+    assert asked_for(text, job) == asked_for(parse(text), job)
+    assert basis_of(text) is None
+
+
+def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = job_of((300, 20))
+    made = asked_for(identity(), job)
+    for name in ("plan.json", "fp16()"):
+        Path(name).write_text(written(made))
+        assert asked_for(name, job) == asked_for(Path(name), job) == made
+    assert {b.codec for b in made.buckets} == {"identity()"}
+
+
+@pytest.mark.parametrize(("plan", "words"), [
+    ("fp17()", "plan 'fp17()': codec 'fp17()': 'fp17' is unknown"), ("topk(ratio=2)", "topk: ratio is 2, allowed is"),
+    ("missing.json", "no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)"),
+    (Path("fp16()"), "plan 'fp16()': no such file"), ("x" * 5000, "no such file"), ("a\0b", "no such file"),
+])
+def test_what_is_neither_is_one_line(plan: str | Path, words: str) -> None:
+    with pytest.raises(ValueError) as told:
+        asked_for(plan, job_of((3,)))
+    assert words in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+# ---- matrices
+
+GPT = job_of((65, 384), (256, 384), *[shape for _ in range(6) for shape in (
+    (384,), (384,), (1152, 384), (1152,), (384, 384), (384,), (1536, 384), (1536,), (384, 1536), (384,))])
+MODELS = {
+    "small matrices, fused": GPT, "matrices above the cut": job_of((4096, 4096), (4096,), (1000, 4096), (1000,)),
+    "a table above the largest bucket": job_of((50257, 768), (1024, 768)),
+    "convolutions": job_of((64, 3, 7, 7), (64,), (512, 512, 3, 3), (512,)),
+}
+
+
+@pytest.mark.parametrize("codec", ["powersgd()", "momentum(powersgd(rank=2))", "error_feedback(powersgd())"])
+@pytest.mark.parametrize("model", MODELS)
+def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str) -> None:
+    job = MODELS[model]
+    made = asked_for(codec, job)
+    assert verify(made, job) == []
+    assert unsuited(made, 2, 1) == []
+    assert list(untouched(made, job)) == []
+    sent = sum(codec_of(b).bound(b.spec) for b in made.buckets)
+    assert sent < 0.15 * 4 * job.numel, "a payload of either round, headers included"
+    assert max(b.numel for b in made.buckets) * 4 <= MAX_BUCKET_NBYTES
+
+
+def test_other_codecs_are_cut_and_fused_as_before() -> None:
+    made = asked_for("topk(0.01)", MODELS["matrices above the cut"])
+    assert max(b.numel for b in made.buckets) * 4 <= Config().cut_nbytes
+    assert {b.codec for b in made.buckets} == {str(wrap(topk(0.01)))}
+
+
+def test_planned_buckets_are_matrices_where_they_can_be() -> None:
+    job = toy_job(4, 1_000_000)
+    job = structs.replace(job, tensors=tuple(structs.replace(t, shape=(1000, 1000)) for t in job.tensors))
+    machines = cluster_from_line("3xcpu@20Mb")
+    cost = CodecCost("powersgd(rank=4)", "cpu", Line(1e-6), Line(1e-6), Line(16, 0.01), rounds=2, sums=True, alone=False,
+                     answers=False)
+    costs = structs.replace(profile_from_tables(machines), codecs=(*profile_from_tables(machines).codecs, cost))
+    made = planned(job, machines, costs, Policy(codecs=("powersgd()",)))
+    coded = [b for b in made.buckets if named(b.codec).core.family == "powersgd"]
+    assert coded
+    assert all(b.shape or "shapes=" in b.codec for b in coded)
+    assert lint(made, job, machines, costs) == []
+    assert Prices(machines, costs).cost(coded[0].codec, "cpu", machines.nodes[0]) == cost
+
+
+@pytest.mark.parametrize(("codec", "shape", "said"), [
+    ("powersgd()", (), "100% of the model's elements go as they are under powersgd(): it makes matrices less"),
+    ("powersgd()", (300, 20), ""), ("powersgd(rank=200)", (300, 20), "under powersgd(rank=200)"), ("identity()", (), ""),
+    ("topk(0.9, values='fp32')", (), "go as they are under topk(ratio=0.9, values='fp32'): it sends as many bytes"),
+])
+def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, ...], said: str) -> None:
+    job = job_of((300, 20))
+    made = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
+    told: list[str] = []
+    requested_plan.housed(made, None, 2, told.append)
+    for lines in (told, lint(made, job)):
+        assert len(lines) == bool(said), lines
+        assert all(said in line for line in lines)
+
+
+# ---- what a frame carries
+
+KEEPERS = ("ef21(topk(0.01))", "momentum(ef21(int8()))", "ef21(partition(topk(), parts=7))", "topk(0.1)",
+           "partition(topk(), nbytes=400)", "powersgd()", "qsgd()", "momentum_correction(topk())", "dgc()")
+
+
+@pytest.mark.parametrize("codec", KEEPERS)
+def test_what_a_server_keeps_is_known_before(codec: str) -> None:
+    for numel in (1, 1000, 20_000):
+        bucket = Bucket(0, (Slice(0, 0, numel),), "service", codec)
+        assert len(CodecOps(codec_of(bucket), bucket, "job").snapshot()) <= named(codec).kept_nbytes(numel)
+
+
+def test_ef21_of_the_largest_bucket_is_cut_or_refused() -> None:
+    numel = MAX_BUCKET_NBYTES // 4
+    job = job_of((numel,))
+    made = asked_for("ef21(topk(0.01))", job, cut_nbytes=MAX_BUCKET_NBYTES, fuse_nbytes=MAX_BUCKET_NBYTES)
+    assert verify(made, job) == []
+    assert len(made.buckets) == 2
+    assert all(named(b.codec).kept_nbytes(b.numel) <= MAX_FRAME_NBYTES for b in made.buckets)
+    whole = structs.replace(made, buckets=(Bucket(0, (Slice(0, 0, numel),), "service", "ef21(topk(0.01))"),))
+    line = ("bucket 0: a server keeps up to 268439552 bytes of 33554432 elements under ef21(topk(0.01)), a frame carries "
+            "268435456: cut it into parts of at most 335")
+    for problems in (verify(whole, job), verify_alone(whole), lint(whole, job)):
+        assert [p for p in problems if p.startswith(line)] == problems
+    assert verify(structs.replace(whole, buckets=(structs.replace(whole.buckets[0], codec="topk(0.01)"),)), job) == []
+
+
+def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(0, (Slice(0, 0, 1 << 16),), "service", "partition(identity(), nbytes=64)")
+    plan = Plan("", (bucket,), 1)
+    assert unsuited(plan, 2, 1) == []
+    monkeypatch.setattr(plan_check, "MAX_FRAME_NBYTES", 300_000)
+    (line,) = unsuited(plan, 2, 1)
+    assert line.startswith("bucket 0: payloads of partition(identity(), ")
+    assert line.endswith("a frame carries 300000: cut it into several, or take a codec that sends less")
+    split = structs.replace(plan, buckets=(structs.replace(bucket, codec="partition(topk(), nbytes=4)", slices=(
+        Slice(0, 0, 1 << 24),)),))
+    (line,) = verify_alone(split)
+    assert line.startswith("bucket 0: a server keeps up to"), "so many slices have too many names"
+
+
+def test_planned_buckets_of_ef21_fit_a_frame() -> None:
+    job = toy_job(1, MAX_BUCKET_NBYTES // 4)
+    machines = cluster_from_line("2xcpu@1Gb")
+    made = planned(job, machines, None, Policy(codecs=("ef21(topk(ratio=0.01))",)))
+    assert verify(made, job) == []
+    assert records.digest(made)
