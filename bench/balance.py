@@ -1,7 +1,8 @@
 """Balancing: the paper's four GPUs and others, disturbed or not, ours beside LBB and its relatives; real processes at the end.
 
-Emulated workers are lines with noise (bench.reference.balance_cluster), so a run is exact and repeats; only solve times are measured.
-Every mode meets the same noise. The oracle knows the truth of each step. Communication counts only in the rows that say so.
+Emulated workers are lines with noise (bench.reference.balance_cluster), so a run is exact and repeats; only solve times are
+measured. Every mode meets the same noise. The oracle knows the truth of each step. Communication counts only in the rows that
+say so.
 """
 
 from __future__ import annotations

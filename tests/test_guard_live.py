@@ -347,7 +347,8 @@ def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path)
     assert loss_limits.bounded(connection, profile, policy) == (profile, policy)
     connection.floor = 0.04
     assert loss_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
-    assert set(loss_limits.bounded(connection, profile, policy)[1].codecs) == {"identity()", "fp16()", "int8()", "topk(ratio=0.1)"}
+    bounded = loss_limits.bounded(connection, profile, policy)[1]
+    assert set(bounded.codecs) == {"identity()", "fp16()", "int8()", "topk(ratio=0.1)"}
     tuner_loss.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
     connection.loss, connection.max_loss = str(tmp_path / "loss.json"), 0.025
     measured, bound = loss_limits.bounded(connection, profile, policy)

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "commlayer"
 
 BOTTOM = {"codec_name", "errors", "records", "native", "config"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
+FILES_OF_PLANS = {"plan_file", "loss_budget"}
 UPPER = {"runtime", "control"}
-SURFACE = {"accepting", "asked", "auto", "balancing", "bounds", "budget", "changed", "price", "profiled", "connect", "guarding",
-           "checkpoint", "drift", "exchanges", "crowded", "finding", "looks", "planfile", "probing", "saves", "session",
-           "starting", "stepping", "ddp", "tracing", "verdict", "watching"}
+BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | UPPER | {"measure"}
+SURFACE = {"job", "session", "ddp"}
 TOP = {"cli", "demo", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
@@ -31,10 +31,17 @@ ALLOWED: dict[str, set[str]] = {
     **{part: BOTTOM | {part} for part in MIDDLE},
     # runtime executes and control decides: what they need of each other is handed in above them.
     **{part: BOTTOM | MIDDLE | {part} for part in UPPER},
-    **dict.fromkeys(SURFACE, BOTTOM | MIDDLE | UPPER | SURFACE),
-    **dict.fromkeys(TOP, BOTTOM | MIDDLE | UPPER | SURFACE | TOP),
+    **dict.fromkeys(FILES_OF_PLANS, BOTTOM | MIDDLE | FILES_OF_PLANS),
+    "measure": BOTTOM | MIDDLE | {"runtime", "measure"},
+    **dict.fromkeys(SURFACE, BELOW | SURFACE),
+    **dict.fromkeys(TOP, BELOW | SURFACE | TOP),
 }
-TORCHLESS = {"budget", "codec_name", "errors", "records", "native", "config", "planfile", "planner", "balance", "observe", ""}
+ROOMS = {
+    "planner": ["model", "tables", "pricing", "simulation", "search", "verbs"],
+}
+"""Folders inside a part, from the bottom up: each imports those before it."""
+TORCHLESS = {"codec_name", "errors", "records", "native", "config", "plan_file", "loss_budget", "planner", "balance",
+             "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 
@@ -89,6 +96,19 @@ def test_imports_go_one_way() -> None:
     inside = [found for found in IMPORTS if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
     assert len(inside) > 20, "the graph was read"
     assert [said(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]] == []
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_rooms_of_a_part_import_one_way(part: str) -> None:
+    order = ROOMS[part]
+    wrong = []
+    for found in IMPORTS:
+        own, target = found.file.relative_to(PACKAGE).with_suffix("").parts, found.target.split(".")[1:]
+        if own[0] == target[:1][0] == part if target else False:
+            here, there = (name[1] if len(name) > 2 and name[1] in order else "" for name in (own, target))
+            if here and there and order.index(there) > order.index(here):
+                wrong.append(said(found))
+    assert wrong == []
 
 
 def test_planner_and_balance_import_no_torch() -> None:

@@ -49,7 +49,8 @@ def drawn_cluster(rng: random.Random) -> Cluster:
 
 def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
     """The tables', or measured; and each codec dearer or cheaper by chance, so that any path may be the best for some."""
-    made = machines.profile_from_tables(cluster, (*machines.DEFAULT_CODECS, *FAMILIES[1:3])) if rng.random() < 0.3 else measured()
+    some = (*machines.DEFAULT_CODECS, *FAMILIES[1:3])
+    made = machines.profile_from_tables(cluster, some) if rng.random() < 0.3 else measured()
     codecs = []
     for cost in made.codecs:
         encode, decode = (rng.choice((0.01, 1.0, 100.0)) for _ in range(2))

@@ -44,7 +44,8 @@ def test_the_price_of_a_choice_is_that_of_the_plan_it_becomes(name: str) -> None
     machines = CLUSTERS[name]
     inputs = inputs_of(machines)
     for hosts in host_sets(machines):
-        entry = LayoutCandidate(inputs, ways_of(machines, inputs, hosts), Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0]))
+        layout = Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0])
+        entry = LayoutCandidate(inputs, ways_of(machines, inputs, hosts), layout)
         for found in [*entry.uniform[:6], entry.searched]:
             entry.found = found
             written_s = exact_s(entry.emit(), inputs.job, machines, inputs.profile, inputs.policy)

@@ -25,7 +25,8 @@ from commlayer.transport.summing import SumServer
 
 
 def step(shift: float) -> RecordedStep:
-    return RecordedStep({2: 1.0 + shift, 1: 1.2 + shift, 0: 1.5 + shift}, {"backward": 1.6 + shift, "summed": 2.0, "end": 2.1}, [])
+    marks = {"backward": 1.6 + shift, "summed": 2.0, "end": 2.1}
+    return RecordedStep({2: 1.0 + shift, 1: 1.2 + shift, 0: 1.5 + shift}, marks, [])
 
 
 def test_times_are_medians_since_backward_began_to_give() -> None:

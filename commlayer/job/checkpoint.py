@@ -97,8 +97,8 @@ def save(connection: Connection, directory: Path) -> None:
     # A number above all that any rank has, so that no file of an earlier save lies where this one goes.
     rows = gather(connection.groups, [highest, secrets.randbits(62)])
     number = 1 + max(row[0] for row in rows)
-    mark = checkpoint_files.Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world, servers=worker.plan.servers,
-                      plan=records.digest(worker.plan))
+    mark = checkpoint_files.Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world,
+                                 servers=worker.plan.servers, plan=records.digest(worker.plan))
     folder, first = checkpoint_files.folder_of(directory, number), connection.rank == 0
     try:
         with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
@@ -135,7 +135,8 @@ def load(connection: Connection, directory: Path) -> None:
         worker.drain()
         mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
-        read = {name: checkpoint_files.read(folder, name, mark) for name in checkpoint_files.mine(rank, connection.world, worker.plan.servers)}
+        names = checkpoint_files.mine(rank, connection.world, worker.plan.servers)
+        read = {name: checkpoint_files.read(folder, name, mark) for name in names}
     with together(connection.groups, "load()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None

@@ -1,6 +1,7 @@
 """Whether a plan that somebody asked for still does what was predicted of it: says so where it does not. Changes no plan.
 
-Where the plan was left to commlayer, job/autoplan/driver.py watches, and answers. What a person has chosen stays until a person changes it.
+Where the plan was left to commlayer, job/autoplan/driver.py watches, and answers. What a person has chosen stays until a
+person changes it.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class AccuracyGuard:
         if self._piece is not None and mine is not None:
             summed = gradient_comparison.everywhere(self._piece, mine, groups, self._deadline_s)
         compared_s = time.perf_counter() - begin
-        row = GradientError(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1), self._everywhere_s or compared_s,
-                  self._step_s, begin - self._begin)
+        row = GradientError(self._sent, summed, self._rise(), self._here_s / max(self._looks, 1),
+                            self._everywhere_s or compared_s, self._step_s, begin - self._begin)
         flat = [*row.sent, *row.summed, *row.loss, *row[3:]]
         rows = groups.gather_all(torch.tensor(flat, dtype=torch.float64, device=groups.device)).tolist()
         self._judge([GradientError(Dots(*r[:4]), Dots(*r[4:8]), Rise(*r[8:10]), *r[10:]) for r in rows])
@@ -246,7 +246,8 @@ class AccuracyGuard:
             self._pending = self._waiting = None
             if self.acts and self._guard.complained and level < floor * codec_floor.EQUAL:
                 seen = self._summed.fidelity()
-                self._change(worker, CodecChange(self._steps, level, floor, "accuracy has not borne less", 1.0, seen, self._step_s))
+                why = "accuracy has not borne less"
+                self._change(worker, CodecChange(self._steps, level, floor, why, 1.0, seen, self._step_s))
             else:
                 self._guard.follow(level)
         elif self._pending is not None:

@@ -204,17 +204,16 @@ class AutoPlan:
         row = Measured(timing.forward_s + timing.backward_s, step_s, *probed(made, (1 - GROUPS_SHARE) * self._probe_s))
         self._measured = gathered(made, row)
         self._finder.measured(steps, median(row.step_s for row in self._measured))
-        self._plan_for(links_of(made, self._measured))
-        assert self._links is not None
-        self._say(f"links carry {spelled(self._links.planned)}")
+        self._say(f"links carry {spelled(self._plan_for(links_of(made, self._measured)))}")
         if made.rank == 0:
             self._start_planning(worker.plan)
         if self._looks is None and not self._keep:
             self._begin_looks()
 
     def _begin_looks(self) -> None:
-        assert self._connection.groups is not None
-        self._looks = StepReports(self._connection.groups.members, self._connection.groups.timeout_s, meter_of(self._connection))
+        groups = self._connection.groups
+        assert groups is not None
+        self._looks = StepReports(groups.members, groups.timeout_s, meter_of(self._connection))
         self._connection.beside.append(self._looks.close)
 
     # ---- links that change
@@ -300,8 +299,8 @@ class AutoPlan:
             if found:
                 self._switch()
 
-    def _plan_for(self, nodes: list[Link]) -> None:
-        """From now on these links are what is planned for."""
+    def _plan_for(self, nodes: list[Link]) -> list[Rates]:
+        """From now on these links are what is planned for. Their rates."""
         self._nodes = nodes
         rates = [Rates(link.up_bps, link.down_bps) for link in nodes]
         pace(self._connection, nodes)
@@ -312,6 +311,7 @@ class AutoPlan:
         self._again.changed(time.monotonic())
         if self._looks is not None:
             self._looks.afresh()
+        return rates
 
     # ---- planning, on rank 0
 

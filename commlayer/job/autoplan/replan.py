@@ -16,8 +16,9 @@ from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.autoplan.link_probes import Measured, homes_of
 from commlayer.job.shares.comm_cost import communication
 from commlayer.job.start import Connection
-from commlayer.measure import bucket_overheads, codec_costs, collective_costs
+from commlayer.measure import bucket_overheads, codec_costs
 from commlayer.measure.coding_slowdown import load_of, under
+from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import RecordedStep
 from commlayer.planner.model.cluster import Basis, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.model.codec_sizes import codec_loss
@@ -76,7 +77,7 @@ class Replanner:
         """Steps under the plan in force, and how long all ranks took; what was measured before is old."""
         self._profile, self._steps, self._step_s, self._crowd = None, steps, step_s, 0.0
 
-    def find(self, current: Plan, known: Plan | None, job: Job, cluster: Cluster, collectives: collective_costs.Grouped) -> Replan:
+    def find(self, current: Plan, known: Plan | None, job: Job, cluster: Cluster, collectives: Grouped) -> Replan:
         """`current` is in force; `known`: the same as the planner has it, if it is the planner's."""
         if self._profile is None:
             self._profile = _profile(current, self._steps, collectives, loss_limits.codecs(self._connection))
@@ -117,7 +118,7 @@ def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
 
 
 def cluster_of(
-    links: Sequence[Link], rows: Sequence[Measured], inside: collective_costs.Grouped, homes: Sequence[int], *, cuda: bool = False,
+    links: Sequence[Link], rows: Sequence[Measured], inside: Grouped, homes: Sequence[int], *, cuda: bool = False,
 ) -> Cluster:
     """Nodes as measured: a link for each, a row for each rank. Servers elsewhere are as well connected as the best."""
     per_node = len(rows) // len(links)
@@ -159,7 +160,7 @@ _copies = functools.cache(codec_costs.copies)
 """Once in a process: they are this machine's."""
 
 
-def _profile(current: Plan, steps: list[RecordedStep], collectives: collective_costs.Grouped, codecs: Sequence[str]) -> Profile:
+def _profile(current: Plan, steps: list[RecordedStep], collectives: Grouped, codecs: Sequence[str]) -> Profile:
     """Costs as they are here, beside training; codecs as plans spell them, in full.
 
     What these lose nobody can measure now: the tables guess.

@@ -199,7 +199,8 @@ class Controller:
         self._row_at, self._row_step, self._next = now, step, step + self._every
         cost_s = min(self._costs_s, default=0.0)  # what else the machine does only adds
         price = self.session.connection.price or (0.0, 0.0)
-        row = WorkerTime(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, *price, _checksum(self._balancer.latest))
+        row = WorkerTime(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, *price,
+                         _checksum(self._balancer.latest))
         with self._explained():
             self._rows.start(*row)
 

@@ -64,7 +64,8 @@ def better(a: ChoiceFound, b: ChoiceFound) -> bool:
 
 
 def search(
-    space: Space, starts: Sequence[Sequence[int]] = (), *, states: Sequence[ChoiceFound] = (), width: int = 3, thorough: bool = True,
+    space: Space, starts: Sequence[Sequence[int]] = (), *, states: Sequence[ChoiceFound] = (), width: int = 3,
+    thorough: bool = True,
 ) -> ChoiceFound:
     """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
 

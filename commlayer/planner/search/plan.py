@@ -128,7 +128,9 @@ def _finalists(tried: list[LayoutCandidate]) -> list[LayoutCandidate]:
     return _shortest(evenly, FINALISTS, lambda entry: entry.quick) + _shortest(by_links, 1, lambda entry: entry.quick)
 
 
-def _shortest(tried: list[LayoutCandidate], most: int, which: Callable[[LayoutCandidate], ChoiceFound]) -> list[LayoutCandidate]:
+def _shortest(
+    tried: list[LayoutCandidate], most: int, which: Callable[[LayoutCandidate], ChoiceFound],
+) -> list[LayoutCandidate]:
     """By what would be written of them, which takes some per cent longer than what was searched, and not all alike."""
     found: list[tuple[float, int, LayoutCandidate]] = []
     left = WRITTEN
