@@ -39,3 +39,8 @@ class Refused(CommError):
 
 class RecordError(ValueError):
     """A record, plan or setting that breaks its type: one line naming the field, what was got and what is allowed."""
+
+
+def line_of(error: Exception) -> str:
+    """What a command says of one that users can mend. The system's own have a number in front, unless they name a file."""
+    return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)

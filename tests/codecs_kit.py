@@ -100,7 +100,7 @@ EVERY: dict[str, Codec] = {name: wrap(parse(text)) for name, text in NAMED.items
 COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit", "randomk", "block_threshold")
 """Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
-AVAILABLE = [name for name, module in BACKENDS.items() if module is not None]
+AVAILABLE = list(BACKENDS)
 
 
 def noise(n: int, seed: int = 0) -> torch.Tensor:

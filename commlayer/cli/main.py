@@ -14,7 +14,7 @@ from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.control import messages
-from commlayer.errors import CommError
+from commlayer.errors import CommError, line_of
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -48,8 +48,7 @@ def run() -> None:
     try:
         app(prog_name="commlayer")
     except (CommError, ValueError, OSError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
-        print(f"commlayer: {text}", file=sys.stderr)
+        print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

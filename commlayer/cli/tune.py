@@ -60,7 +60,7 @@ def read_space(codecs: tuple[str, ...], ratio: str, batch: str, local_steps: str
         raise ValueError(f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
     made = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batch", batch, "64,128,256"),
                          local_steps=_numbers("--local-steps", local_steps, "1,2,4"), staleness=staleness)
-    # Codecs need torch, whose import takes longer than all other checks together.
+    # Here, since it loads numpy, which the help does not need.
     from commlayer.compressors import parse
 
     for spelling in codecs:

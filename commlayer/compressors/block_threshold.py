@@ -6,9 +6,7 @@ Knows selection of runs and its body; the residual is the caller's. How the thre
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload, positions, runs, threshold
@@ -16,6 +14,11 @@ from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 

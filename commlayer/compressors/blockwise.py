@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Out, State
@@ -13,6 +12,9 @@ from commlayer.compressors.dense import check_dense
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
 
 HEADER = payload.HEADER_NBYTES
 

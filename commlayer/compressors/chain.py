@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.compressors import kernels, payload, positions
 from commlayer.compressors.codec import Buffer, Codec, Out, State
@@ -14,6 +12,11 @@ from commlayer.compressors.oneround import OneRound, accumulator, check_numel
 from commlayer.compressors.picking import Picks
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 _LENGTH = struct.Struct("<I")

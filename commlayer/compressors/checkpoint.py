@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy.typing as npt
 
 from commlayer.compressors.codec import State
 from commlayer.compressors.keys import KEYS
 from commlayer.compressors.threshold import NUMBERS
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS}
 
@@ -45,6 +50,11 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 def number(value: float) -> torch.Tensor:
     """A number as a 0-d tensor that holds it exactly."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The same numbers in memory of their own."""
+    return torch.from_numpy(array.copy())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, runtime_checkable
 
 from commlayer.records import Spec
 
-Out = memoryview | torch.Tensor
+if TYPE_CHECKING:
+    import torch
+
+# Union, since a bar would want torch loaded.
+Out: TypeAlias = Union[memoryview, "torch.Tensor"]
 """Payload memory of the caller, to be written: host memory, or uint8 on a device."""
 
-Buffer = Out | bytes | bytearray
+Buffer: TypeAlias = Out | bytes | bytearray
 """Payload bytes, to be read."""
 
 State = dict[str, Any]

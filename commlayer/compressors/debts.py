@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.compressors.codec import Cut, State
 from commlayer.records import Slice
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 
 class Debt(NamedTuple):
@@ -39,7 +42,7 @@ def owed(state: State, numel: int) -> torch.Tensor | None:
 def _residuals(state: State) -> Iterator[torch.Tensor]:
     for name, value in state.items():
         if name == "residual" and isinstance(value, torch.Tensor):
-            yield value.view(-1)
+            yield value.reshape(-1)
         elif isinstance(value, dict):
             yield from _residuals(value)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.oneround import NAN, OneRound
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 
@@ -90,12 +93,12 @@ class _Half(OneRound, frozen=True):
 
 class Fp16(_Half, frozen=True):
     name: ClassVar[str] = "fp16"
-    most: ClassVar[float] = torch.finfo(torch.float16).max
+    most: ClassVar[float] = kernels.MOST["fp16"]
 
 
 class Bf16(_Half, frozen=True):
     name: ClassVar[str] = "bf16"
-    most: ClassVar[float] = torch.finfo(torch.bfloat16).max
+    most: ClassVar[float] = kernels.MOST["bf16"]
 
 
 def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:

@@ -7,9 +7,7 @@ C must bring every input nearer to zero (topk, int8, onebit do; unbiased codecs 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
@@ -18,11 +16,16 @@ from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
 
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
+
 FADE = 1.0 - 2.0**-12
 """Estimates fade a little with each step, on both sides alike. What rounding has set apart between the sum of the workers'
 estimates and the server's heals, which nothing else would do."""
 
-MOST = torch.finfo(torch.float32).max
+MOST = kernels.MOST["fp32"]
 
 
 class EF21(Wrapper, frozen=True):

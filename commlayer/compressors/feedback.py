@@ -6,10 +6,9 @@ Conservation: sent + residual = input + old residual, for the worker and for the
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec.structs
-import torch
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
@@ -17,6 +16,11 @@ from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, r
 from commlayer.compressors.oneround import accumulator, check_numel, spell
 from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 
 @runtime_checkable

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
+
 
 
 def check(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch.device | None = None) -> None:
     """ValueError unless it is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if one is given."""
-    fits = tensor.dtype is torch.float32 and tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
+    fits = tensor.dtype == torch.float32 and tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
     if fits and (device is None or tensor.device == device):
         return
     place = "" if device is None else f" on {device}"

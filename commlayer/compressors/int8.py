@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Blockwise
 from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.errors import CorruptFrame
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Int8(Blockwise, frozen=True):

@@ -8,32 +8,51 @@ other tensors are on a device. All backends give the same bytes. native/include/
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from commlayer import native
-from commlayer.compressors import device, reference
+from commlayer.compressors import tensors
 from commlayer.compressors.codec import Buffer
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 MOST_SCALE = np.finfo(np.float32).max / np.float32(128)
 """Any int8 times this is finite."""
 
-BACKENDS: dict[str, ModuleType | None] = {"reference": reference, "native": native.core}
+MOST = {
+    "fp16": float(np.finfo(np.float16).max),
+    "bf16": float(np.uint32(0x7F7F << 16).view(np.float32)),
+    "fp32": float(np.finfo(np.float32).max),
+}
+"""The largest finite number of each format."""
 
-_chosen: list[ModuleType] = [native.core or reference]
+
+@functools.cache
+def _load(backend: str) -> ModuleType:
+    """One of those in Python, which load torch."""
+    return importlib.import_module(f"commlayer.compressors.{backend}")
+
+
+BACKENDS = ("reference",) if native.core is None else ("reference", "native")
+
+_chosen: list[ModuleType] = [native.core or _load("reference")]
 
 
 def choose(backend: str) -> None:
     """From now on `backend` ("reference", "native", or "auto" for the best there is) runs the kernels of this process."""
-    module = native.core or reference if backend == "auto" else BACKENDS.get(backend)
-    if module is None:
-        raise ValueError(f"backend {backend!r}: available are {', '.join(name for name, m in BACKENDS.items() if m)}")
-    _chosen[0] = module
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend {backend!r}: available are {', '.join(BACKENDS)}")
+    _chosen[0] = native.core if native.core is not None and backend != "reference" else _load("reference")
 
 
 GRAIN = 1 << 18
@@ -59,8 +78,10 @@ def use(backend: str) -> Iterator[None]:
 
 def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
     """Who runs the kernels on x; on x and a payload, if there is one."""
-    there = device.serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
-    return device if there else _chosen[0]
+    if not tensors.real:
+        return _chosen[0]
+    there = _load("device").serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
+    return _load("device") if there else _chosen[0]
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
@@ -352,7 +373,7 @@ def store_f32(dst: Buffer, src: torch.Tensor) -> None:
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
     """The largest of the unsigned numbers in src; 0 if there is none."""
     if isinstance(src, torch.Tensor):
-        return device.largest(src, np.dtype(dtype).itemsize)
+        return int(_load("device").largest(src, np.dtype(dtype).itemsize))
     numbers = np.frombuffer(src, dtype)
     return int(numbers.max()) if numbers.size else 0
 
@@ -365,7 +386,7 @@ def octets(src: Buffer) -> npt.NDArray[np.uint8]:
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
     """Whether every float32 scale in src is from 0 to `most`."""
     if isinstance(src, torch.Tensor):
-        return device.within(src, float(most))
+        return bool(_load("device").within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 

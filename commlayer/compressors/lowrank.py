@@ -6,10 +6,15 @@ Members take these results as common knowledge, so no sum may depend on how a li
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 Rows = npt.NDArray[np.float64]
 

@@ -5,9 +5,7 @@ With either the optimizer's own momentum is 0: velocity is kept here, in the res
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels
@@ -17,7 +15,12 @@ from commlayer.compressors.picking import Placed
 from commlayer.compressors.wrapper import Wrapper, check_codec, check_plain
 from commlayer.records import Spec
 
-MOST = torch.finfo(torch.float32).max
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
+
+MOST = kernels.MOST["fp32"]
 
 
 class Momentum(Wrapper, frozen=True):

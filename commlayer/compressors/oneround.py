@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
-import torch
 
 from commlayer.compressors import payload
 from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 NAN = float("nan")
 

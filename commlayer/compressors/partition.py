@@ -5,9 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, payload
@@ -18,6 +16,11 @@ from commlayer.compressors.several import SeveralRounds
 from commlayer.compressors.wrapper import Wrapper, check_codec
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 _LENGTH = struct.Struct("<I")

@@ -6,12 +6,15 @@ Sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32,
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 VERSION = 1
 NONFINITE = 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from commlayer.compressors.codec import Buffer, State
 from commlayer.compressors.selection import Picked
+
+if TYPE_CHECKING:
+    import torch
 
 
 @runtime_checkable

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-
-import torch
+from typing import TYPE_CHECKING
 
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.dense import Bf16, Fp16, Identity
-from commlayer.compressors.device import launcher
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.int4 import Int4
 from commlayer.compressors.int8 import Int8
@@ -18,6 +16,11 @@ from commlayer.compressors.qsgd import Qsgd
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.terngrad import Terngrad
 from commlayer.compressors.topk import TopK
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 log = logging.getLogger("commlayer")
 
@@ -29,6 +32,8 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
     inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
     if not isinstance(inner, WITH_KERNELS):
         return False
+    from commlayer.compressors.device import launcher  # loads torch
+
     try:
         launcher(device)
     except ValueError as error:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import Out
 from commlayer.compressors.payload import expect
 from commlayer.errors import CorruptFrame
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 ELIAS_FANO, BITMAP, BLOCKS = 0, 1, 2
 

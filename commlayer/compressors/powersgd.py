@@ -7,9 +7,7 @@ Q = M' P, and P Q' is the result. Q is where the next step begins.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, lowrank, payload
@@ -18,6 +16,11 @@ from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.several import HEADER, SeveralRounds, add_floats, read_floats, write_floats
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 
 class Sides(NamedTuple):
@@ -122,7 +125,7 @@ class PowerSGD(SeveralRounds, frozen=True):
             return False
         kernels.outer(out, state["_p"].view(-1), q.view(-1), rank)
         state["q"].copy_(q)
-        return largest * rank < torch.finfo(torch.float32).max or finite_or_nan(True, out)
+        return largest * rank < kernels.MOST["fp32"] or finite_or_nan(True, out)
 
     def read_result(self, r: int, result: Buffer, state: State) -> memoryview | None:
         m, n, _ = state["_sides"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import LEVEL_BITS, checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Dithered, check_padding, check_scales16
 from commlayer.compressors.codec import Buffer, Out
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Qsgd(Dithered, frozen=True):

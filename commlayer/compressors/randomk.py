@@ -7,9 +7,7 @@ values alone; a server knows no positions. Sums are float32 whatever the values 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
@@ -17,6 +15,11 @@ from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 

@@ -7,13 +7,16 @@ few and contiguous, so that looking at them again is cheap and nothing has to be
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.compressors import kernels, threshold
 from commlayer.compressors.codec import State
 from commlayer.compressors.selection import ENOUGH, SPARE
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 EXACT_RUNS = 1024
 """Up to here all scores are looked at."""

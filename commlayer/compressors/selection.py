@@ -8,12 +8,15 @@ lower threshold. So the count is within 10 % of k wherever there are as many ent
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.compressors import kernels, threshold
 from commlayer.compressors.codec import State
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 EXACT_NUMEL = 16384
 """Up to here sorting is as cheap as tracking."""

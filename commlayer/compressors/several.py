@@ -5,14 +5,16 @@ Payloads are judged (`vet`) before anything is added (`put`), so that bytes that
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-import torch
 
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
 from commlayer.compressors.oneround import spell
+
+if TYPE_CHECKING:
+    import torch
 
 HEADER = payload.HEADER_NBYTES
 

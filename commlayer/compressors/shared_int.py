@@ -6,10 +6,9 @@ The sum of n workers needs more bits than what each sends: a result says in its 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
@@ -19,6 +18,11 @@ from commlayer.compressors.oneround import NAN, check_numel
 from commlayer.compressors.several import HEADER, SeveralRounds
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 MOST_BF16 = 0x7F7F
 """Bits of the largest finite bfloat16. Magnitudes compare as their bits do."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
 from commlayer.codec_name import checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Dithered, check_scales16
 from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
+
+if TYPE_CHECKING:
+    import torch
 
 GROUP, DIGITS = 160, 5
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import State
+
+if TYPE_CHECKING:
+    import torch
 
 EXPECTED = 64
 """Sampled magnitudes that should pass a right threshold: a noise of 12 %, since what it leaves amiss is put right after."""
@@ -63,7 +64,7 @@ NUMBERS = {
 
 GOLDEN = 0x9E3779B1
 
-Draw = Callable[[int, torch.Tensor], None]
+Draw: TypeAlias = "Callable[[int, torch.Tensor], None]"
 """Fills the tensor with magnitudes of this step, spread evenly from the offset on."""
 
 

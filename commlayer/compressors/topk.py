@@ -6,16 +6,19 @@ Knows selection and its body; the residual is the caller's. How the threshold is
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, positions, queued, selection, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, selection, threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.compressors.oneround import OneRound, check_numel
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 
@@ -53,6 +56,8 @@ class TopK(OneRound, frozen=True):
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
         n, k = x.numel(), self.wanted(x.numel())
         if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
+            from commlayer.compressors import queued  # what runs on a device loads torch
+
             nbytes, picked = queued.start(self.id, value_kinds.KINDS[self.values], k, x, residual, state, out)
             if picked is None:
                 return nbytes

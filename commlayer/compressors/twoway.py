@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-import torch
 
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.dense import Identity
@@ -18,6 +17,9 @@ from commlayer.compressors.partition import Partition
 from commlayer.compressors.warmup import Warmup
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Bucket, Spec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TwoWay(msgspec.Struct, frozen=True):

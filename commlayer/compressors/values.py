@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from commlayer.codec_name import VALUE_BITS
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptFrame
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
 """Numbers on the wire: the high half of a sparse header's aux."""
@@ -19,7 +23,6 @@ BLOCK = 256
 """Entries that share one scale."""
 
 SCALED = ("int8", "int4")
-MOST = {"fp16": torch.finfo(torch.float16).max, "bf16": torch.finfo(torch.bfloat16).max}
 MOST_SCALE: dict[str, np.floating[Any]] = {"int8": kernels.MOST_SCALE, "int4": np.finfo(np.float32).max / np.float32(8)}
 """Any integer of the kind times it is finite."""
 
@@ -46,7 +49,7 @@ def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, satur
         kept.zero_()
         return kernels.int8_encode(body[middle:], body[:middle], val, kept, BLOCK)
     narrow, wide = (kernels.f32_to_f16, kernels.f16_to_f32) if kind == "fp16" else (kernels.f32_to_bf16, kernels.bf16_to_f32)
-    finite = narrow(body, torch.clamp(val, -MOST[kind], MOST[kind], out=kept) if saturate else val)
+    finite = narrow(body, torch.clamp(val, -kernels.MOST[kind], kernels.MOST[kind], out=kept) if saturate else val)
     wide(kept, body)
     torch.sub(val, kept, out=kept)
     return finite

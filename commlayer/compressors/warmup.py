@@ -6,10 +6,9 @@ A reader needs not know the step: how many entries a payload holds is in its hea
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec.structs
-import torch
 
 from commlayer.codec_name import checked
 from commlayer.compressors import payload
@@ -18,6 +17,9 @@ from commlayer.compressors.feedback import Fed
 from commlayer.compressors.picking import Placed
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
 
 FIRST = 0.25
 """The ratio of the first step."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-import torch
 
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.oneround import spell
 from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Wrapper(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""`commlayer serve` as a child process of a training process. Knows pipes and process ids; not what is served.
+"""What `commlayer serve` runs, as a child process of a training process. Knows pipes and process ids; not what is served.
 
 The child ends with its parent: its standard input is a pipe that ends when the parent does, and it also asks whose child it is,
 since forked DataLoader workers hold that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called attach() ends.)
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -24,14 +23,13 @@ import msgspec
 
 from commlayer.config import Config, child_environment
 from commlayer.control.heartbeat_child import state
+from commlayer.control.parent import END
 from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
 # The child must run the package that this process runs, installed or not, whatever lies in the current directory.
-RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.cli.main import run; run()"
+RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.control.process import main; main()"
 TAIL_LINES = 15
-END = b"end\n"
-LOOK_S = 1.0
 GRACE_S = 5.0
 
 
@@ -51,9 +49,9 @@ class Embedded:
 
         CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
         """
-        command = [sys.executable, "-P", "-c", RUN, str(ROOT), "serve", "--parent", str(os.getpid())]
-        command += ["--join", join] if join else ["--workers", str(workers), "--servers", str(servers)]
-        command += ["--no-server"] if number is None else ["--number", str(number)]
+        part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None}
+        part["number"] = -1 if number is None else number
+        command = [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)]
         if join:
             # A port that is set belongs to the coordinator, which may be on this machine, as may be several servers.
             config = msgspec.structs.replace(config, port=0)
@@ -106,38 +104,6 @@ class Embedded:
         self._stderr.finish()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def read_secret() -> str:
-    """In the child: the first line of its standard input, before anything else is read of it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        more = os.read(0, 1)
-        if not more:
-            break
-        line += more
-    return line.decode().strip()
-
-
-def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
-    """In the child: sets `stop` when the parent says so or, after a call of `orphaned`, has ended. Leaves the process if that
-    is not heeded.
-    """
-
-    def follow() -> None:
-        told = b""
-        while os.getppid() == parent:
-            readable, _, _ = select.select([0], [], [], LOOK_S)
-            if readable:
-                told = os.read(0, len(END))
-                break
-        if not told and not stop.is_set():
-            orphaned()
-        stop.set()
-        time.sleep(GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=follow, name="commlayer-parent", daemon=True).start()
 
 
 class _Stderr:

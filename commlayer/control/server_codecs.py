@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import safetensors
-import safetensors.torch
+import safetensors.numpy
 
 from commlayer.compressors import codec_of, restore, seed, snapshot
+from commlayer.compressors.checkpoint import tensor_of
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
 from commlayer.compressors.feedback import in_updates
@@ -60,14 +61,14 @@ class CodecOps:
             mine += paid
 
     def snapshot(self) -> bytes:
-        return safetensors.torch.save(snapshot(self._state))
+        return safetensors.numpy.save({path: value.numpy() for path, value in snapshot(self._state).items()})
 
     def restore(self, data: bytes | memoryview) -> None:
         try:
-            tensors = safetensors.torch.load(bytes(data))
+            arrays = safetensors.numpy.load(bytes(data))
         except safetensors.SafetensorError as error:
             raise ValueError(f"codec state is not in the safetensors format: {error}") from None
-        restore(self._state, tensors)
+        restore(self._state, {path: tensor_of(value) for path, value in arrays.items()})
 
 
 def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:

@@ -68,7 +68,7 @@ def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: floa
 
 
 def check_codec(text: str) -> None:
-    # Codecs need torch, whose import takes longer than all other checks together.
+    # Here, since it loads numpy, which the help does not need.
     from commlayer.compressors import parse
 
     try:

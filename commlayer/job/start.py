@@ -355,7 +355,7 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
 
-    # Servers load torch, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
+    # Servers load codecs, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
     # that is set is for it and for a server in its process.
     alone = plan.servers > 1 and not config.port
 

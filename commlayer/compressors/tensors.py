@@ -1,0 +1,59 @@
+"""What codecs take for torch: torch itself, or in a server's process, which does without it, plain.py. Knows no codec.
+
+Loading torch takes a processor 1.5 to 3 s and 200 MB, and all that a server wants of it are arrays: its kernels are native. So
+codecs import this module under the name of torch, and nothing of it when they are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+_chosen = "torch"
+real = True
+"""Whether it is torch."""
+_handed: set[str] = set()
+"""Names that lie among this module's own by now, where the next look finds them at no cost."""
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    value = getattr(library(), name)
+    globals()[name] = value
+    _handed.add(name)
+    return value
+
+
+def library() -> ModuleType:
+    return importlib.import_module(_chosen)
+
+
+def without_torch() -> None:
+    """From now on codecs of this process take and give plain.py's tensors: for one that never sees a tensor of torch."""
+    # Codecs look for themselves at what is not finite; numpy would tell the user of each.
+    warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", RuntimeWarning)
+    _choose(f"{__package__}.plain")
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """The same within it. For tests."""
+    before = _chosen
+    without_torch()
+    try:
+        yield
+    finally:
+        _choose(before)
+
+
+def _choose(name: str) -> None:
+    global _chosen, real
+    _chosen, real = name, name == "torch"
+    for handed in _handed:
+        del globals()[handed]
+    _handed.clear()

@@ -1,0 +1,125 @@
+"""The process that serves a job: a coordinator, a summation server, or both, until the job is over. Knows no decisions.
+
+`commlayer serve` runs it, and embedded.py as a child of a training process, which waits for it: what it loads before it tells
+its addresses is in the way of attach(). No torch, but on the reference backend; no command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import signal
+import sys
+import threading
+from typing import NamedTuple
+
+from commlayer import native
+from commlayer.config import Config, host_port, join_host, read_config
+from commlayer.control import client, messages
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.parent import follow_parent, read_secret
+from commlayer.errors import CommError, line_of
+
+log = logging.getLogger("commlayer")
+
+UNFIT_S = 10.0
+"""With a plan that it cannot serve, a server stays for so long, or until the workers have left, to tell them as they dial."""
+
+
+class Part(NamedTuple):
+    """What this process is to do. `parent`: whose child it is, if it is embedded; `made`: the secret, if it was made here."""
+
+    workers: int = 0
+    servers: int = 1
+    number: int = -1
+    sums: bool = True
+    parent: int = 0
+    made: str = ""
+
+
+def run(config: Config, part: Part) -> None:
+    """Until the job is over, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made here."""
+    if config.port == 65535 and not config.join and part.sums:
+        raise ValueError("--port 65535 leaves no next port for the data: choose a lower one")
+    logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
+    end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: end.set())
+    reason = [messages.FINISHED]
+    with contextlib.ExitStack() as stack:
+        control, near, data, data_port = config.join, config.join, "", config.port
+        orphaned = functools.partial(_abandon, reason, part.parent)
+        if not control:
+            coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end)
+            stack.callback(coordinator.close)
+            control, near = coordinator.address, coordinator.near
+            data_port = config.port and config.port + 1
+            orphaned = functools.partial(coordinator.orphaned, part.parent)
+        if part.parent:
+            follow_parent(part.parent, end, orphaned)
+        if part.sums:
+            _choose_tensors(config)
+            # Here, since it loads numpy, which a coordinator does without.
+            from commlayer.control.serving import Serving
+
+            serving = Serving(config.bind, data_port, config)
+            stack.callback(serving.close)
+            data = join_host(config.advertise or config.bind, host_port(serving.address)[1])
+        print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
+        token = f"COMMLAYER_TOKEN={part.made}" if part.made else "the job's secret"
+        log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
+        if part.sums:
+            request = messages.server(data, config.node, part.number, beside=not config.join)
+            try:
+                member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
+                                     on_silence=lambda silent_s: _alone(serving.alone, control, silent_s, end))
+            except CommError:
+                if end.is_set():
+                    return
+                raise
+            stack.callback(lambda: member.leave(reason[0]))
+            try:
+                serving.start(member.view, member.plan, member.rank)
+            except ValueError as error:
+                end.wait(UNFIT_S)
+                member.leave(str(error))
+                raise
+        end.wait()
+
+
+def _choose_tensors(config: Config) -> None:
+    """Native kernels need no torch, and in this process nobody else does."""
+    if native.core is not None and config.backend != "reference":
+        from commlayer.compressors import tensors
+
+        tensors.without_torch()
+
+
+def _abandon(reason: list[str], parent: int) -> None:
+    """The trainer that started this server has ended: what the others hear."""
+    reason[0] = f"its training process (pid {parent}) has ended"
+
+
+def _alone(alone: bool, control: str, silent_s: float, end: threading.Event) -> None:
+    """The coordinator does not answer. Without it nobody says that the job is over, so a server without workers ends."""
+    if alone and not end.is_set():
+        log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
+        end.set()
+
+
+def _note(error: CommError) -> None:
+    """The workers act on a death; a server only says so."""
+    log.warning("%s", error)
+
+
+def main() -> None:
+    """The child that embedded.py starts: its argument is JSON of a Part and of the coordinator to join, if there is one."""
+    told = json.loads(sys.argv[1])
+    try:
+        given = {"token": read_secret(), "join": told.pop("join")}
+        run(read_config({name: value for name, value in given.items() if value}), Part(**told))
+    except (CommError, ValueError, OSError) as error:
+        print(f"commlayer: {line_of(error)}", file=sys.stderr)
+        sys.exit(2)
