@@ -42,9 +42,9 @@ def serve(
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
                              "insecure": insecure}
     if parent:
-        from commlayer.control.embedded import read_secret
+        from commlayer.control import piping
 
-        given["token"] = read_secret()
+        given["token"] = piping.hear().decode()
     config = read_config({name: value for name, value in given.items() if value})
     if config.join and no_server:
         raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")

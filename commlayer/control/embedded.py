@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from commlayer.config import Config, child_environment
+from commlayer.control import piping
 from commlayer.control.heartbeat_child import state
 from commlayer.errors import CommError, DeadlineExceeded
 
@@ -62,12 +63,9 @@ class Embedded:
             # Ctrl-C goes to the trainer, which ends the child when it no longer needs it.
             start_new_session=True, env=child_environment(config),
         )
-        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as its first line will tell
-            process.stdin.write(config.token.encode() + b"\n")
-            process.stdin.flush()
+        piping.tell(process, config.token.encode())
         stderr = _Stderr(process.stderr)
         made = cls(process, stderr, "", "")
         try:
@@ -106,17 +104,6 @@ class Embedded:
         self._stderr.finish()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def read_secret() -> str:
-    """In the child: the first line of its standard input, before anything else is read of it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        more = os.read(0, 1)
-        if not more:
-            break
-        line += more
-    return line.decode().strip()
 
 
 def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
