@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.config import Config, read_config
 from commlayer.errors import DeadlineExceeded
 from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dense, check_dtypes, check_parameter, wrappers_of
+from commlayer.job.accepted_models import Claim, check_dtypes, check_parameter, wrappers_of
 from commlayer.job.accuracy.driver import AccuracyGuard, guard_of
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.autoplan.driver import AutoPlan, auto_of
@@ -36,7 +36,7 @@ from commlayer.planner.model.gradients_only import gradients_of
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.model_job import job_of, learning_rate, loss_scale, parameters_of
+from commlayer.runtime.model_job import check_dense, job_of, learning_rate, loss_scale, parameters_of
 from commlayer.runtime.worker import Worker
 from commlayer.runtime.write_gradients import hand_out
 

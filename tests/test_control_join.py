@@ -131,7 +131,7 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
         while "rank 1" not in membership.missing(coordinator._state):
             assert not waiting.done()
-        why = "worker 1 on .* trains another model: its job is jobB, that of worker 0 on .* is jobA"
+        why = r"worker 1 on .* trains another model than worker 0 on \S+ \(pid \d+\): names, shapes and order of the param"
         with pytest.raises(Refused, match=why):
             client.join(coordinator.address, messages.worker("jobB", 1, 2), quick(), Failures())
         ended.set()
@@ -183,7 +183,8 @@ def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) 
     second.leave()
     assert ended.wait(WAIT_S)
     assert coordinator.over.wait(WAIT_S)
-    assert server.left == {"worker 0": "ValueError: out of data", "worker 1": "finished"}
+    assert {peer: gone.reason for peer, gone in server.left.items()} == {
+        "worker 0": "ValueError: out of data", "worker 1": "finished"}
     assert {str(error) for error in failures.errors} == {"worker 0: left the job: ValueError: out of data"}
     server.leave()
 

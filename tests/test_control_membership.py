@@ -93,7 +93,7 @@ REFUSALS = [
     (State(0, 0), [], worker(0, protocol=9), "worker 0 on host0 (pid 100): speaks control protocol 9, the coordinator 1"),
     (State(0, 0), [worker(0)], worker(1, version="2.0"), "runs commlayer 2.0, the job 1.0: install the same version"),
     (State(0, 0), [worker(0)], worker(1, job="jobB"),
-     "trains another model: its job is jobB, that of worker 0 on host0 (pid 100) is jobA"),
+     "trains another model than worker 0 on host0 (pid 100): names, shapes and order of the parameters must be equal"),
     (State(0, 0), [worker(0)], worker(1, world=3), "expects 3 workers, the job has 2"),
     (State(4, 0), [], worker(1), "expects 2 workers, the job has 4"),
     (State(0, 0), [], worker(0, world=0), "commlayer serve --workers N"),
@@ -101,8 +101,8 @@ REFUSALS = [
     (State(0, 0), [], worker(-2), "rank -2 is outside 0..1"),
     (State(0, 0), [worker(1)], worker(1, token="other", name="hostX", pid=7),
      "worker 1 on hostX (pid 7): rank 1 is taken by host1 (pid 101)"),
-    (State(0, 0), [worker(0)], worker(1, plan_digest="else"), f"holds plan else, worker 0 on host0 (pid 100) holds "
-                                                              f"{digest_of(PLAN)}"),
+    (State(0, 0), [worker(0)], worker(1, plan_digest="else"),
+     "holds another plan than worker 0 on host0 (pid 100): give all workers the same plan"),
     (State(0, 1), [server(0)], server(1), "the job has its 1 servers already: start the coordinator with a larger --servers"),
     (State(0, 0), [], server(0), "the job has its 0 servers already"),
     (State(0, 2), [server(0, rank=1)], server(1, rank=1), "rank 1 is taken by host0 (pid 200)"),
@@ -117,6 +117,7 @@ def test_a_refusal_says_why_and_changes_no_seat(state: State, first: list[Join],
     refused, reply = membership.join(state, request_, 1.0)
     assert line in reply.error
     assert "\n" not in reply.error
+    assert not any(told in reply.error for told in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
     assert refused.places == state.places
     assert refused.view == state.view
 

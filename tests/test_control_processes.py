@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import select
 import signal
 import socket
-import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 from control_kit import WAIT_S, Failures, Process, quick
 
-from commlayer.control import client, messages
+from commlayer.control import client, messages, piping, uplink
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.embedded import Embedded
 from commlayer.errors import CommError
@@ -58,26 +59,52 @@ def test_a_killed_or_stopped_worker_is_named_to_every_survivor(coordinator: Coor
         assert survivor.process.returncode == 0
 
 
-def test_a_stopped_coordinator_is_noticed_by_its_silence() -> None:
+def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     config = quick()
-    child = Embedded.start(config, workers=1, servers=0, number=None)
-    silent, failures = threading.Event(), Failures()
-    told: list[float] = []
+    child = Embedded.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
+    told: queue.Queue[float] = queue.Queue()
+    real, failures = uplink.Uplink._silent, Failures()
 
-    def on_silence(silent_s: float) -> None:
-        told.append(silent_s)
-        silent.set()
+    def silent(self: uplink.Uplink, silent_s: float) -> None:
+        real(self, silent_s)
+        told.put(silent_s)
 
-    member = client.join(child.control, messages.worker("job", 0, 1), config, failures, on_silence=on_silence)
+    monkeypatch.setattr(uplink.Uplink, "_silent", silent)
+    link = uplink.connect(child.control, messages.worker("job", 0, 1), config)
+    link.follow(failures, lambda *_: None, lambda *_: None)
+    membership = link._membership
+    assert membership is not None
     try:
-        os.kill(child.pid, signal.SIGSTOP)
-        assert silent.wait(WAIT_S)
-        assert told[0] >= config.dead_after_s
-        assert failures.errors == [], "who takes part says what that means"
+        for outage in (1, 2):
+            os.kill(child.pid, signal.SIGSTOP)
+            assert told.get(timeout=WAIT_S) >= config.dead_after_s
+            assert [told.get(timeout=WAIT_S) for _ in range(2)], "it goes on asking"
+            os.kill(child.pid, signal.SIGCONT)
+            until = time.monotonic() + WAIT_S
+            while len(lines := [line for line in caplog.messages if child.control in line]) < 2 * outage:
+                assert time.monotonic() < until, lines
+                time.sleep(0.01)
+            while not told.empty():
+                told.get()
+            assert ["answers again" in line for line in lines] == [False, True] * outage, lines
+            assert "training goes on" in lines[-2]
+        assert failures.errors == [], "training can do without it"
     finally:
         os.kill(child.pid, signal.SIGCONT)
-        member.leave()
+        link.close()
         child.close()
+
+
+@pytest.mark.parametrize(("written", "heard", "left"), [
+    (b"secret\nend\n", b"secret", b"end\n"), (b"\nend\n", b"", b"end\n"), (b"half a line", b"", b"")])
+def test_a_child_takes_its_first_line_and_no_more(written: bytes, heard: bytes, left: bytes) -> None:
+    there, here = os.pipe()
+    os.write(here, written)
+    os.close(here)
+    assert piping.hear(there) == heard
+    assert os.read(there, 100) == left
+    os.close(there)
 
 
 def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:

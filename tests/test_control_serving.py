@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import threading
 import time
@@ -141,7 +142,8 @@ class Pair:
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)
         self.failures, self.stalled = Failures(), threading.Event()
-        self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), 1)
+        self.left: queue.Queue[tuple[str, int]] = queue.Queue()
+        self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)
 
     def failure(self) -> CommError:
         assert self.failures.came.wait(WAIT_S)
@@ -149,14 +151,22 @@ class Pair:
         return error
 
 
-def test_who_waits_hears_that_the_other_has_finished_meanwhile(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
+        exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
     monkeypatch.setattr("commlayer.transport.summing.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
     job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
     assert job.stalled.wait(WAIT_S), "the server has said whom it waits for, once"
-    job.ups[0].close()
-    assert str(job.failure()) == "worker 0: left the job: finished (step 0, bucket 0)"
+    job.ups[0].close(exchanges=exchanges)
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges)
+    job.stalled.clear()
+    assert job.stalled.wait(WAIT_S), "it is said again"
+    assert job.failures.errors == []
+    job.ups[1].follow(job.failures, lambda *_: None, lambda *told: job.left.put(told), 1)
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
 
 
 def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attach_kit import data, mlp
-from pool_kit import Servers, pool, quick
+from pool_kit import Servers, pool, quick, rank_environment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,6 +116,26 @@ def test_a_rank_that_does_not_come_is_named_within_the_join_deadline() -> None:
     for said, seconds in (got[0], got[2]):
         assert said.startswith("DeadlineExceeded: rank 1: start: nothing heard within 1 s"), said
         assert seconds < AT_ONCE_S
+
+
+@pytest.mark.parametrize(("store", "line"), [
+    (True, "DeadlineExceeded: rank 1: start: nothing heard within 1 s"),
+    (False, "CommError: MASTER_ADDR 127.0.0.1: start: rank 0 found no store of the job"),
+], ids=["nobody comes", "no store"])
+def test_who_has_no_group_yet_and_reaches_nobody_does_not_try_again(
+        store: bool, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To tell the others of the error it would have to wait for them once more, as long as they may take to come."""
+    assert not torch.distributed.is_initialized()
+    made = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    port = made.port
+    if not store:
+        del made  # what listened there listens no more
+    for name, value in (rank_environment(0, 2, port) | {"LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    said, seconds = said_by(lambda: commlayer.attach(mlp(), config=quick(join_deadline_s=1.0)))
+    assert said.startswith(line), said
+    assert seconds < AT_ONCE_S
+    assert not torch.distributed.is_initialized()
 
 
 HOSTS = [Arrival("a", "a", insecure=True, address="10.0.0.1"), Arrival("b", "b", insecure=True, address="10.0.0.2")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -128,6 +129,48 @@ def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
 def test_codecs_and_late_results_leave_ranks_alike(plan: str, stale: bool) -> None:
     with Servers(WORLD) as made:
         assert pool(WORLD).call(coded, made.address, plan, stale) == [[], []]
+
+
+def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str]]:
+    """Sixteen passes on each rank. Rank 1 leaves one step out, or takes three passes to a step where rank 0 takes two."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
+    said = ""
+    session = commlayer.attach(wrapped, optimizer, config=quick(ranks_per_node=WORLD, drift=drift, drift_steps=4))
+    try:
+        for number in range(16):
+            x, y = data(rank, number)
+            nn.functional.mse_loss(wrapped(x), y).backward()
+            takes = 3 if rank and uneven == "always" else 2
+            if number % takes == 0 and not (rank and number == 6 and uneven == "once"):
+                optimizer.step()
+                optimizer.zero_grad()
+    except commlayer.CommError as error:
+        said = str(error)
+    decisions = session.decisions()
+    session.close()
+    return said, decisions
+
+
+APART = r"step \d+: rank 1 and rank 0 have stepped their optimizers behind different exchanges \(\d and \d times .*\): ranks"
+
+
+@pytest.mark.parametrize(("how", "drift", "ends"), [
+    ("module", "end", True), ("module", "resync", True), ("ddp", "resync", True), ("module", "warn", False)])
+def test_unequal_numbers_of_passes_to_a_step_are_told(how: str, drift: str, ends: bool) -> None:
+    """Averages are of different steps then, and equal parameters would not change that."""
+    for said, decisions in pool(WORLD).call(stepped, how, drift, "always"):
+        assert bool(re.match(APART, said)) == ends, said
+        told = [line for line in decisions if re.match(APART, line)]
+        assert len(told) == (drift != "end"), "once, ahead of the end"
+
+
+def test_one_step_left_out_is_told_and_ends_nothing() -> None:
+    results = pool(WORLD).call(stepped, "module", "resync", "once")
+    assert [said for said, _ in results] == ["", ""]
+    assert len([line for line in results[0][1] if re.match(APART, line)]) == 1
+    assert any("have drifted apart" in line for line in results[0][1])
 
 
 def watched(rank: int, drift_steps: int) -> int:

@@ -181,7 +181,7 @@ WAITED = "StepAbandoned: worker 1: its backward pass broke off"
 
 @pytest.mark.parametrize("path", ["service", "all-reduce"])
 @pytest.mark.parametrize(("what", "said"), [
-    ("sparse", ["ValueError: gradient of 0.weight is torch.sparse_coo, allowed: dense"] * 2),
+    ("sparse", ["ValueError: gradient of 0.weight is torch.sparse_coo, allowed: dense; pass sparse=False to the layer"] * 2),
     ("weight 0", ["ValueError: step 0: every worker has weight 0"] * 2),
     ("reentrant", [NAMED] * 2),
     ("reentrant on one rank", [WAITED, NAMED]),

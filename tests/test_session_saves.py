@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -303,3 +305,59 @@ def test_files_of_different_saves_are_refused_in_a_line(tmp_path: Path) -> None:
         assert "not whole on all ranks, nor is an earlier save: rank 1 has nothing" in missing
         assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in said), rank
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older save was removed"
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Without a root's right to write everywhere."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def impossible(rank: int, where: Setting, folder: str) -> list[tuple[str, str]]:
+    """What save() and load() say of places where rank 1 can do neither; rank 0 could."""
+    job, said = Job(rank, where), []
+    job.train(0, 1)
+    before = job.kept()
+    for name in ("file", "file/below", "closed/below"):
+        place = f"{folder}/{name}" if rank else f"{folder}/good"
+        lines = []
+        for act in (job.session.save, job.session.load):
+            with pytest.raises((OSError, ValueError)) as caught, nobody() if rank else contextlib.nullcontext():
+                act(place)
+            lines.append(str(caught.value))
+        said.append((lines[0], lines[1]))
+    assert equal(job.kept(), before)
+    job.session.save(f"{folder}/good")
+    job.session.load(f"{folder}/good")
+    assert equal(job.kept(), before)
+    job.run.close()
+    return said
+
+
+def test_a_directory_that_cannot_be_made_or_read_is_one_line_and_changes_nothing(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, Servers(WORLD, SERVERS) as servers:
+        place = Path(folder)
+        place.chmod(0o755)
+        (place / "file").write_text("not a directory")
+        (place / "closed").mkdir()
+        (place / "closed" / "below").mkdir(mode=0o555)
+        other, own = pool(WORLD).call(impossible, setting(servers), folder)
+        assert sorted(path.name for path in place.iterdir()) == ["closed", "file", "good"]
+        assert [path.name for path in (place / "good").iterdir()] == ["save-1"], "nothing was left of those that failed"
+        assert list((place / "closed" / "below").iterdir()) == []
+    for line in (line for pair in other for line in pair):
+        assert re.match(r"(save|load)\(\) failed on rank 1, whose own error says why|.*: holds no save", line), line
+    cases = {"file": "Not a directory", "file/below": "Not a directory", "closed/below": "Permission denied"}
+    for (name, seen), (saved, loaded) in zip(cases.items(), own, strict=True):
+        assert re.fullmatch(rf"{folder}/{name}: save\(\) cannot write there: .*({seen}).*; name a directory that this process "
+                            "may make and fill, on a disk with room", saved), saved
+        assert loaded.startswith(f"{folder}/{name}: ")
+        assert "\n" not in saved + loaded
+        assert re.search(r"name the directory that save\(\) was given|save\(\) writes one there", loaded), loaded

@@ -45,8 +45,8 @@ def dialler(hello: Hello, end: TcpTransport, peer: int | None = None) -> None:
 
 
 @pytest.mark.parametrize(("hello", "reason"), [
-    (Hello("other", 0), "server 0: is of job 'other', here 'test'"),
-    (Hello("test", 0, plan="p2"), "server 0: follows plan p2, here p1"),
+    (Hello("other", 0), "server 0: is of another job: start all with the same model and job id"),
+    (Hello("test", 0, plan="p2"), "server 0: follows another plan: start all with the same plan"),
     (Hello("test", 0, version="9.9", protocol=9), rf"speaks protocol 9 \(commlayer 9.9\), here {VERSION} \(commlayer 0.1.0\)"),
     (Hello("test", SERVER_BASE), "server 0: server 0 is this end itself"),
     (Hello("test", 1), "server 0: worker 1 is connected already"),

@@ -24,6 +24,8 @@ ASK_S = 0.05
 """The least that a call waits for its answer."""
 OnSilence = Callable[[float], None]
 """Told for how many seconds the coordinator has not answered, from dead_after_s on, after every try."""
+OnLeft = Callable[[messages.Gone], None]
+"""Told of each peer that has left."""
 
 
 class Membership:
@@ -33,19 +35,21 @@ class Membership:
     """
 
     def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.Seat, config: Config,
-                 on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, *, keep: bool) -> None:
+                 on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, on_left: OnLeft, *,
+                 keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
         self.plan = seat.plan
         self.rank = seat.rank
         self.name = f"{request.kind} {seat.rank}"
-        self.left: dict[str, str] = {}
-        """Peers that left in order, and why. Not a failure unless one waits for them."""
+        self.left: dict[str, messages.Gone] = {}
+        """Peers that left, by name. Not a failure where it was in order, unless one waits for them."""
         self.over = ended
         """Every worker has left or died: a server may end."""
         self.staying: tuple[str, ...] = ()
         """Who was still in the job when this process left."""
-        self._link, self._token, self._on_failure, self._on_silence = link, request.token, on_failure, on_silence
+        self._link, self._token = link, request.token
+        self._on_failure, self._on_silence, self._on_left = on_failure, on_silence, on_left
         self._every_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
         # Shorter than the silence that kills, so that a stuck call leaves time for another.
         self._call_s = min(CALL_S, config.dead_after_s / 3)
@@ -58,7 +62,7 @@ class Membership:
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
-    def leave(self, reason: str = messages.FINISHED) -> bool:
+    def leave(self, reason: str = messages.FINISHED, exchanges: int = -1) -> bool:
         """Says that this process takes no part any more, then closes. Whether it was heard: not to be is no error."""
         if self._closing.is_set():
             self.close()
@@ -69,7 +73,7 @@ class Membership:
         heard, until = False, time.monotonic() + patience_s
         while not heard:
             try:
-                pulse = self._link.call("Leave", messages.Leave(self._token, reason), messages.Pulse, self._call_s)
+                pulse = self._link.call("Leave", messages.Leave(self._token, reason, exchanges), messages.Pulse, self._call_s)
             except CommError as error:
                 if isinstance(error, DeadlineExceeded) and time.monotonic() < until:
                     continue
@@ -101,7 +105,7 @@ class Membership:
             try:
                 pulse = self._link.call("Heartbeat", messages.Heartbeat(self._token), messages.Pulse, wait_s)
             except CommError as error:
-                if self.reachable and not self._closing.is_set():
+                if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence", error)
                 self.reachable = False
                 # More than that cannot have been the coordinator's: this process was stopped, or waited for the GIL.
@@ -109,9 +113,11 @@ class Membership:
                 if silent_s >= self._dead_after_s and not self._closing.is_set():
                     self._on_silence(silent_s)
             else:
-                self.reachable, silent_s = True, 0.0
                 if pulse.stranger and known:
                     log.warning("coordinator %s was restarted and does not know this job; training goes on", self._link.address)
+                elif not self.reachable and not self._failed:
+                    log.warning("coordinator %s answers again", self._link.address)
+                self.reachable, silent_s = True, 0.0
                 known = not pulse.stranger
                 self._take(pulse)
             mark = time.monotonic()
@@ -120,7 +126,10 @@ class Membership:
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
     def _take(self, pulse: messages.Pulse) -> None:
-        self.left.update({gone.peer: gone.reason for gone in pulse.left})
+        for gone in pulse.left:
+            if gone.peer not in self.left:
+                self.left[gone.peer] = gone
+                self._on_left(gone)
         if pulse.over:
             self.over.set()
         lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
@@ -136,7 +145,7 @@ class Membership:
 
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,
          deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
-         keep: bool = False) -> Membership:
+         on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
     """Takes a seat and waits until everyone is in. `keep`: see Membership.
 
     Raises Refused with the coordinator's reason, or DeadlineExceeded naming who is missing or that nobody answers there.
@@ -174,7 +183,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                 if seat.view is not None:
                     if messages.digest_of(seat.plan) != seat.view.plan:
                         raise CorruptFrame("sent a plan that does not match its digest", peer=f"coordinator {address}")
-                    return Membership(link, request, seat, config, on_failure, ended, on_silence, keep=keep)
+                    return Membership(link, request, seat, config, on_failure, ended, on_silence, on_left, keep=keep)
             ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, POLL_S[1])
         link.leave_quietly(request.token, "stopped while waiting")

@@ -110,7 +110,7 @@ class Coordinator:
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
-            self._state = membership.leave(self._state, request.token, request.reason)
+            self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
             self._note_end()
             # Who has finished hears who has not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())

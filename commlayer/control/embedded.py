@@ -22,6 +22,7 @@ from typing import IO
 import msgspec
 
 from commlayer.config import Config, child_environment
+from commlayer.control import piping
 from commlayer.control.heartbeat_child import state
 from commlayer.control.parent import END
 from commlayer.errors import CommError, DeadlineExceeded
@@ -60,12 +61,9 @@ class Embedded:
             # Ctrl-C goes to the trainer, which ends the child when it no longer needs it.
             start_new_session=True, env=child_environment(config),
         )
-        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as its first line will tell
-            process.stdin.write(config.token.encode() + b"\n")
-            process.stdin.flush()
+        piping.tell(process, config.token.encode())
         stderr = _Stderr(process.stderr)
         made = cls(process, stderr, "", "")
         try:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from commlayer.control import piping
+
 log = logging.getLogger("commlayer")
 
 ROOT = Path(__file__).parents[2]
@@ -70,12 +72,7 @@ def start(
     except OSError as error:
         log.warning("no process to keep heartbeats going beside the GIL: %s", error)
         return None
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(told).encode() + b"\n")  # the secret by pipe: a command line is everybody's to read
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # `look` will say so
+    piping.tell(process, json.dumps(told).encode())
     return Keeper(process)
 
 
@@ -104,12 +101,9 @@ def beat(parent: int, send: Callable[[], None], every_s: float) -> None:
 def main() -> None:
     """The child: its parent's id is its argument, all else comes as one line on standard input."""
     parent = int(sys.argv[1])
-    line = b""
-    while not line.endswith(b"\n"):
-        more = os.read(0, 4096)
-        if not more:
-            return
-        line += more
+    line = piping.hear()
+    if not line:
+        return
     told = json.loads(line)
     import grpc
 

@@ -15,12 +15,15 @@ SAID_S = 5.0
 """After so long it is said whom the end waits for."""
 
 
-def end(link: Uplink | None, children: Sequence[Embedded], reason: str, *, stay_s: float, notice_s: float) -> None:
+def end(
+    link: Uplink | None, children: Sequence[Embedded], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
+) -> None:
     """Without a `reason` the end is an orderly one: what this process has sent arrives, and its servers outlive the last
     worker, for `stay_s` at most. With one they stay for `notice_s`, until the others have heard who left.
+    The others hear of how many `exchanges` it has made.
     """
     until = time.monotonic() + (notice_s if reason else stay_s)
-    heard = link is None or link.close(reason, stay_s)
+    heard = link is None or link.close(reason, stay_s, exchanges)
     if not heard:
         until = time.monotonic() + notice_s  # the coordinator is gone, so nobody is waited for
     try:

@@ -31,6 +31,8 @@ class Place(Record, frozen=True):
     seen_s: float
     dead: str = ""
     left: str = ""
+    exchanges: int = -1
+    """How many it had made when it left."""
 
     @property
     def here(self) -> bool:
@@ -94,18 +96,18 @@ def heartbeat(state: State, token: str, now: float) -> tuple[State, Pulse]:
         state = _with(state, msgspec.structs.replace(place, seen_s=now))
     others = [p for t, p in sorted(state.places.items()) if t != token]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead)
-    left = tuple(Gone(p.peer, p.left) for p in others if p.left)
+    left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left)
     return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state))
 
 
-def leave(state: State, token: str, reason: str) -> State:
+def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     """An orderly end. Before the view is complete it frees the seat."""
     place = state.places.get(token)
     if place is None or not place.here:
         return state
     if state.view is None:
         return _without(state, {token})
-    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED))
+    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges))
 
 
 def tick(state: State, now: float, dead_after_s: float) -> State:
@@ -186,16 +188,15 @@ def _problem(state: State, request: Join) -> str:
 
 
 def _conflict(request: Join, place: Place) -> str:
-    """Why the request does not go with a seated process of the same kind."""
+    """Why the request does not go with a seated process of the same kind. Tells no digest of that one's."""
     other = place.join
     if place.rank == request.rank:
         return f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own"
     if other.job != request.job:
-        return (f"trains another model: its job is {request.job}, that of {place.peer} on {_who(other)} is {other.job}; "
-                "names, shapes and order of the parameters must be equal")
+        return (f"trains another model than {place.peer} on {_who(other)}: names, shapes and order of the parameters must be "
+                "equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
-        return (f"holds plan {request.plan_digest}, {place.peer} on {_who(other)} holds {other.plan_digest}: "
-                "give all workers the same plan")
+        return f"holds another plan than {place.peer} on {_who(other)}: give all workers the same plan"
     return ""
 
 

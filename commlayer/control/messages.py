@@ -88,6 +88,8 @@ class Gone(Record, frozen=True):
 
     peer: str
     reason: str
+    exchanges: int = -1
+    """As in Leave."""
 
 
 class Pulse(Record, frozen=True):
@@ -106,6 +108,8 @@ class Leave(Record, frozen=True):
     token: str
     reason: str = FINISHED
     """Any other tells the others that the end was not an orderly one."""
+    exchanges: int = -1
+    """Of a worker: in how many it has done its part, so that whoever waits for it in a later one knows. -1: not told."""
 
 
 def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "") -> Join:

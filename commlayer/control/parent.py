@@ -1,4 +1,4 @@
-"""A child's side of embedded.py: the job's secret, and the parent's end, as they come by standard input. Knows no job."""
+"""A child's side of embedded.py: its parent's end, as it comes by standard input or without a word. Knows no job."""
 
 from __future__ import annotations
 
@@ -12,17 +12,6 @@ END = b"end\n"
 """What the parent says when the child is to end."""
 LOOK_S = 1.0
 GRACE_S = 5.0
-
-
-def read_secret() -> str:
-    """In the child: the first line of its standard input, before anything else is read of it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        more = os.read(0, 1)
-        if not more:
-            break
-        line += more
-    return line.decode().strip()
 
 
 def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:

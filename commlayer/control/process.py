@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from commlayer import native
 from commlayer.config import Config, host_port, join_host, read_config
-from commlayer.control import client, messages
+from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
-from commlayer.control.parent import follow_parent, read_secret
+from commlayer.control.parent import follow_parent
 from commlayer.errors import CommError, line_of
 
 log = logging.getLogger("commlayer")
@@ -118,7 +118,7 @@ def main() -> None:
     """The child that embedded.py starts: its argument is JSON of a Part and of the coordinator to join, if there is one."""
     told = json.loads(sys.argv[1])
     try:
-        given = {"token": read_secret(), "join": told.pop("join")}
+        given = {"token": piping.hear().decode(), "join": told.pop("join")}
         run(read_config({name: value for name, value in given.items() if value}), Part(**told))
     except (CommError, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,10 +18,10 @@ from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Tra
 from commlayer.transport.summing import Stalled, follow_stalls
 from commlayer.transport.tcp import Settings, TcpTransport
 
-log = logging.getLogger("commlayer")
-
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
+Left = Callable[[str, int], None]
+"""Told who has ended in order, and after how many exchanges."""
 
 
 class Uplink:
@@ -35,6 +34,7 @@ class Uplink:
         self._generation, self._probes = 1, 0
         self._fail: Fail | None = None
         self._stalled: OnStalled = lambda *_: None
+        self._left: Left = lambda *_: None
         self._membership: Membership | None = None
         self.address = ""
         self.staying: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Uplink:
         """Takes a seat, waits for everyone, dials every server of the view."""
         deadline = time.monotonic() + self._config.join_deadline_s
         self._membership = membership = client.join(
-            address, request, self._config, self._failed, on_silence=self._silent, keep=True)
+            address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address = address
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
         transport = TcpTransport(hello, settings=Settings(secret=self._config.token, user_timeout_s=self._config.deadline_s))
@@ -69,11 +69,16 @@ class Uplink:
         assert self._membership is not None
         return self._membership.view
 
-    def follow(self, fail: Fail, stalled: OnStalled, generation: int = 1) -> None:
-        """From now on deaths go to `fail`, and what servers wait for in that generation to `stalled`: to nobody from before."""
+    def follow(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
+        """From now on deaths go to `fail`, orderly ends to `left`, and what servers wait for in that generation to `stalled`.
+
+        To nobody from before.
+        """
         with self._lock:
-            self._fail, self._stalled = fail, stalled
+            self._fail, self._stalled, self._left = fail, stalled, left
             self._generation = generation
+        for gone in [] if self._membership is None else list(self._membership.left.values()):
+            self._gone(gone)
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:
@@ -87,11 +92,13 @@ class Uplink:
         if said.dropped:
             names = ", ".join(peer_name(m) for m in said.missing)
             self._failed(PeerLost(f"was dropped by its server: {said.dropped}", peer=names, step=said.step, bucket=said.bucket))
-        left = [(peer, self.gone(peer)) for peer in map(peer_name, said.missing) if self.gone(peer)]
-        if left:
-            peer, reason = left[0]
-            self._failed(PeerLost(f"left the job: {reason}", peer=peer, step=said.step, bucket=said.bucket))
         self._stalled(said.bucket, said.step, said.missing)
+
+    def _gone(self, gone: messages.Gone) -> None:
+        with self._lock:
+            left = self._left
+        if gone.reason == messages.FINISHED and gone.exchanges >= 0:
+            left(gone.peer, gone.exchanges)
 
     def _failed(self, error: CommError) -> None:
         with self._lock:
@@ -102,14 +109,12 @@ class Uplink:
         fail(error)
 
     def _silent(self, silent_s: float) -> None:
-        """The coordinator does not answer. Nobody else would say so of a server in its process; training can do without it."""
+        """The coordinator does not answer, as has been said. Training can do without it, but not without a server in its
+        process, of which nobody else would tell."""
         near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
         if near:
             self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
                                   f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
-        else:
-            log.warning("coordinator %s: no answer for %.1f s: it was killed, stopped or cut off; training goes on",
-                        self.address, silent_s)
 
     def named(self, error: CommError) -> CommError:
         """The same, which says where a server is."""
@@ -127,10 +132,6 @@ class Uplink:
     def coordinated(self) -> bool:
         """Whether the coordinator still answers."""
         return self._membership is not None and self._membership.reachable
-
-    def gone(self, peer: str) -> str:
-        """Why that peer left, or nothing if it is there as far as the coordinator has said."""
-        return "" if self._membership is None else self._membership.left.get(peer, "")
 
     def fetch_state(self, server: int, bucket: int, undone: int) -> bytes:
         """A server's codec state of a bucket; see Summation.snapshot."""
@@ -178,8 +179,11 @@ class Uplink:
         self.transport.wait(self.transport.send(peer, header, body), deadline)
         return self.transport.wait(handle, deadline)
 
-    def close(self, reason: str = "", flush_s: float | None = None) -> bool:
-        """Leaves the job; in order once what was sent is out, within `flush_s`. Whether the coordinator has heard of it."""
+    def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
+        """Leaves the job; in order once what was sent is out, within `flush_s`. Whether the coordinator has heard of it.
+
+        `exchanges`: how many it has made.
+        """
         membership = self._membership
         if membership is None:
             return True
@@ -190,7 +194,7 @@ class Uplink:
             with self._lock:
                 self._fail = self.transport.abort  # who dies now must not be waited for
             self.transport.close(flush_s)  # first: who is said to have left is no longer waited for
-            heard = membership.leave()
+            heard = membership.leave(exchanges=exchanges)
         self.staying, self._membership = membership.staying, None
         return heard
 

@@ -67,12 +67,6 @@ def check_dtypes(job: Job) -> None:
             raise ValueError(f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
 
 
-def check_dense(name: str, gradient: torch.Tensor) -> None:
-    if gradient.layout != torch.strided:
-        raise ValueError(f"gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to the layer that "
-                         "has it, as in nn.Embedding(sparse=False)")
-
-
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     """The one device of what is trained."""
     devices = sorted({str(t.device) for t in tensors})

@@ -82,9 +82,11 @@ def save(connection: Connection, directory: Path) -> None:
         return
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
+        with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply
+            highest = max(checkpoint_files.numbers(directory), default=0)
+            directory.mkdir(parents=True, exist_ok=True)
         worker.drain()
         undone = worker.undone()
-        highest = max(checkpoint_files.numbers(directory), default=0)
     with together(connection.groups, "save()"):
         for server in _servers_of(connection):
             assert uplink is not None
@@ -103,10 +105,12 @@ def save(connection: Connection, directory: Path) -> None:
     try:
         with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
             files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
-            checkpoint_files.write(folder, files, mark, records.encode(worker.plan) if first else b"")
+            with checkpoint_files.writing(directory):
+                checkpoint_files.write(folder, files, mark, records.encode(worker.plan) if first else b"")
         with together(connection.groups, "save()"):
             if first:
-                checkpoint_files.seal(folder, mark)
+                with checkpoint_files.writing(directory):
+                    checkpoint_files.seal(folder, mark)
     except Exception as error:
         if not isinstance(error, CommError):  # behind one nobody knows how far the others came
             checkpoint_files.remove(folder)
@@ -119,7 +123,7 @@ def load(connection: Connection, directory: Path) -> None:
     worker, uplink, rank = connection.worker, connection.uplink, connection.rank
     if worker is None:
         return
-    with together(connection.groups, "load()"):
+    with together(connection.groups, "load()"), checkpoint_files.reading(directory):
         mine = msgspec.json.encode(checkpoint_files.held(directory, rank))
     rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
     for held in [held for held in rows[0] if not held.fault][:1]:
@@ -131,7 +135,7 @@ def load(connection: Connection, directory: Path) -> None:
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
-    with together(connection.groups, "load()"):
+    with together(connection.groups, "load()"), checkpoint_files.reading(directory):
         worker.drain()
         mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
@@ -151,7 +155,7 @@ def _take_plan(connection: Connection, folder: Path) -> None:
     if not connection.auto:
         return
     saved: Plan | None = None
-    with together(connection.groups, "load()"):
+    with together(connection.groups, "load()"), checkpoint_files.reading(folder.parent):
         file = folder / checkpoint_files.PLAN
         if connection.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")

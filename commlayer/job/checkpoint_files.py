@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,30 @@ class Held(Record, frozen=True):
     world: int = 0
     fault: str = ""
     """Why it is not whole here."""
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """What the disk refuses to save() is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{directory}: save() cannot write there: {_seen(error)}; name a directory that this process may make "
+                      "and fill, on a disk with room") from None
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """The same for load()."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{directory}: load() cannot read it: {_seen(error)}; name the directory that save() was "
+                         "given") from None
+
+
+def _seen(error: OSError) -> str:
+    return f"{error.strerror} ({error.filename})" if error.strerror and error.filename else error.strerror or str(error)
 
 
 def folder_of(directory: Path, number: int) -> Path:
@@ -101,7 +126,7 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
+    if os.path.lexists(folder):
         log.warning("%s: cannot be removed; it is no longer needed", folder)
 
 

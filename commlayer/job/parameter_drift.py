@@ -3,6 +3,9 @@
 Where ranks differ (a script that changes weights on one of them, optimizers in different states, processors that round
 differently) their gradients are of different models, and nothing else would say so. The digests of a round are made over all of
 its steps and read a step later, so nobody waits for them. All ranks read the same rows behind the same step, and act alike.
+
+With the digests goes behind which exchanges the optimizer has stepped. Where ranks make unequal numbers of backward passes for
+a step, each one's gradients are averaged with those that others have for another step.
 """
 
 from __future__ import annotations
@@ -11,15 +14,18 @@ import hashlib
 import logging
 import math
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from commlayer.config import Config
 from commlayer.errors import CommError
 from commlayer.job.start import Connection
+from commlayer.runtime.ended import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
@@ -35,6 +41,8 @@ CLOSE_S = 2.0
 """How long an end waits for rows that are on their way."""
 NAMED = 3
 """So many tensors are named in one line."""
+HEAD = 5
+"""Numbers of a row ahead of the digests: which kind they are, what they cost, what a step takes, and two of the steps made."""
 
 
 def watch_drift(connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config) -> None:
@@ -72,6 +80,12 @@ class ParameterDrift:
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
         self._deadline_s = config.deadline_s
+        self._ids = {id(tensor) for tensor in self._tensors}
+        self._steps, self._places = 0, 0
+        """How often the optimizer has stepped in this round, and a check sum of behind which exchanges."""
+        self._apart = False
+        """Whether that was not alike in the last round."""
+        connection.beside.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def __call__(self) -> None:
         if self._rows is None and self._place + 1 == self._span:  # not at the start, which has enough to do
@@ -87,6 +101,12 @@ class ParameterDrift:
             self._tell(self._rows)
         self._cost_s += time.perf_counter() - begin
 
+    def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        # Under local steps a scaler may skip one on one rank alone.
+        if self._connection.local is None and any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"]):
+            self._steps += 1
+            self._places = zlib.crc32(self._place.to_bytes(4, "little"), self._places)
+
     def _group(self) -> Rows:
         made = self._connection
         assert made.groups is not None
@@ -98,8 +118,10 @@ class ParameterDrift:
         now = time.perf_counter()
         self._costs_s.append(self._cost_s)
         cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # what else the machine does only adds
-        rows.start(float(self._digests.by_sums), cost_s, step_s, *map(float, self._digests.take()))
+        rows.start(float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
+                   *map(float, self._digests.take()))
         self._began, self._cost_s, self._place = now, 0.0, 0
+        self._steps = self._places = 0
 
     def _hear(self, rows: Rows) -> None:
         worker = self._connection.worker
@@ -108,14 +130,33 @@ class ParameterDrift:
             heard = rows.read()
             if not self._fixed:
                 self._span = spacing(max(row[1] for row in heard), min(row[2] for row in heard))
+            self._compare_steps(heard)
             if len({row[0] for row in heard}) > 1:
                 return  # some on a processor, some on a GPU: bits that differ say nothing there
-            differing = {number: [rank for rank, row in enumerate(heard) if row[3 + number] != heard[0][3 + number]]
+            differing = {number: [rank for rank, row in enumerate(heard) if row[HEAD + number] != heard[0][HEAD + number]]
                          for number in range(len(self._names))}
             self._act({number: ranks for number, ranks in differing.items() if ranks})
         except CommError as error:
             worker.latch(error)
             worker.check()
+
+    def _compare_steps(self, heard: Sequence[Sequence[float]]) -> None:
+        """Steps behind other exchanges are said. Where they go on, no sum is of one step, and parameters are not all of it."""
+        made, before = self._connection, self._apart
+        others = [rank for rank, row in enumerate(heard) if row[3:HEAD] != heard[0][3:HEAD]]
+        self._apart = bool(others)
+        if not others or made.worker is None or made.groups is None:
+            return
+        there = made.groups.members.ranks
+        ranks = ", ".join(str(there[rank]) for rank in others)
+        what = (f"step {made.worker.step}: rank {ranks} and rank {there[0]} have stepped their optimizers behind different "
+                f"exchanges ({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} times since the last look): {UNEQUAL}")
+        if self._answer == "end" or (self._answer == "resync" and before):
+            raise CommError(what)
+        if not self._fixed:
+            self._span = FIRST
+        if not before:
+            self._say(what)
 
     def _act(self, differing: dict[int, list[int]]) -> None:
         """`differing`: by tensor, the ranks that have another one than rank 0. Empty, as a rule."""
@@ -135,9 +176,12 @@ class ParameterDrift:
         else:
             what += ': training goes on with different models; drift="resync" would take what rank 0 has'
         if [*differing] != self._said or self._answer == "resync":
-            made.decisions.append(what)
-            log.log(logging.WARNING if made.rank == 0 else logging.DEBUG, what)
+            self._say(what)
         self._said = [*differing]
+
+    def _say(self, what: str) -> None:
+        self._connection.decisions.append(what)
+        log.log(logging.WARNING if self._connection.rank == 0 else logging.DEBUG, what)
 
     def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
         """Takes parameters and what the optimizer keeps for them from rank 0."""

@@ -106,7 +106,8 @@ class Connection:
             self.worker.close()
         if error is not None:
             broken = f"it had an error: {error}".splitlines()[0]
-        end_part(self.uplink, self.embedded, reason or broken, stay_s=self.stay_s, notice_s=self.notice_s)
+        exchanges = -1 if self.worker is None else self.worker.step
+        end_part(self.uplink, self.embedded, reason or broken, exchanges, stay_s=self.stay_s, notice_s=self.notice_s)
         for end in self.beside:
             end()
         if self.groups is not None:
@@ -131,7 +132,11 @@ class Connection:
             self._verdict.fall(error)
             worker.latch(error)
 
-        self.uplink.follow(fail, worker.stalled, worker.generation)
+        def left(peer: str, exchanges: int) -> None:
+            if (missed := worker.ended.hear(peer, exchanges)) is not None:
+                fail(missed)
+
+        self.uplink.follow(fail, worker.stalled, left, worker.generation)
 
     def explain(self, error: BaseException) -> BaseException:
         """Who is to blame for it, as the coordinator knows soon."""

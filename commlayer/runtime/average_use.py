@@ -27,6 +27,10 @@ NOBODY_STEPS = (
     "gradients were cleared without a step of a torch optimizer, and none that holds these parameters is known: their averages "
     "count as applied. Put backward passes whose gradients are thrown away into session.no_sync(), or name an optimizer"
 )
+BY_LOSS = (
+    "LBFGS with line_search_fn=%r goes by the loss that its closure returns: return the mean over all ranks (all-reduce it), "
+    "or ranks make unequal numbers of backward passes to a step, and average gradients of different steps"
+)
 
 
 class AverageUse:
@@ -144,5 +148,8 @@ class AverageUse:
         if known != count:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
             numbers = frozenset(self._numbers[i] for i in held if i in self._numbers)
+            search = optimizer.param_groups[0].get("line_search_fn")
+            if numbers and known < 0 and search and isinstance(optimizer, torch.optim.LBFGS):
+                log.warning(BY_LOSS, search)
             self._owned[optimizer] = count, numbers
         return numbers

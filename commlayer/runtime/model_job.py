@@ -32,6 +32,13 @@ def job_of(model: nn.Module) -> Job:
     ))
 
 
+def check_dense(name: str, gradient: torch.Tensor) -> None:
+    """ValueError for a gradient that cannot be averaged as it is."""
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to the layer that "
+                         "has it, as in nn.Embedding(sparse=False)")
+
+
 def learning_rate(optimizer: Any, before: float) -> float:
     """That of the optimizer's first group; `before` while it is 0, and without an optimizer."""
     rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else before

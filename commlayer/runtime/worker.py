@@ -23,9 +23,11 @@ from commlayer.runtime.abandoned_step import broken_off
 from commlayer.runtime.collective_order import CollectiveOrder
 from commlayer.runtime.counters import Counters
 from commlayer.runtime.device_codecs import device_buckets
+from commlayer.runtime.ended import Ended
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.late_buckets import LateBuckets
+from commlayer.runtime.model_job import check_dense
 from commlayer.runtime.routes.service import Service
 from commlayer.runtime.routes.staged import Staged
 from commlayer.runtime.staging import Staging
@@ -90,6 +92,7 @@ class Worker(Units, Unapplied):
         """Where the forward pass needs each tensor, as far as it was seen."""
         self._abandoned = False
         self.step = 0
+        self.ended = Ended()
         self._begun = self._ending = self.tentative = False
         self.settle: Callable[[], None] = _nothing
         """Who watches what becomes of averages tells it of those that were cleared: see `cleared`."""
@@ -116,13 +119,15 @@ class Worker(Units, Unapplied):
         self._feed(tensor, gradient)
 
     def _feed(self, tensor: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise ValueError(f"gradient of {self.job.tensors[tensor].name} is {gradient.layout}, allowed: dense ones; make its "
-                             "module with sparse=False")
-        if gradient is not None and not gradient.is_contiguous() and len(self._by_tensor[tensor]) > 1:
-            gradient = gradient.contiguous()  # a cut tensor is read by element ranges
+        if gradient is not None:
+            check_dense(self.job.tensors[tensor].name, gradient)
+            if not gradient.is_contiguous() and len(self._by_tensor[tensor]) > 1:
+                gradient = gradient.contiguous()  # a cut tensor is read by element ranges
         if not self._begun:
             self._begun = True
+            if (missed := self.ended.begin(self.step)) is not None:
+                self.latch(missed)
+                self.check()
             self._staged.weigh(self.weight)
         mark = self._staging.mark()
         for flow, i in self._by_tensor[tensor]:
@@ -233,6 +238,7 @@ class Worker(Units, Unapplied):
         for flow in self.flows:
             flow.reset()
         self._begun = self._ending = False
+        self.ended.over()
         self._seen = [False] * len(self.job.tensors)
         self._conductor.reset()
         self._pending.clear()

@@ -75,16 +75,16 @@ T = TypeVar("T", bound=Record)
 
 
 def same_job(mine: Hello) -> Admit:
-    """Admits who trains the same job by the same protocol, and the same plan where both have one."""
+    """Admits who trains the same job by the same protocol, and the same plan where both have one. Tells no digest of mine."""
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
             return (f"speaks protocol {theirs.protocol} (commlayer {theirs.version or '?'}), here {mine.protocol} "
                     f"(commlayer {mine.version or '?'}): install the same version on all machines")
         if theirs.job != mine.job:
-            return f"is of job {theirs.job!r}, here {mine.job!r}: start all with the same model and job id"
+            return "is of another job: start all with the same model and job id"
         if theirs.plan and mine.plan and theirs.plan != mine.plan:
-            return f"follows plan {theirs.plan}, here {mine.plan}: start all with the same plan"
+            return "follows another plan: start all with the same plan"
         return ""
 
     return admit
