@@ -132,4 +132,5 @@ class Groups:
         for group in (self._node, self._all):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        self._node = None
+        # Connections end with the last reference: a peer with a collective under way waits for that as it lets go of its own.
+        self._node = self._all = None
