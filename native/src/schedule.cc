@@ -34,6 +34,7 @@ class Run {
     words_ = (most + 63) / 64;
     line_words_ = (in.lines + 63) / 64;
     first_ = arena_.take<int32_t>(in.buckets);
+    gated_ = arena_.take<int32_t>(in.buckets);
     kind_ = arena_.take<int32_t>(most);
     bucket_ = arena_.take<int32_t>(most);
     left_ = arena_.take<int32_t>(most);
@@ -98,8 +99,9 @@ class Run {
     for (int32_t place = 0; place < in_.buckets; ++place) {
       const int32_t b = in_.order[place];
       const int32_t option = in_.bucket_options[b] + choice[b];
-      first_[b] = total_;
+      first_[b] = gated_[b] = total_;
       for (int32_t task = in_.option_tasks[option]; task < in_.option_tasks[option + 1]; ++task) {
+        if (in_.task_gates[task] < in_.task_gates[task + 1]) gated_[b] = total_ + 1;
         kind_[total_] = task;
         bucket_[total_++] = b;
       }
@@ -178,7 +180,7 @@ class Run {
   }
 
   void gradient(int32_t step, int32_t b, int32_t node) {
-    for (int32_t i = first_[b]; i < total_ && bucket_[i] == b; ++i) {
+    for (int32_t i = first_[b]; i < gated_[b]; ++i) {
       const int32_t task = kind_[i];
       for (int32_t g = in_.task_gates[task]; g < in_.task_gates[task + 1]; ++g)
         if (in_.gate[g] == node) met(step * total_ + i);
@@ -327,7 +329,7 @@ class Run {
   int32_t total_ = 0, arrivals_ = 0, ended_now_ = 0;
   double now_ = 0, last_ = 0;
   double *start_ = nullptr, *end_ = nullptr;
-  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_;
+  int32_t *first_, *gated_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_;
   int32_t *head_, *behind_, *line_of_, *on_, *current_, *unserved_;
   Event *heap_, *by_least_;
   uint64_t *waiting_, *check_;
