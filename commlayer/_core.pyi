@@ -199,11 +199,17 @@ class Schedule:
     """A planner.problem.Problem in memory of its own: cml_schedule_run and cml_schedule_sweep over it."""
 
     def __init__(self, problem: Any) -> None: ...
-    def run(self, choice: list[int]) -> float:
-        """Seconds of a step."""
+    begun: int
+    """Tasks that began in all sweeps so far."""
+
+    def run(self, choice: list[int], limit: float = ...) -> float:
+        """Seconds of a step; infinity where it is sure to be above limit."""
 
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
         """Seconds of a step, then starts and ends by instance."""
 
-    def sweep(self, choice: list[int], buckets: list[int], limit: float, now_s: float = ...) -> list[float]:
+    def sweep(
+        self, choice: list[int], buckets: list[int], limit: float, now_s: float = ..., most: int = ...,
+        only: list[int] | None = ..., enough: float = ...,
+    ) -> list[float]:
         """Seconds of a step with each option in turn for all these buckets; infinity where it is sure to be above limit."""

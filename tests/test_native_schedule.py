@@ -71,9 +71,11 @@ def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
         step_s, starts, ends = twin.trace(choice)
         chosen = rng.randrange(problem.buckets)
         swept = [b for b in range(problem.buckets) if counts[b] == counts[chosen]]
-        text += [*fields(problem), line("run", choice), line("sweep", [*swept, math.inf]), line("sweep", [chosen, step_s])]
-        expected += [([step_s, *starts, *ends], math.inf), (twin.sweep(choice, swept, math.inf), math.inf),
-                     (twin.sweep(choice, [chosen], step_s), step_s)]
+        text += [*fields(problem), line("run", choice), line("sweep", [*swept, math.inf, 0]),
+                 line("sweep", [chosen, step_s, 0]), line("sweep", [chosen, math.inf, 1])]
+        alone = twin.sweep(choice, [chosen], step_s)
+        expected += [([step_s, *starts, *ends], math.inf), (twin.sweep(choice, swept, math.inf), math.inf), (alone, step_s),
+                     (alone, min(alone))]
     found = answers(driver, text)
     assert len(found) == len(expected)
     for mine, (theirs, limit) in zip(found, expected, strict=True):

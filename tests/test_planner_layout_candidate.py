@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from plan_kit import cluster, toy_job
@@ -9,14 +11,16 @@ from plan_kit import cluster, toy_job
 from bench.reference.espresso_cases import CASES, cluster_of, profile, run
 from commlayer.planner.model import buckets
 from commlayer.planner.model.cluster import Cluster, Policy
+from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.batched import alone_s, busy_s, stack
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Load, load_of
 from commlayer.planner.search.candidates import options
 from commlayer.planner.search.layout import Layout
-from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.search.layout_candidate import SHARED, LayoutCandidate, SearchInputs
 from commlayer.planner.search.plan import Hosts, host_sets, plan
+from commlayer.planner.search.reasons import LOOKED_AT, SAME, _verdict
 from commlayer.planner.search.ways import Ways
 from commlayer.planner.simulation.timeline import exact_s
 from commlayer.planner.tables.jobs import builtin
@@ -50,6 +54,46 @@ def test_the_price_of_a_choice_is_that_of_the_plan_it_becomes(name: str) -> None
             entry.found = found
             written_s = exact_s(entry.emit(), inputs.job, machines, inputs.profile, inputs.policy)
             assert entry.exact_s(found) == pytest.approx(written_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_no_plan_is_faster_than_its_coders(name: str) -> None:
+    """What is not simulated for that reason could not have been shorter, however finely buckets are cut."""
+    machines = CLUSTERS[name]
+    inputs = inputs_of(machines)
+    for hosts in host_sets(machines):
+        entry = LayoutCandidate(inputs, ways_of(machines, inputs, hosts),
+                                Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0]))
+        for found in [*entry.uniform[:12], entry.searched]:
+            for finely in (SHARED, 1 << 20):
+                parts = entry._parts(found, finely)
+                assert entry._coded_s(parts) <= entry._cut(found, parts).seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_runner_up_is_the_shortest_of_the_others(name: str) -> None:
+    """Or as short as what was chosen, which no other need be then: told by simulating each of them to its end."""
+    machines = CLUSTERS[name]
+    inputs = inputs_of(machines)
+    hosts = host_sets(machines)[0]
+    entry = LayoutCandidate(inputs, ways_of(machines, inputs, hosts),
+                            Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0]))
+    for found in (entry.searched, *entry.uniform[:3]):
+        entry.found = found
+        now_s = entry.found.step_s
+        for b, mine in enumerate(entry.useful):
+            told, now = _verdict(b, entry), entry.found.choice[b]
+            steps = entry.space.schedule.sweep(list(entry.found.choice), [b], math.inf)
+            for told_s, codes in ((told.dense_s, False), (told.coded_s, True)):
+                such = [o for o, option in enumerate(mine) if (entry.options[option].codec != DENSE) is codes]
+                least_s = min((steps[o] for o in such), default=None)
+                if least_s is None or least_s > LOOKED_AT * now_s:
+                    assert told_s in (None, now_s, math.inf)
+                else:
+                    assert told_s == least_s or (least_s < told_s <= now_s * (1 + SAME))
+            others = [s for o, s in enumerate(steps) if o != now and s <= LOOKED_AT * now_s]
+            runner_s, least_s = now_s + told.runner_up_s, min(others, default=now_s)
+            assert runner_s == pytest.approx(least_s, rel=1e-9) or least_s < runner_s <= now_s * (1 + SAME)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

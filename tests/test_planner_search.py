@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -101,6 +102,22 @@ def test_plans_are_legal_and_lie_between_the_bound_and_the_dense_plan(name: str)
     assert made.free_s <= made.step_s <= dense.step_s * (1 + 1e-9)
     assert made.step_s == simulate(made, job, machines, profile, policy).step_s
     assert all(b.why is not None and b.why.reason for b in made.buckets)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_planning_leaves_the_collector_as_it_was(collects: bool) -> None:
+    """Also where it ends with an error; while it plans, there is nothing to collect."""
+    try:
+        (gc.enable if collects else gc.disable)()
+        before = gc.get_stats()[2]["collections"]
+        plan(toy_job(), CLUSTERS["homes"])
+        assert gc.isenabled() is collects
+        assert gc.get_stats()[2]["collections"] == before
+        with pytest.raises(ValueError, match="max_loss"):
+            plan(toy_job(), CLUSTERS["homes"], None, Policy(max_loss=-1.0))
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 def test_equal_arguments_give_equal_plans() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -13,6 +14,8 @@ from commlayer.planner.model.cluster import Cluster, Link
 from commlayer.planner.model.similar_nodes import EXACT, FEW, condensed
 from commlayer.planner.pricing.problem import Problem
 from commlayer.planner.search import layout_candidate
+from commlayer.planner.search import plan as planning
+from commlayer.planner.search.choices import ChoiceFound, Space, search
 from commlayer.planner.search.plan import plan
 from commlayer.planner.simulation.schedule import Schedule, schedule
 from commlayer.planner.simulation.timeline import simulate
@@ -59,10 +62,12 @@ def test_few_nodes_stay_as_they_are_and_unlike_ones_apart() -> None:
 def test_planning_unequal_nodes_simulates_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in tasks: those of the search grow with the kinds, and only what may be written knows every server."""
     seen: list[Problem] = []
+    made_of: list[Schedule] = []
 
     def counted(problem: Problem) -> Schedule:
         seen.append(problem)
-        return schedule(problem)
+        made_of.append(schedule(problem))
+        return made_of[-1]
 
     monkeypatch.setattr(layout_candidate, "schedule", counted)
     cluster = unequal(32, 90e6, 110e6)
@@ -72,8 +77,25 @@ def test_planning_unequal_nodes_simulates_few_of_them(monkeypatch: pytest.Monkey
     assert searched
     assert all(p.nodes <= EXACT for p in searched)
     assert 1 <= len(written) <= 16
-    assert sum(len(p.task_line) for p in written) <= 1.5e6
+    assert sum(len(p.task_line) for p in written) <= 0.6e6
+    assert sum(getattr(each, "begun", 0) for each in made_of) <= 0.5e6, "most of what is tried ends early"
     assert made.step_s == pytest.approx(simulate(made, toy_job(), cluster).step_s), "it is predicted for the nodes as they are"
+
+
+def test_what_a_search_cannot_bring_forward_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the finalists one is so far behind as written that all the search could gain is too little: the plan stays."""
+    searched: list[int] = []
+
+    def counted(space: Space, *args: object, **more: object) -> ChoiceFound:
+        searched.append(len(space.loss))
+        return search(space, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layout_candidate, "search", counted)
+    cluster = unequal(32, 90e6, 110e6)
+    made, few = plan(toy_job(), cluster), len(searched)
+    monkeypatch.setattr(planning, "CHANCE", math.inf)
+    assert plan(toy_job(), cluster) == made
+    assert len(searched) - few > few
 
 
 def test_a_plan_by_kinds_is_nearly_as_short(monkeypatch: pytest.MonkeyPatch) -> None:

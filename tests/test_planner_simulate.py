@@ -12,7 +12,7 @@ from schedule_kit import chain, one_node, random_problem
 
 from commlayer.native import core
 from commlayer.planner.model.cluster import Task
-from commlayer.planner.pricing.problem import Load, Pace, Problem, flatten, load_of, way
+from commlayer.planner.pricing.problem import Load, Pace, PricedWay, Problem, flatten, load_of, way
 from commlayer.planner.simulation.critical_path import critical
 from commlayer.planner.simulation.schedule import PortableSchedule, schedule
 
@@ -233,6 +233,44 @@ def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
     swept = native.sweep(choice, [0], limit, rng.choice((math.nan, ours[0])))
     for mine, other in zip(swept, twin.sweep(choice, [0], limit), strict=True):
         assert mine == other or (mine == math.inf and other > limit * (1 - 1e-8))
+    assert native.run(choice, limit) == ours[0] or limit < ours[0]
+
+
+@pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.booleans())
+def test_a_sweep_tells_what_it_was_asked_for(seed: int, late: bool) -> None:
+    """The shortest few among some options; or one that is short enough. What is told is right to the bit."""
+    problem = random_problem(seed)
+    if not late:
+        problem = problem._replace(stale=[0] * problem.buckets, steps=1)
+    rng, choice = random.Random(seed), choice_of(problem, seed)
+    native, everything = core.Schedule(problem), PortableSchedule(problem).sweep(choice, [0], math.inf)
+    only = sorted(rng.sample(range(len(everything)), rng.randint(1, len(everything))))
+    among = sorted(everything[o] for o in only)
+    for most in (1, 2):
+        found = native.sweep(choice, [0], math.inf, math.nan, most, only)
+        assert sorted(found)[: min(most, len(only))] == among[:most]
+        assert all(s == everything[o] if o in only else s == math.inf for o, s in enumerate(found) if s < math.inf)
+    enough = among[len(among) // 2]
+    assert min(native.sweep(choice, [0], math.inf, math.nan, 0, only, enough)) <= enough
+
+
+@pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
+def test_a_simulation_that_is_of_no_use_ends_early() -> None:
+    """Counted in tasks that began. On one lane the end is known from the start; of two, from when the second takes up work."""
+    def begun(ways: list[PricedWay], limit: float, most: int = 0) -> int:
+        each = [way(chain(("cpu:a", 0.1), ("up:a", 1.0)))] * 99
+        made = core.Schedule(flatten([load_of(ways), *(load_of([w]) for w in each)], one_node((0.0,) * 100, 0.0)))
+        made.sweep([0] * 100, [0], limit, math.nan, most)
+        return int(made.begun)
+
+    ways = [way(chain(("cpu:a", 0.1), ("up:a", seconds))) for seconds in (3.0, 1.0, 2.0)]
+    assert begun(ways, math.inf) == 3 * 200
+    assert begun(ways, 100.5) == 200, "two are above the limit before they begin"
+    assert begun(ways, math.inf, 1) == 200, "the one that may be shortest is the limit of others"
+    slow = [way(chain(("cpu:a", 50.0), ("up:a", 1.0))), way(chain(("cpu:a", 0.1), ("up:a", 1.0)))]
+    assert 200 < begun(slow, 100.5) < 300, "its first transfer is late, and with it all others"
 
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")

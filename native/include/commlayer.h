@@ -256,17 +256,26 @@ typedef struct cml_schedule {
   const int32_t* task_gates;      /* tasks + 1, edges of gate */
   const int32_t* gate;            /* nodes on which the gradient must be final before it starts */
   int32_t most_tasks;             /* of any choice: the sum over buckets of their longest option */
+  const double* head;             /* tasks: seconds from its bucket's gradient to its begin, at least; NULL: not known */
+  const double* rest;             /* tasks: seconds from when its lanes have served it to its bucket's end, at least */
 } cml_schedule;
 
 int64_t cml_schedule_scratch(const cml_schedule* in); /* bytes, to be aligned to 8 */
-/* Seconds of the last step. start and end, both or neither (NULL), get steps x most_tasks times from the first step's start,
- * NaN where a task did not begin; the tasks of a choice stand in the order of buckets in `order`. Equal to the Python twin
- * bit for bit. CML_ERR_ARGUMENT as a double when the tasks of an option wait for one another in a circle. */
-double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end);
+/* head and rest of every task, where the caller has room for them: with them a sweep that has a limit ends much sooner. */
+void cml_schedule_chains(const cml_schedule* in, double* head, double* rest);
+/* Seconds of the last step, or infinity where that is sure to be above `limit`. start and end, both or neither (NULL), get
+ * steps x most_tasks times from the first step's start, NaN where a task did not begin; the tasks of a choice stand in the
+ * order of buckets in `order`. Equal to the Python twin bit for bit. CML_ERR_ARGUMENT as a double when the tasks of an option
+ * wait for one another in a circle. */
+double cml_schedule_run(const cml_schedule* in, const int32_t* choice, double limit, void* scratch, double* start, double* end);
+enum { CML_SCHEDULE_MOST = 8 };
+#define CML_SCHEDULE_EQUAL 4e-9
 /* out[j]: what cml_schedule_run gives if each of n >= 1 distinct `buckets`, which have equally many options, takes its option
- * j; infinity where that is sure to be above `limit`. choice is left as it was; `now` is what it takes, NaN if not known. */
-void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit, double now,
-                        void* scratch, double* out);
+ * j; infinity where open[j] is 0. If `most` is not 0, but CML_SCHEDULE_MOST or less, also where so many others are shorter by
+ * more than the fraction CML_SCHEDULE_EQUAL. A step of `enough` or less ends the search for others. choice is left as it was; `now` is what it takes, NaN if not known. Gives how many
+ * tasks began in all of these runs. */
+int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, const uint8_t* open,
+                           double limit, double now, int32_t most, double enough, void* scratch, double* out);
 
 #ifdef __cplusplus
 }

@@ -1,10 +1,12 @@
 // The glue of the planner's simulation: lists become arrays and indices are checked once, when a problem is made.
 #include "glue.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 namespace glue {
@@ -43,9 +45,10 @@ class Schedule {
     scratch_.resize(static_cast<size_t>(cml_schedule_scratch(&in_) / 8 + 1));
   }
 
-  double run(const Ints& choice) {
+  double run(const Ints& choice, double limit) {
     check(choice);
-    return told(cml_schedule_run(&in_, choice.data(), scratch_.data(), nullptr, nullptr));
+    if (limit < HUGE_VAL) foresee();
+    return told(cml_schedule_run(&in_, choice.data(), limit, scratch_.data(), nullptr, nullptr));
   }
 
   nb::tuple trace(const Ints& choice) {
@@ -56,11 +59,14 @@ class Schedule {
       tasks += static_cast<size_t>(option_tasks_[option + 1] - option_tasks_[option]);
     }
     Reals start(tasks * static_cast<size_t>(in_.steps)), end(start.size());
-    const double step_s = told(cml_schedule_run(&in_, choice.data(), scratch_.data(), start.data(), end.data()));
+    const double step_s = told(cml_schedule_run(&in_, choice.data(), HUGE_VAL, scratch_.data(), start.data(), end.data()));
     return nb::make_tuple(step_s, start, end);
   }
 
-  Reals sweep(Ints choice, const Ints& buckets, double limit, double now) {
+  int64_t begun() const { return begun_; }
+
+  Reals sweep(Ints choice, const Ints& buckets, double limit, double now, int32_t most, const std::optional<Ints>& only,
+              double enough) {
     check(choice);
     if (buckets.empty()) wrong("buckets");
     below("buckets", buckets, 0, in_.buckets);
@@ -69,8 +75,16 @@ class Schedule {
     if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) wrong("buckets");
     for (const int32_t b : buckets)
       if (options(b) != options(buckets[0])) wrong("buckets");
-    Reals out(static_cast<size_t>(options(buckets[0])));
-    cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), limit, now, scratch_.data(), out.data());
+    if (most < 0 || most > CML_SCHEDULE_MOST) wrong("most");
+    std::vector<uint8_t> open(static_cast<size_t>(options(buckets[0])), only ? 0 : 1);
+    if (only) {
+      below("only", *only, 0, options(buckets[0]));
+      for (const int32_t j : *only) open[static_cast<size_t>(j)] = 1;
+    }
+    Reals out(open.size());
+    foresee();
+    begun_ += cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), open.data(), limit, now, most,
+                                 enough, scratch_.data(), out.data());
     for (const double step_s : out) told(step_s);
     return out;
   }
@@ -176,8 +190,17 @@ class Schedule {
       if (choice[b] < 0 || choice[b] >= options(b)) wrong("choice");
   }
 
+  // Only for what is searched: what is simulated once needs no bounds.
+  void foresee() {
+    if (in_.head != nullptr) return;
+    head_.resize(need_.size()), rest_.resize(need_.size());
+    cml_schedule_chains(&in_, head_.data(), rest_.data());
+    in_.head = head_.data(), in_.rest = rest_.data();
+  }
+
   cml_schedule in_{};
-  Reals ready_, seconds_, latency_;
+  int64_t begun_ = 0;
+  Reals ready_, seconds_, latency_, head_, rest_;
   Ints ready_order_, order_, lane_node_, bucket_options_, option_tasks_, line_lanes_, line_lane_, task_line_, task_seconds_,
       need_, task_next_, next_, task_gates_, gate_;
   std::vector<uint8_t> stale_, shared_;
@@ -190,9 +213,11 @@ void bind_schedule(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<Schedule>(m, "Schedule")
       .def(nb::init<nb::object>(), "problem"_a)
-      .def("run", &Schedule::run, "choice"_a)
+      .def("run", &Schedule::run, "choice"_a, "limit"_a = HUGE_VAL)
       .def("trace", &Schedule::trace, "choice"_a)
-      .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a, "now_s"_a = std::nan(""));
+      .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a, "now_s"_a = std::nan(""), "most"_a = 0,
+           "only"_a = nb::none(), "enough"_a = -HUGE_VAL)
+      .def_prop_ro("begun", &Schedule::begun);
 }
 
 }  // namespace glue

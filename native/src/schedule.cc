@@ -1,15 +1,23 @@
 // The event loop of the planner's simulation: lines of tasks over lanes. Knows no paths and no prices.
 // commlayer/planner/simulation/reference_simulator.py is the same in Python and says more of why.
-#include "dispatch.h"
+#include "schedule_bounds.h"
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
+#include <cstring>
 
 namespace cml {
 namespace {
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+// Four at a time: one after the other, each would wait for the one before.
+inline double least_of(const double* values, int32_t n) {
+  double a = kNever, b = kNever, c = kNever, d = kNever;
+  int32_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    a = std::min(a, values[i]), b = std::min(b, values[i + 1]);
+    c = std::min(c, values[i + 2]), d = std::min(d, values[i + 3]);
+  }
+  for (; i < n; ++i) a = std::min(a, values[i]);
+  return std::min(std::min(a, b), std::min(c, d));
+}
 
 // A task that ends after its lanes are free again.
 struct Event {
@@ -19,30 +27,14 @@ struct Event {
 
 inline bool later(const Event& a, const Event& b) { return a.at > b.at; }
 
-// Cuts the caller's scratch into arrays; with no scratch it only adds up their size.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(int64_t n) {
-    T* made = reinterpret_cast<T*>(base_ + used_);
-    used_ += (n * int64_t{sizeof(T)} + 7) / 8 * 8;
-    return made;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
 class Run {
  public:
-  Run(const cml_schedule& in, void* scratch) : in_(in), arena_(scratch) {
+  Run(const cml_schedule& in, void* scratch) : in_(in), arena_(scratch), bounds_(in, arena_) {
     const int64_t most = int64_t{in.most_tasks} * in.steps;
     words_ = (most + 63) / 64;
     line_words_ = (in.lines + 63) / 64;
     first_ = arena_.take<int32_t>(in.buckets);
+    gated_ = arena_.take<int32_t>(in.buckets);
     kind_ = arena_.take<int32_t>(most);
     bucket_ = arena_.take<int32_t>(most);
     left_ = arena_.take<int32_t>(most);
@@ -68,19 +60,28 @@ class Run {
     due_ = arena_.take<double>(in.nodes);
     open_ = arena_.take<int32_t>(in.steps);
     open_stale_ = arena_.take<int32_t>(in.steps);
-    totals_ = arena_.take<double>(in.lanes);
     kept_ = arena_.take<int32_t>(in.buckets);
+    int32_t most_options = 0;
+    for (int32_t b = 0; b < in.buckets; ++b) most_options = std::max(most_options, in.bucket_options[b + 1] - in.bucket_options[b]);
+    by_least_ = arena_.take<Event>(most_options);
   }
 
   int64_t scratch() const { return arena_.used(); }
-  double* totals() { return totals_; }
   int32_t* kept() { return kept_; }
+  Event* by_least() { return by_least_; }
+  int64_t begun() const { return begun_; }
+
+  // Where the tasks of a choice are over no sooner; kNever where its step is sure to be above `limit`. Sums round.
+  double least(const int32_t* choice, double limit) { return bounds_.least(choice, limit - in_.tail + 1e-9 * limit); }
 
   // kNever as soon as a step that stands alone is sure to reach `limit`.
   double run(const int32_t* choice, double limit, double* start, double* end) {
     start_ = start;
     end_ = end;
     last_ = in_.steps == 1 ? limit - in_.tail : kNever;
+    late_ = false;
+    if (limit == kNever) bounds_.unlimited();
+    else if (least(choice, limit) == kNever) return kNever;
     lay_out(choice);
     double begun = 0, last = 0;
     for (int32_t step = 0; step < in_.steps; ++step) {
@@ -98,8 +99,9 @@ class Run {
     for (int32_t place = 0; place < in_.buckets; ++place) {
       const int32_t b = in_.order[place];
       const int32_t option = in_.bucket_options[b] + choice[b];
-      first_[b] = total_;
+      first_[b] = gated_[b] = total_;
       for (int32_t task = in_.option_tasks[option]; task < in_.option_tasks[option + 1]; ++task) {
+        if (in_.task_gates[task] < in_.task_gates[task + 1]) gated_[b] = total_ + 1;
         kind_[total_] = task;
         bucket_[total_++] = b;
       }
@@ -143,10 +145,10 @@ class Run {
     while (computing > 0 || open_[step] > 0 || (step > 0 && open_stale_[step - 1] > 0)) {
       double soonest = heap_size_ > 0 ? heap_[0].at : kNever;
       for (int32_t n = 0; n < in_.nodes; ++n) soonest = std::min(soonest, due_[n]);
-      for (int32_t lane = 0; lane < in_.lanes; ++lane) soonest = std::min(soonest, due_at_[lane]);
+      soonest = std::min(soonest, least_of(due_at_, in_.lanes));
       if (soonest == kNever) return CML_ERR_ARGUMENT;
       now_ = soonest;
-      if (now_ > last_) return kNever;
+      if (now_ > last_ || late_) return kNever;
       for (int32_t n = 0; n < in_.nodes; ++n) {
         while (due_[n] <= now_) {
           if (at_[n] < in_.buckets)
@@ -178,7 +180,7 @@ class Run {
   }
 
   void gradient(int32_t step, int32_t b, int32_t node) {
-    for (int32_t i = first_[b]; i < total_ && bucket_[i] == b; ++i) {
+    for (int32_t i = first_[b]; i < gated_[b]; ++i) {
       const int32_t task = kind_[i];
       for (int32_t g = in_.task_gates[task]; g < in_.task_gates[task + 1]; ++g)
         if (in_.gate[g] == node) met(step * total_ + i);
@@ -188,6 +190,7 @@ class Run {
   void met(int32_t instance) {
     if (--left_[instance] > 0) return;
     const int32_t task = kind_[instance], line = in_.task_line[task];
+    if (bounds_.limited() && bounds_.task_late(task, now_)) late_ = true;
     if (line < 0) {
       if (start_ != nullptr) start_[instance] = now_;
       later_on(now_ + in_.latency[task], instance);
@@ -237,8 +240,10 @@ class Run {
     const double* seconds = in_.seconds + in_.task_seconds[kind_[instance]];
     current_[line] = instance;
     unserved_[line] = in_.line_lanes[line + 1] - first;
+    ++begun_;
     for (int32_t e = first; e < in_.line_lanes[line + 1]; ++e) {
       const int32_t lane = in_.line_lane[e], node = in_.lane_node[lane];
+      if (bounds_.limited() && bounds_.lane_late(lane, seconds[e - first], on_[lane] == 0, now_)) late_ = true;
       if (in_.lane_shared[lane] != 0) {
         serve_until_now(lane);
         leaves_[e] = served_[lane] + seconds[e - first];
@@ -317,66 +322,86 @@ class Run {
 
   const cml_schedule& in_;
   Arena arena_;
+  Bounds bounds_;
+  bool late_ = false;
+  int64_t begun_ = 0;
   int64_t words_, line_words_, heap_size_ = 0;
   int32_t total_ = 0, arrivals_ = 0, ended_now_ = 0;
   double now_ = 0, last_ = 0;
   double *start_ = nullptr, *end_ = nullptr;
-  int32_t *first_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_;
+  int32_t *first_, *gated_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_;
   int32_t *head_, *behind_, *line_of_, *on_, *current_, *unserved_;
-  Event* heap_;
+  Event *heap_, *by_least_;
   uint64_t *waiting_, *check_;
   int64_t* low_;
-  double *offset_, *due_, *totals_, *due_at_, *served_, *served_at_, *leaves_;
+  double *offset_, *due_, *due_at_, *served_, *served_at_, *leaves_;
 };
-
-void add_work(const cml_schedule& in, int32_t option, double sign, double* totals) {
-  for (int32_t task = in.option_tasks[option]; task < in.option_tasks[option + 1]; ++task) {
-    if (in.task_line[task] < 0) continue;
-    const int32_t first = in.line_lanes[in.task_line[task]];
-    for (int32_t s = in.task_seconds[task]; s < in.task_seconds[task + 1]; ++s)
-      totals[in.line_lane[first + s - in.task_seconds[task]]] += sign * in.seconds[s];
-  }
-}
 
 }  // namespace
 }  // namespace cml
 
 extern "C" int64_t cml_schedule_scratch(const cml_schedule* in) { return cml::Run(*in, nullptr).scratch(); }
 
-extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice, void* scratch, double* start, double* end) {
-  return cml::Run(*in, scratch).run(choice, cml::kNever, start, end);
+extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice, double limit, void* scratch, double* start,
+                                   double* end) {
+  return cml::Run(*in, scratch).run(choice, limit, start, end);
 }
 
-extern "C" void cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, double limit,
-                                   double now, void* scratch, double* out) {
-  cml::Run run(*in, scratch);
-  double* totals = run.totals();
-  int32_t* kept = run.kept();
-  std::fill(totals, totals + in->lanes, 0.0);
-  for (int32_t b = 0; b < in->buckets; ++b) cml::add_work(*in, in->bucket_options[b] + choice[b], 1, totals);
-  for (int32_t i = 0; i < n; ++i) {
-    kept[i] = choice[buckets[i]];
-    cml::add_work(*in, in->bucket_options[buckets[i]] + kept[i], -1, totals);
+extern "C" void cml_schedule_chains(const cml_schedule* in, double* head, double* rest) {
+  const int32_t options = in->bucket_options[in->buckets];
+  for (int32_t option = 0; option < options; ++option) {
+    const int32_t first = in->option_tasks[option], last = in->option_tasks[option + 1];
+    std::fill(head + first, head + last, 0.0);
+    // Edges to tasks before it, which only a circle has, are left out: less is known then, and nothing wrong.
+    for (int32_t task = first; task < last; ++task)
+      for (int32_t s = in->task_next[task]; s < in->task_next[task + 1]; ++s)
+        if (const int32_t next = first + in->next[s]; next > task)
+          head[next] = std::max(head[next], head[task] + cml::longest(*in, task) + in->latency[task]);
+    for (int32_t task = last - 1; task >= first; --task) {
+      double after = 0;
+      for (int32_t s = in->task_next[task]; s < in->task_next[task + 1]; ++s)
+        if (const int32_t next = first + in->next[s]; next > task) after = std::max(after, cml::longest(*in, next) + rest[next]);
+      rest[task] = in->latency[task] + after;
+    }
   }
-  // No lane has work before the first gradient. Steps that overlap have no such moment, so nothing is known of them.
-  double first = in->steps == 1 ? cml::kNever : -cml::kNever;
-  for (int64_t node = 0; node < in->nodes && in->steps == 1; ++node)
-    for (int64_t b = 0; b < in->buckets; ++b) first = std::min(first, in->ready[node * (in->buckets + 1) + b]);
+}
+
+extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n,
+                                      const uint8_t* open, double limit, double now, int32_t most, double enough, void* scratch,
+                                      double* out) {
+  cml::Run run(*in, scratch);
+  int32_t* kept = run.kept();
+  for (int32_t i = 0; i < n; ++i) kept[i] = choice[buckets[i]];
   const int32_t options = in->bucket_options[buckets[0] + 1] - in->bucket_options[buckets[0]];
+  // Those that may be short come first: what they take is the limit of those behind them.
+  cml::Event* waiting = run.by_least();
+  int32_t tried = 0;
+  double best[CML_SCHEDULE_MOST];
+  std::fill(best, best + CML_SCHEDULE_MOST, cml::kNever);
+  const auto found = [&](int32_t option, double step_s) {
+    out[option] = step_s;
+    if (step_s <= enough) limit = -cml::kNever;
+    for (double& each : best)
+      if (step_s < each) std::swap(each, step_s);
+    if (most > 0) limit = std::min(limit, best[most - 1] * (1 + CML_SCHEDULE_EQUAL));
+  };
   for (int32_t j = 0; j < options; ++j) {
+    out[j] = cml::kNever;
+    if (open[j] == 0) continue;
     if (!std::isnan(now) && std::count(kept, kept + n, j) == n) {
-      out[j] = now;
+      found(j, now);
       continue;
     }
-    for (int32_t i = 0; i < n; ++i) cml::add_work(*in, in->bucket_options[buckets[i]] + j, 1, totals);
-    double most = 0;
-    for (int32_t lane = 0; lane < in->lanes; ++lane) most = std::max(most, totals[lane]);
-    for (int32_t i = 0; i < n; ++i) {
-      cml::add_work(*in, in->bucket_options[buckets[i]] + j, -1, totals);
-      choice[buckets[i]] = j;
-    }
-    // A little less, since sums round.
-    out[j] = (first + most + in->tail) * (1 - 1e-9) > limit ? cml::kNever : run.run(choice, limit, nullptr, nullptr);
+    for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = j;
+    waiting[tried++] = {run.least(choice, limit), j};
+  }
+  std::sort(waiting, waiting + tried, [](const cml::Event& a, const cml::Event& b) {
+    return a.at < b.at || (a.at == b.at && a.task < b.task);
+  });
+  for (int32_t k = 0; k < tried && waiting[k].at < cml::kNever && limit > -cml::kNever; ++k) {
+    for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = waiting[k].task;
+    found(waiting[k].task, run.run(choice, limit, nullptr, nullptr));
   }
   for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = kept[i];
+  return run.begun();
 }

@@ -1,6 +1,6 @@
 // Runs the planner's simulation on problems read from stdin, each array in a block of exactly its size, and prints the seconds.
 // A problem is lines of "NAME N VALUE...", under the names of cml_schedule, then "run N CHOICE..." and any number of
-// "sweep N BUCKET... LIMIT", which follow the run's choice. tests/test_native_schedule.py writes them and compares with the twin.
+// "sweep N BUCKET... LIMIT MOST", which follow the run's choice. tests/test_native_schedule.py writes them and compares with the twin.
 #include "commlayer.h"
 
 #include <algorithm>
@@ -83,16 +83,24 @@ void run(const Problem& p, const int32_t* choice) {
   std::unique_ptr<char[]> scratch(new char[static_cast<size_t>(cml_schedule_scratch(&p.in))]);
   const auto n = static_cast<size_t>(tasks(p.in, choice)) * static_cast<size_t>(p.in.steps);
   std::unique_ptr<double[]> start(new double[n]), end(new double[n]);
-  const double step_s = cml_schedule_run(&p.in, choice, scratch.get(), start.get(), end.get());
+  const double step_s = cml_schedule_run(&p.in, choice, INFINITY, scratch.get(), start.get(), end.get());
   std::printf("run %a", step_s);
   print(start.get(), n);
   print(end.get(), n);
   std::printf("\n");
-  const double again_s = cml_schedule_run(&p.in, choice, scratch.get(), nullptr, nullptr);
+  const double again_s = cml_schedule_run(&p.in, choice, INFINITY, scratch.get(), nullptr, nullptr);
   if (!(again_s == step_s)) fail("without times the step is another");
 }
 
-void sweep(const Problem& p, int32_t* choice, Words words) {
+void sweep(const Problem& problem, int32_t* choice, Words words) {
+  Problem p = problem;
+  const auto options = p.in.bucket_options[p.in.buckets];
+  const auto n_tasks = static_cast<size_t>(p.in.option_tasks[options]);
+  std::unique_ptr<double[]> head(new double[n_tasks]), rest(new double[n_tasks]);
+  cml_schedule_chains(&p.in, head.get(), rest.get());
+  p.in.head = head.get(), p.in.rest = rest.get();
+  const auto most = number<int32_t>(words.back());
+  words.pop_back();
   const double limit = number<double>(words.back());
   words.pop_back();
   const auto buckets = block<int32_t>(words);
@@ -100,7 +108,9 @@ void sweep(const Problem& p, int32_t* choice, Words words) {
   const auto n = static_cast<size_t>(p.in.bucket_options[buckets[0] + 1] - p.in.bucket_options[buckets[0]]);
   std::unique_ptr<double[]> out(new double[n]);
   const std::vector<int32_t> before(choice, choice + p.in.buckets);
-  cml_schedule_sweep(&p.in, choice, buckets.get(), static_cast<int32_t>(words.size()), limit, NAN, scratch.get(), out.get());
+  const std::vector<uint8_t> open(n, 1);
+  cml_schedule_sweep(&p.in, choice, buckets.get(), static_cast<int32_t>(words.size()), open.data(), limit, NAN, most,
+                     -INFINITY, scratch.get(), out.get());
   if (!std::equal(before.begin(), before.end(), choice)) fail("a sweep left another choice behind");
   std::printf("sweep");
   print(out.get(), n);

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from commlayer.planner.pricing.path_walk import WalkedOp
-from commlayer.planner.pricing.problem import PricedWay, Shape, shape_of
+from commlayer.planner.pricing.problem import COMPUTE, PricedWay, Shape, shape_of
 
 Lines = tuple[tuple[float, float], ...]
 """Floors and slopes."""
+CODERS = (f"{COMPUTE}:", "cpu:")
 
 
 class Template(NamedTuple):
@@ -25,6 +27,12 @@ class Template(NamedTuple):
 
     def way(self, numel: int) -> PricedWay:
         return PricedWay(self.shape, [a + b * numel for a, b in self.seconds], [a + b * numel for a, b in self.latency])
+
+    @property
+    def coding(self) -> list[tuple[str, tuple[float, float]]]:
+        """Lines on lanes that code, wherever a server is."""
+        lanes = chain.from_iterable(self.shape.lanes)
+        return [(lane, line) for lane, line in zip(lanes, self.seconds, strict=True) if lane.startswith(CODERS)]
 
     def sent(self, numel: int) -> list[int]:
         """Bytes, by task."""

@@ -157,22 +157,22 @@ class _Search:
     def beam(self, states: list[ChoiceFound], width: int) -> list[ChoiceFound]:
         """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later half."""
         for members in self.space.classes:
-            grown = list(states)
-            for state in states:
-                for part in _parts(members):
-                    grown += self.swept(state, part, states[-1].step_s if len(states) == width else math.inf)
-            states = self.best(grown, width)
+            kept = states
+            for state, part in product(states, list(_parts(members))):
+                limit = kept[-1].step_s if len(kept) == width else math.inf
+                kept = self.best([*kept, *self.swept(state, part, limit, width)], width)
+            states = kept
         return states
 
-    def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float) -> Iterator[ChoiceFound]:
-        """With each option in turn for all these buckets, where the budget allows it and the step stays within the limit."""
-        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s)
-        for option, step_s in enumerate(steps):
-            if step_s <= limit * (1 + EQUAL):
-                choice = _with(found.choice, buckets, option)
-                loss = self.loss(choice)
-                if choice != found.choice and loss <= self.within:
-                    yield self.weighed(step_s, loss, choice)
+    def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float, most: int) -> Iterator[ChoiceFound]:
+        """With each option in turn for all these buckets, within budget and limit: the `most` shortest of them, or more."""
+        choices = [_with(found.choice, buckets, option) for option in range(self.counts[buckets[0]])]
+        losses = list(map(self.loss, choices))
+        only = None if self.space.max_loss == math.inf else [o for o, loss in enumerate(losses) if loss <= self.within]
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only)
+        for choice, loss, step_s in zip(choices, losses, steps, strict=True):
+            if step_s <= limit * (1 + EQUAL) and choice != found.choice and loss <= self.within:
+                yield self.weighed(step_s, loss, choice)
 
     # ---- local improvement
 
@@ -193,7 +193,7 @@ class _Search:
     def singles(self, found: ChoiceFound) -> ChoiceFound:
         critical = self.space.critical(found.choice)
         for b in (b for members in self.space.classes for b in members if b in critical):
-            for other in self.swept(found, (b,), found.step_s):
+            for other in self.swept(found, (b,), found.step_s, 1):
                 found = other if better(other, found) else found
         return found
 
@@ -203,7 +203,7 @@ class _Search:
         for a, b in combinations(self.every, 2):
             for option in range(self.counts[a]):
                 first = found._replace(step_s=math.nan, choice=_with(found.choice, (a,), option))
-                for other in self.swept(first, (b,), found.step_s):
+                for other in self.swept(first, (b,), found.step_s, 1):
                     found = other if better(other, found) else found
         return found
 
@@ -211,12 +211,16 @@ class _Search:
         """Where the budget is what stops a bucket, another one may give up some of its loss."""
         if found.loss + max((max(losses) for losses in self.space.loss), default=0.0) <= self.within:
             return found
-        wanted = []
+        many = len(self.counts) > FEW
+        wanted: list[tuple[float, int, int]] = []
         for b in sorted(self.space.critical(found.choice)):
-            for option, step_s in enumerate(self.space.schedule.sweep(list(found.choice), [b], found.step_s, found.step_s)):
-                if step_s < found.step_s * (1 - WORTH) and not self.allowed(_with(found.choice, (b,), option)):
-                    wanted.append((step_s, b, option))
-        for _, b, option in sorted(wanted)[: TAKERS if len(self.counts) > FEW else None]:
+            limit = wanted[-1][0] if many and len(wanted) == TAKERS else found.step_s * (1 - WORTH)
+            dear = [o for o in range(self.counts[b]) if not self.allowed(_with(found.choice, (b,), o))]
+            steps = self.space.schedule.sweep(
+                list(found.choice), [b], limit, found.step_s, TAKERS if many else 0, dear) if dear else []
+            wanted = sorted([*wanted, *((s, b, o) for o, s in enumerate(steps) if s < found.step_s * (1 - WORTH))])
+            wanted = wanted[:TAKERS] if many else wanted
+        for _, b, option in wanted:
             other = self.paid(found, b, option)
             found = other if other is not None and better(other, found) else found
         return found
@@ -231,8 +235,9 @@ class _Search:
             offers = []
             for giver in givers[:GIVERS]:
                 losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
-                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s, step_s)):
-                    if losses[o] < now and other_s < found.step_s:
+                milder = [o for o, loss in enumerate(losses) if loss < now]
+                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s, step_s, 0, milder)):
+                    if other_s < found.step_s:
                         made = _with(choice, (giver,), o)
                         offers.append(((other_s - step_s) / (now - losses[o]), losses[o], other_s, made))
                         if self.allowed(made) and (best is None or other_s < best.step_s):
@@ -253,9 +258,10 @@ class _Search:
             now = found.choice[b]
             prices = list(zip(self.space.loss[b], self.space.burden[b], range(self.counts[b]), strict=True))
             for _, _, option in sorted(price for price in prices if price[:2] < prices[now][:2])[:RELAXED]:
-                other = self.price(_with(found.choice, (b,), option))
-                if other.step_s <= limit or better(other, found):
-                    found = other
+                choice = _with(found.choice, (b,), option)
+                step_s = self.space.schedule.run(list(choice), limit * (1 + 2 * EQUAL))
+                if step_s <= limit * (1 + EQUAL):
+                    found = self.found(step_s, choice)
                     break
         return found
 

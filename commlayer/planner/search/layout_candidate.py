@@ -166,9 +166,12 @@ class LayoutCandidate:
         into a part for each server, whose transfers and adding go on at once.
         """
         if found.choice not in self._written:
-            best = self._cut(found, SHARED)
+            best = self._cut(found, self._parts(found, SHARED))
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
-                best = min(best, self._cut(found, self._finest), key=lambda written: written.seconds)
+                finest = self._parts(found, self._finest)
+                # Parts cost their coders something each, which mostly tells already that fewer are better.
+                if self._coded_s(finest) / self.local_steps < best.seconds:
+                    best = min(best, self._cut(found, finest), key=lambda written: written.seconds)
             self._written[found.choice] = best
         return self._written[found.choice]
 
@@ -178,8 +181,20 @@ class LayoutCandidate:
         few = len(self.layout.sizes) * len(self.hosts) <= MOST_PARTS
         return max(self.layout.sizes) if few else max(SHARED, MOST_PARTS // len(self.hosts))
 
-    def _cut(self, found: ChoiceFound, finely: int) -> Written:
-        parts, placed = self._parts(found, finely), self.ways.placed
+    def _coded_s(self, parts: Sequence[CandidatePart]) -> float:
+        """A step takes at least its forward pass, and what the coder with most to do codes then, wherever it is summed."""
+        busy: dict[str, float] = {}
+        of: dict[int, list[int]] = {}
+        for part in parts:
+            of.setdefault(part.option, []).append(part.piece.numel)
+        for option, numels in of.items():
+            for lane, (floor_s, slope_s) in self.ways.template(option).coding:
+                busy[lane] = busy.get(lane, 0.0) + floor_s * len(numels) + slope_s * sum(numels)
+        fastest = max(group.node.speed for group in self.ways.prices.groups)
+        return self.inputs.timing.forward_s / fastest + max(busy.values(), default=0.0)
+
+    def _cut(self, found: ChoiceFound, parts: list[CandidatePart]) -> Written:
+        placed = self.ways.placed
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return Written(found.step_s / self.local_steps, parts)
         pieces = [part.piece for part in parts]

@@ -53,16 +53,25 @@ class Verdict(NamedTuple):
 def _verdict(b: int, entry: LayoutCandidate) -> Verdict:
     mine, now = entry.useful[b], entry.found.choice[b]
     found = entry.found
-    steps = entry.space.schedule.sweep(list(found.choice), [b], LOOKED_AT * found.step_s, found.step_s)
-    others = [(s, o) for o, s in enumerate(steps) if o != now and s < math.inf]
-    runner_s, runner = min(others, default=(steps[now], -1))
-    dense = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec == DENSE]
-    coded = [s for s, o in zip(steps, mine, strict=True) if entry.options[o].codec != DENSE]
-    steps = [s / entry.local_steps for s in steps]
-    runner_s /= entry.local_steps
-    dense, coded = ([s / entry.local_steps for s in each] for each in (dense, coded))
-    return Verdict(steps[now], str(entry.options[mine[runner]]) if runner >= 0 else "", runner_s - steps[now],
-                   min(dense, default=steps[now]), min(coded, default=None), entry.ways.template(mine[now]).nbytes)
+    others = [o for o in range(len(mine)) if o != now]
+    dense, coded = ([o for o in others if (entry.options[mine[o]].codec == DENSE) is such] for such in (True, False))
+    dense_s, coded_s = _shortest(b, dense, entry), _shortest(b, coded, entry)
+    runner_s, runner = min([each for each in (dense_s, coded_s) if each[0] < math.inf], default=(found.step_s, -1))
+    if entry.chosen(b).codec == DENSE:
+        dense_s = min(dense_s, (found.step_s, now))
+    else:
+        coded_s = min(coded_s, (found.step_s, now))
+    steps, now_s = entry.local_steps, found.step_s / entry.local_steps
+    return Verdict(now_s, str(entry.options[mine[runner]]) if runner >= 0 else "", runner_s / steps - now_s,
+                   dense_s[0] / steps if dense_s[1] >= 0 else now_s, coded_s[0] / steps if coded_s[1] >= 0 else None,
+                   entry.ways.template(mine[now]).nbytes)
+
+
+def _shortest(b: int, among: list[int], entry: LayoutCandidate) -> tuple[float, int]:
+    """The step with one of these options for the bucket; -1 where there are none. As short as what was chosen is enough."""
+    limit_s, enough_s = LOOKED_AT * entry.found.step_s, entry.found.step_s * (1 + SAME)
+    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], limit_s, math.nan, 1, among, enough_s)
+    return min([(steps[o], o) for o in among], default=(math.inf, -1))
 
 
 def _why(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Timeline) -> Why:

@@ -14,15 +14,20 @@ from commlayer.planner.simulation.reference_simulator import Twin
 class Schedule(Protocol):
     """Seconds of a step for a choice: of each bucket, one of its options by number."""
 
-    def run(self, choice: list[int]) -> float: ...
+    def run(self, choice: list[int], limit: float = math.inf) -> float:
+        """Infinity if sure to be above `limit`."""
 
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
         """Also when each task starts and ends, by step and then by task in the order of buckets."""
 
-    def sweep(self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan) -> list[float]:
+    def sweep(
+        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
+        only: list[int] | None = None, enough: float = -math.inf,
+    ) -> list[float]:
         """Seconds with each option in turn for all these buckets, which have equally many; infinity if above `limit`.
 
-        `now_s`: what the choice takes as it is, if that is known.
+        `now_s`: what the choice takes as it is, if that is known. `most`, up to 8: only so many, the shortest, are of use, and
+        others may be infinity. `only`: options that count; others are infinity. `enough`: so short a step is as good as any.
         """
 
 
@@ -32,7 +37,8 @@ class PortableSchedule:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def run(self, choice: Sequence[int]) -> float:
+    def run(self, choice: Sequence[int], limit: float = math.inf) -> float:
+        del limit
         return Twin(self.problem, choice).run()
 
     def trace(self, choice: Sequence[int]) -> tuple[float, list[float], list[float]]:
@@ -41,16 +47,17 @@ class PortableSchedule:
         return step_s, twin.start, twin.end
 
     def sweep(
-        self, choice: Sequence[int], buckets: Sequence[int], limit: float, now_s: float = math.nan,
+        self, choice: Sequence[int], buckets: Sequence[int], limit: float, now_s: float = math.nan, most: int = 0,
+        only: Sequence[int] | None = None, enough: float = -math.inf,
     ) -> list[float]:
-        del limit, now_s
+        del limit, now_s, most, enough
         edges = self.problem.bucket_options
         changed = list(choice)
         found = []
         for option in range(edges[buckets[0] + 1] - edges[buckets[0]]):
             for b in buckets:
                 changed[b] = option
-            found.append(self.run(changed))
+            found.append(self.run(changed) if only is None or option in only else math.inf)
         return found
 
 
