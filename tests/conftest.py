@@ -1,7 +1,58 @@
-"""Property tests try the same cases in every run, so that a red run blames its own change; `make fuzz` tries new ones."""
+"""Property tests try the same cases in every run, so that a red run blames its own change; `make fuzz` tries new ones.
 
+A test that is skipped tests nothing, so what may be skipped is listed here, and any other reason fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("new", derandomize=False)
 settings.load_profile("same")
+
+MACHINE = (
+    r"there is no GPU", r"pinned memory needs a GPU", r"no nvcc", r"this CPU cannot flush denormals", r"no default route",
+    r"needs aarch64-linux-gnu-g\+\+", r"there is no clang\+\+", r"only Linux says", r"needs Linux's /proc",
+    r"sockets are paced on Linux only", r"interfaces are told as Linux tells them", r"the WAN lab needs",
+    r"which `make recipes` installs",
+)
+"""Reasons in the machine or its network that nobody mends by installing something from the project's own files."""
+TOOLS = (
+    r"no C\+\+ compiler", r"the compiler has no sanitizer runtime", r"needs .* to build", r"without the native core",
+    r"the native core is not built", r"built without the native core", r"without a compiler", r"no native core",
+    r"matplotlib", r"is not installed",
+)
+"""Reasons that setting up mends. REQUIRE_TOOLS=1, as continuous integration sets it, allows none of them."""
+
+_skipped: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple) and not hasattr(report, "wasxfail"):
+        _skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
+def _forbidden() -> list[str]:
+    allowed = MACHINE if os.environ.get("REQUIRE_TOOLS") else MACHINE + TOOLS
+    return [reason for reason in _skipped if not any(re.search(pattern, reason) for pattern in allowed)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _forbidden() and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason in _forbidden():
+        terminalreporter.write_line(f"ERROR: {_skipped[reason]} skipped, which tests/conftest.py does not allow: {reason}")

@@ -30,7 +30,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     probe.write_text("int main() { return 0; }\n")
     if subprocess.run([COMPILER, *SANITIZE, probe, "-o", folder / "probe"], capture_output=True, check=False).returncode:
         pytest.skip("the compiler has no sanitizer runtime")
-    sources = [NATIVE / "src" / "schedule.cc", NATIVE / "tests" / "schedule.cc"]
+    sources = [*(NATIVE / "src").glob("schedule*.cc"), NATIVE / "tests" / "schedule.cc"]
     command = [COMPILER, "-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *SANITIZE]
     command += [f"-I{NATIVE / 'include'}", *map(str, sources), "-o", str(folder / "driver")]
     made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

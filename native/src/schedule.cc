@@ -347,25 +347,6 @@ extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice
   return cml::Run(*in, scratch).run(choice, limit, start, end);
 }
 
-extern "C" void cml_schedule_chains(const cml_schedule* in, double* head, double* rest) {
-  const int32_t options = in->bucket_options[in->buckets];
-  for (int32_t option = 0; option < options; ++option) {
-    const int32_t first = in->option_tasks[option], last = in->option_tasks[option + 1];
-    std::fill(head + first, head + last, 0.0);
-    // Edges to tasks before it, which only a circle has, are left out: less is known then, and nothing wrong.
-    for (int32_t task = first; task < last; ++task)
-      for (int32_t s = in->task_next[task]; s < in->task_next[task + 1]; ++s)
-        if (const int32_t next = first + in->next[s]; next > task)
-          head[next] = std::max(head[next], head[task] + cml::longest(*in, task) + in->latency[task]);
-    for (int32_t task = last - 1; task >= first; --task) {
-      double after = 0;
-      for (int32_t s = in->task_next[task]; s < in->task_next[task + 1]; ++s)
-        if (const int32_t next = first + in->next[s]; next > task) after = std::max(after, cml::longest(*in, next) + rest[next]);
-      rest[task] = in->latency[task] + after;
-    }
-  }
-}
-
 extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n,
                                       const uint8_t* open, double limit, double now, int32_t most, double enough, void* scratch,
                                       double* out) {
