@@ -12,6 +12,7 @@ import importlib
 import multiprocessing.connection
 import os
 import pickle
+import select
 import signal
 import tempfile
 import threading
@@ -19,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ranks_kit
 from ranks_kit import clean_environment
@@ -226,24 +227,43 @@ class Tree:
         self._errors = tempfile.TemporaryDirectory()
         mine = {f"COMMLAYER_{k.upper()}": str(v) for k, v in (settings or {}).items()}
         self.processes: list[Any] = []
-        self._out: list[IO[str]] = []
+        self._out: list[multiprocessing.connection.Connection] = []
+        self._said = [b""] * world
+        """What has been read of each rank and not been taken."""
         for rank in range(world):
             environment = clean_environment() | rank_environment(rank, world, self._store.port) | mine
             receiving, sending = multiprocessing.Pipe(duplex=False)
             self.processes.append(ranks_kit.started(ranks_kit.script, script, args, sending, self._errors_of(rank),
                                                     environment=environment, leader=self.processes[0].pid if rank else 0))
             sending.close()
-            self._out.append(os.fdopen(os.dup(receiving.fileno()), "r"))
+            self._out.append(receiving)
 
     def _errors_of(self, rank: int) -> str:
         return f"{self._errors.name}/{rank}"
 
-    def until(self, rank: int, word: str) -> str:
-        """Reads that rank's output up to the first line that begins with `word`; the suite's time limit bounds it."""
-        for line in self._out[rank]:
-            if line.startswith(word):
-                return line.strip()
-        raise PoolError(f"rank {rank} ended without saying {word!r}: {Path(self._errors_of(rank)).read_text()}")
+    def until(self, rank: int, word: str, timeout_s: float = START_S) -> str:
+        """Reads that rank's output up to the first line that begins with `word`. PoolError with where all ranks stand, if one
+        has ended, or that line does not come in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            while b"\n" in self._said[rank]:
+                line, self._said[rank] = self._said[rank].split(b"\n", 1)
+                if line.startswith(word.encode()):
+                    return line.decode()
+            if select.select([self._out[rank]], [], [], 0.2)[0]:
+                more = os.read(self._out[rank].fileno(), 1 << 16)
+                self._said[rank] += more
+                if not more:
+                    break
+            elif any(process.exitcode is not None for process in self.processes):
+                break
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        said = "\n".join(f"rank {n}, exit code {p.exitcode}: {Path(self._errors_of(n)).read_text()}"
+                         for n, p in enumerate(self.processes))
+        raise PoolError(f"rank {rank} has not said {word!r}: {said}")
 
     def interrupt(self) -> None:
         os.killpg(self.processes[0].pid, signal.SIGINT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -15,6 +16,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +49,7 @@ def script(path: str, arguments: tuple[str, ...], out: Any, errors: str) -> None
     out.close()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1)  # where it stands, for who has waited too long
     sys.argv = [path, *arguments]
     sys.path[0:0] = [str(Path(path).parent)]
     code = 0
@@ -69,6 +72,8 @@ def script(path: str, arguments: tuple[str, ...], out: Any, errors: str) -> None
 
 
 def _begin(target: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str], leader: int) -> None:
+    while leader and os.getpgid(leader) != leader:  # which it makes itself
+        time.sleep(0.001)
     os.setpgid(0, leader)
     multiprocessing.set_start_method("fork", force=True)  # what a script finds, for its DataLoader's workers
     os.environ.clear()
