@@ -12,6 +12,7 @@ from bench import Unmeasurable, report
 MEASUREMENTS = {
     "balance": "bench.balance",
     "codecs": "bench.codecs",
+    "collectives": "bench.collectives",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
     "planner": "bench.planner",

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.job.autoplan.driver import AutoPlan
+from commlayer.planner import default_plan
+from commlayer.runtime.model_job import job_of
 
 DEADLINE = timedelta(seconds=120)
 
@@ -67,6 +70,19 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
     return Trained(model, session.close, session.decisions)
 
 
+def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
+    """Without servers: every bucket takes the path of stages that the argument names ahead of "|", with the codec behind it."""
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    path, _, codec = argument.partition("|")
+    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
+    made = default_plan(job_of(model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=4 << 20)
+    plan = msgspec.structs.replace(made, servers=0, buckets=tuple(msgspec.structs.replace(b, path=path) for b in made.buckets))
+    config = {"ranks_per_node": 1, "bind": here, "insecure": here != "127.0.0.1"}
+    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    return Trained(model, session.close, session.decisions)
+
+
 def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
     """As `commlayer`; besides, the plan is priced from the first steps as "auto" would, and kept."""
     trained = commlayer_service(model, optimizer, argument)
@@ -88,6 +104,7 @@ MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
     "ddp_fp32": ddp_fp32,
     "ddp_fp16": ddp_fp16,
     "commlayer": commlayer_service,
+    "staged": commlayer_staged,
     "priced": commlayer_priced,
 }
 
