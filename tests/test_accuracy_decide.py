@@ -209,6 +209,16 @@ def test_what_came_of_a_change_is_told_once(seen: Fidelity | None, text: str) ->
     assert not any(isinstance(action, Tell) for action in decided(state, row(), now=13)[1])
 
 
+def test_a_residual_of_the_plan_before_is_not_held_against_the_new_one() -> None:
+    owing, less = Dots(1.0, 0.6, 1.0, 64.0), Dots(1.0, 0.6, 1.0, 3.9**2)
+    state, _ = decided(begun(), row(sent=owing))
+    assert state.pending is not None
+    state, _ = decide.changed(state, change(), 5, entered=PlanLevels(0.02, 0.01, compared=True, finer=True), nbytes_factor=2.0)
+    for now in (40, 44, 48):
+        state, _ = decided(state, row(sent=less), now=now)
+        assert state.level.floor == 0.02
+
+
 def test_a_refused_change_is_told() -> None:
     assert decide.kept(change(), ValueError("no room")) == Tell(
         "cosine 0.05 is too low, but the plan in force stays: no room", warning=True)

@@ -8,6 +8,7 @@ fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -75,6 +76,12 @@ class Lbb:
         self._shares = round_halves(spread_shares(self.curves, total, self.caps))
         self._since_rapid = self.settings.window
         self.rapid_steps: list[int] = []
+
+    def copy(self) -> Lbb:
+        """Independent of this one."""
+        made = copy.copy(self)
+        made.rapid_steps = list(self.rapid_steps)
+        return made
 
     def shares(self, step: int) -> Sequence[int]:
         return self._shares
