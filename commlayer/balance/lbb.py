@@ -56,11 +56,6 @@ def round_halves(real: Sequence[float]) -> list[int]:
     return [math.floor(batch) if i in low else math.ceil(batch) for i, batch in enumerate(real)]
 
 
-def weights(shares: Sequence[int], total: int) -> list[float]:
-    """B_i / B, with the B that was set: where the sum has drifted they do not add up to 1."""
-    return [share / total for share in shares]
-
-
 class Lbb:
     """The coordinator in the training loop. `curves` are the cubic profile models."""
 
