@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from commlayer.balance.guard import Fidelity
 from commlayer.compressors.codec import Codec, State
+from commlayer.observe.fidelity import Fidelity
 
 
 def compare(exact: torch.Tensor, sent: torch.Tensor, residual: torch.Tensor | None = None) -> Fidelity:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile, Task
+from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
 
 DENSE, SPARSE, SHARED = "identity()", "topk(ratio=0.01)", "randomk(ratio=0.01)"
 
@@ -41,21 +39,3 @@ def flat(nodes: int, link: Link | None = None, device: str = "v100") -> Cluster:
 def tall(nodes: int, ranks: int, *, net_bps: float = 1e9, intra_bps: float = 100e9) -> Cluster:
     """Nodes of several ranks."""
     return Cluster(tuple(Node(f"n{i}", ranks, "v100", Link(net_bps, net_bps, 1e-4), intra_bps, 1e-5) for i in range(nodes)))
-
-
-def fifo_s(buckets: Sequence[Sequence[Task]]) -> float:
-    """When all buckets are done, if all are ready at once and each lane takes steps in the order in which they could begin."""
-    ends: dict[tuple[int, int], float] = {}
-    free: dict[str, float] = {}
-    waiting = [(b, t) for b, tasks in enumerate(buckets) for t in range(len(tasks))]
-    while waiting:
-        able = [(max([0.0, *(ends[b, i] for i in buckets[b][t].after)]), b, t) for b, t in waiting
-                if all((b, i) in ends for i in buckets[b][t].after)]
-        ready, b, t = min(able)
-        task = buckets[b][t]
-        start = max([ready, *(free.get(lane, 0.0) for lane, _ in task.lanes)])
-        for lane, seconds in task.lanes:
-            free[lane] = start + seconds
-        ends[b, t] = start + max(seconds for _, seconds in task.lanes) + task.latency_s
-        waiting.remove((b, t))
-    return max(ends.values())

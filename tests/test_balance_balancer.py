@@ -104,7 +104,7 @@ def test_a_report_of_a_worker_without_share_brings_it_back() -> None:
     decisions = [balancer.decide(step, [*told, Measurement(2, 10, 0.01)]) for step in range(4)]
     back = next(decision for decision in decisions if decision)
     assert back.reason == "worker 2 is worth having again"
-    assert back.share_of(2) > 25
+    assert back.by_worker.get(2, 0) > 25
 
 
 def test_deaths_and_joins_are_inputs() -> None:
@@ -124,7 +124,7 @@ def test_a_newcomer_without_a_line_starts_with_the_least() -> None:
     assert (joined.shares, joined.reason) == ((49, 49, 2), "worker 5 joined")
     told = [Measurement(0, 49, 0.049), Measurement(1, 49, 0.049), Measurement(5, 2, 0.002)]
     found = next(d for d in (balancer.decide(step, told) for step in range(1, 4)) if d)
-    assert found.share_of(5) > 25
+    assert found.by_worker.get(5, 0) > 25
 
 
 def test_a_newcomer_starts_with_the_least_whatever_memory_the_others_have() -> None:
@@ -162,9 +162,9 @@ def test_a_death_between_announcement_and_effect_supersedes_and_both_take_force(
     assert second is not None
     assert (first.from_step, second.from_step) == (4, 5)
     assert balancer.decide(3, slow[:2]) is None
-    told = [Measurement(w, first.share_of(w), (3e-3, 1e-3)[w] * first.share_of(w)) for w in (0, 1)]
+    told = [Measurement(w, first.by_worker.get(w, 0), (3e-3, 1e-3)[w] * first.by_worker.get(w, 0)) for w in (0, 1)]
     assert balancer.decide(4, told) is None
-    assert balancer.shares == {0: second.share_of(0), 1: second.share_of(1)}
+    assert balancer.shares == {0: second.by_worker.get(0, 0), 1: second.by_worker.get(1, 0)}
     assert sum(balancer.shares.values()) == 90
 
 
@@ -182,7 +182,7 @@ def test_more_workers_than_samples_leaves_the_slowest_out() -> None:
     decision = balancer.decide(0, [Joined(2, line=Line(3.0))])
     assert decision is not None
     assert sum(decision.shares) == 5
-    assert decision.share_of(2) == 0
+    assert decision.by_worker.get(2, 0) == 0
 
 
 def test_one_for_whom_the_total_is_too_small_is_not_tried_for_ever() -> None:

@@ -10,8 +10,7 @@ from balance_kit import PAPER
 
 from commlayer.balance.fits import fit_cubic, fit_line, fit_piecewise
 from commlayer.balance.models import Line
-from commlayer.balance.profiling import profile, profile_all
-from commlayer.errors import PeerLost
+from commlayer.balance.profiling import profile
 
 
 def runs_to(memory: int, line: Line = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
@@ -53,19 +52,6 @@ def test_slow_first_runs_and_outliers_do_not_count() -> None:
         return PAPER[1].time_s(batch) * (20 if seen[batch] == 1 else 5 if seen[batch] == 4 else 1)
 
     assert all(time_s == pytest.approx(PAPER[1].time_s(batch)) for batch, time_s in profile(run, 256).points)
-
-
-def test_a_worker_that_vanishes_is_one_line_and_the_others_go_on() -> None:
-    def gone(batch: int) -> float:
-        if batch > 16:
-            raise PeerLost("its heartbeats stopped", peer="worker 1")
-        return 0.1
-
-    found, lost = profile_all({0: runs_to(200)[0], 1: gone, 2: runs_to(1000)[0]}, 512)
-    assert set(found) == {0, 2}
-    assert len(lost) == 1
-    assert lost[0].startswith("worker 1: vanished while it was profiled")
-    assert "\n" not in lost[0]
 
 
 def test_fits_find_what_made_the_points_and_say_how_far_off_they_are() -> None:

@@ -13,6 +13,7 @@ from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
 from bench.reference.balance_cluster import Cluster, Disturbance, Mode, oracle_s, run, slow_after
 from bench.reference.balance_relaxed import local_steps, majority, n_soft, stale_synchronous
 from commlayer.balance.rounding import apportion
+from commlayer.balance.schedule import scaled
 
 FOUR = Cluster(tuple(PAPER), 512)
 
@@ -94,6 +95,17 @@ def test_disturbances_ramps_lives_and_noise_are_exact() -> None:
     assert steps[2].times_s[0] == math.inf
     assert oracle_s(short, 2) > oracle_s(short, 1)
     assert slow_after(steps, 0, 3) == 3
+
+
+@pytest.mark.parametrize(("weights", "total", "shares"), [
+    ([1, 1, 1], 2, [1, 1, 0]), ([6, 2, 0], 5, [4, 1, 0]), ([0.0, 0.0], 3, [2, 1]), ([0.1, 0.1, 0.1], 1, [1, 0, 0]),
+    ([3, 2**60, 3], 2**60 + 6, [3, 2**60, 3]),
+])
+def test_the_largest_remainders_go_up_and_ties_go_to_whoever_comes_first(
+    weights: list[float], total: int, shares: list[int],
+) -> None:
+    assert apportion(weights, total) == shares
+    assert list(scaled(dict(enumerate(map(int, weights))), total).values()) == apportion([int(w) for w in weights], total)
 
 
 def test_the_smallest_weight_takes_no_more_than_is_left() -> None:

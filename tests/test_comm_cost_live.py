@@ -10,14 +10,22 @@ from pool_kit import pool
 from torch import nn
 from torch.utils.data import DataLoader
 
-from commlayer.balance import Balancer, Line, Sampler
-from commlayer.balance.solution import FREE
+from commlayer.balance import Decision, Line, Sampler
 from commlayer.job.autoplan.driver import MEASURED_STEPS, WARM_STEPS, AutoPlan
 from commlayer.job.shares.driver import Controller
 
 WORLD, BATCH = 2, 24
 SLOW_FROM, STEPS = 40, 70
 FAST, SLOW = Line(0.001, 0.002), Line(0.004, 0.002)
+COMM_S = 0.05
+
+
+def decisions(controller: Controller) -> list[Decision]:
+    return [event for event in controller.events if isinstance(event, Decision)]
+
+
+def longest_s(decision: Decision) -> float:
+    return max((SLOW if worker else FAST).time_s(share) for worker, share in decision.by_worker.items() if share)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -31,7 +39,7 @@ def train(run: Run) -> dict[str, Any]:
 
     controller = Controller(session, sampler, every=1, measure=seconds)
     loader: DataLoader[Any] = DataLoader(range(sampler.length), batch_sampler=sampler)  # type: ignore[arg-type]
-    verdicts, planned = [], WARM_STEPS + MEASURED_STEPS + 2
+    verdicts, planned, planned_price = [], WARM_STEPS + MEASURED_STEPS + 2, None
     for batch in controller.follow(loader):
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
@@ -39,8 +47,11 @@ def train(run: Run) -> dict[str, Any]:
         auto._drift = None  # what steps take on a loaded machine is no part of this
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
-    assert isinstance(controller._balancer, Balancer)
-    return {"verdicts": verdicts, "price": session.connection.price, "free": controller._balancer.communication is FREE,
+        if sampler.step == SLOW_FROM - 1:
+            planned_price = session.connection.price
+        if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
+            session.connection.price = (COMM_S, 0.0)  # so much that expectations show it
+    return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
             "shares": controller.shares, "lines": [line for line in session.decisions() if "new shares" in line]}
 
 
@@ -51,6 +62,8 @@ def test_auto_plans_anew_when_work_has_moved_and_says_what_communication_costs(h
         results = pool(WORLD).call(play, WORLD, train, setting)
     assert results[0]["verdicts"] == [1, 1, 2]
     assert results[0]["price"][0] > 0
-    assert not any(r["free"] for r in results)
+    made = results[0]["decisions"]
+    assert made == results[1]["decisions"] != []
+    assert all(decision.after_s > COMM_S + longest_s(decision) / 2 for decision in made), "with what rank 0 says it costs"
     assert results[0]["lines"] == results[1]["lines"]
     assert results[0]["shares"][0] > results[0]["shares"][1]

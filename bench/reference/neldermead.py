@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from commlayer.balance.rounding import apportion
+
 Array = npt.NDArray[np.float64]
 Split = tuple[int, ...]
 
@@ -156,13 +158,9 @@ class Simplex:
         return np.clip(point + high, self._low, self._high)
 
     def _rounded(self, point: Array) -> Split:
-        """Whole numbers with the same sum: largest remainders go up."""
-        whole = np.floor(point + 1e-6).astype(int)
-        order = sorted(range(len(point)), key=lambda i: (whole[i] - point[i], i))
-        room = [i for i in order if whole[i] < self._high[i]]
-        for i in room[: self.batch - int(whole.sum())]:
-            whole[i] += 1
+        """Whole numbers with the same sum, within the caps."""
+        whole = apportion(point.tolist(), self.batch, [int(most) for most in self._high])
         split = [0] * self._n
         for i, share in zip(self._active, whole, strict=True):
-            split[i] = int(share)
+            split[i] = share
         return tuple(split)

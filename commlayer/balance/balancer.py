@@ -6,6 +6,7 @@ costs. A worker is left out only when its line is settled, and is tried again la
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
@@ -58,6 +59,12 @@ class Member:
         self.out_since: int | None = None
         self.patience = 0
 
+    def copy(self) -> Member:
+        """Independent of this one."""
+        made = copy.copy(self)
+        made.online = self.online.copy()
+        return made
+
 
 class Balancer:
     """decide() once per step, with what was measured in it. Shares in force are kept here, so that a time finds its batch."""
@@ -99,6 +106,14 @@ class Balancer:
         caps = [self.members[worker].cap or self.total for worker in named]
         pieces = tuple(-(-share // cap) for share, cap in zip(named.values(), caps, strict=True))
         return Decision(-1, from_step, tuple(named), tuple(named.values()), pieces, "given", math.inf, math.inf)
+
+    def copy(self) -> Balancer:
+        """Independent of this one: what either decides leaves the other as it is."""
+        made = copy.copy(self)
+        made.members = {worker: member.copy() for worker, member in self.members.items()}
+        made.events = deque(self.events, maxlen=EVENTS_KEPT)
+        made._announced, made._under = self._announced.copy(), list(self._under)
+        return made
 
     @property
     def shares(self) -> dict[int, int]:

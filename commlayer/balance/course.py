@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlayer.balance.ledger import Ledger, Range
-from commlayer.balance.schedule import Schedule, Shares, apportion
+from commlayer.balance.schedule import Schedule, Shares, scaled
 
 KEEP_STEPS = 64
 """How far back a loss may be announced. Longer than a dead worker goes unnoticed, since nobody completes a step without it."""
@@ -54,4 +54,4 @@ class Course:
     def _counts(self) -> Shares:
         shares = self._schedule.shares(self.step)
         whole = sum(shares.values())
-        return shares if self.ledger.left >= whole else apportion(self.ledger.left, shares)
+        return shares if self.ledger.left >= whole else scaled(shares, self.ledger.left)

@@ -13,7 +13,7 @@ from typing import Any
 
 from commlayer.balance.handout import Averaging, Handout, parts_of
 from commlayer.balance.ledger import text_of
-from commlayer.balance.schedule import Announcement, Schedule, apportion, check_sizes, checked_shares
+from commlayer.balance.schedule import Announcement, Schedule, check_sizes, checked_shares, scaled
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode
 
@@ -61,7 +61,7 @@ class Dealer:
         try:
             while held := list(itertools.islice(items, self.batch)):
                 shares = self._schedule.shares(self.step)
-                counts = shares if len(held) == self.batch else apportion(len(held), shares)
+                counts = shares if len(held) == self.batch else scaled(shares, len(held))
                 start = sum(count for worker, count in counts.items() if worker < self.rank)
                 own = held[start : start + counts.get(self.rank, 0)]
                 nothing = list(itertools.islice(itertools.cycle(held), self._least))

@@ -56,9 +56,6 @@ class Decision(Record, frozen=True):
     def by_worker(self) -> dict[int, int]:
         return dict(zip(self.workers, self.shares, strict=True))
 
-    def share_of(self, worker: int) -> int:
-        return self.shares[self.workers.index(worker)] if worker in self.workers else 0
-
 
 class Outcome(Record, frozen=True):
     """What a decision brought: the median of the first iterations under it against what it expected."""

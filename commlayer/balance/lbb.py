@@ -8,6 +8,7 @@ fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -55,11 +56,6 @@ def round_halves(real: Sequence[float]) -> list[int]:
     return [math.floor(batch) if i in low else math.ceil(batch) for i, batch in enumerate(real)]
 
 
-def weights(shares: Sequence[int], total: int) -> list[float]:
-    """B_i / B, with the B that was set: where the sum has drifted they do not add up to 1."""
-    return [share / total for share in shares]
-
-
 class Lbb:
     """The coordinator in the training loop. `curves` are the cubic profile models."""
 
@@ -75,6 +71,12 @@ class Lbb:
         self._shares = round_halves(spread_shares(self.curves, total, self.caps))
         self._since_rapid = self.settings.window
         self.rapid_steps: list[int] = []
+
+    def copy(self) -> Lbb:
+        """Independent of this one."""
+        made = copy.copy(self)
+        made.rapid_steps = list(self.rapid_steps)
+        return made
 
     def shares(self, step: int) -> Sequence[int]:
         return self._shares

@@ -9,6 +9,7 @@ forgetting widens the covariance only in the direction that was just measured.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Literal
 
@@ -64,6 +65,12 @@ class OnlineLine:
         self._bias = 0.0
         self._outliers: list[tuple[int, float]] = []
         self._jumped_at: int | None = None
+
+    def copy(self) -> OnlineLine:
+        """Independent of this one."""
+        made = copy.copy(self)
+        made._outliers = list(self._outliers)
+        return made
 
     @property
     def known(self) -> bool:

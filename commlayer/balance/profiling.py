@@ -7,9 +7,8 @@ needs beyond a profile run (buffers of codecs, fragmentation).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from commlayer.errors import CommError
 from commlayer.records import Record
 
 Points = Sequence[tuple[int, float]]
@@ -68,17 +67,6 @@ def profile(
         points.append((batch, time_s))
         fits = batch
     return Profile(tuple(points), total, False)
-
-
-def profile_all(runs: Mapping[int, Run], total: int) -> tuple[dict[int, Profile], list[str]]:
-    """Each worker's profile, and one line for each that did not finish: the others go on without it."""
-    found, lost = {}, []
-    for worker, run in runs.items():
-        try:
-            found[worker] = profile(run, total)
-        except CommError as error:
-            lost.append(f"worker {worker}: vanished while it was profiled ({error}); it takes no part")
-    return found, lost
 
 
 def _timed(run: Run, batch: int, repeats: int, left_s: Left) -> float | None:

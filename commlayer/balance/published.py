@@ -7,6 +7,7 @@ because a decision takes effect steps later.
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
@@ -34,6 +35,13 @@ class Published:
         self.latest = first
         self._under: list[float] = []
         self._lbb.take(first.shares)
+
+    def copy(self) -> Published:
+        """Independent of this one: what either decides leaves the other as it is."""
+        made = copy.copy(self)
+        made._lbb, made._under = self._lbb.copy(), list(self._under)
+        made.events = deque(self.events, maxlen=EVENTS_KEPT)
+        return made
 
     @staticmethod
     def begin(curves: Sequence[Cubic], total: int, caps: Sequence[int | None], minimum: int) -> list[int]:

@@ -1,31 +1,37 @@
-"""Whole shares near real ones. Knows no times."""
+"""Whole shares in proportion to weights, by largest remainder: the one rounding of shares. Knows no times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 
 def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] = ()) -> list[int]:
-    """Shares proportional to the weights that sum to `total`, by largest remainder; what a cap refuses goes to others."""
+    """Shares proportional to the weights that sum to `total`; what a cap refuses goes to others, ties to whoever comes first.
+
+    Exact for any weights, so that all machines come to the same shares. If all weights are 0, all count alike.
+
+    >>> apportion([6, 2, 0], 5), apportion([1.0, 1.0], 5, [1, None])
+    ([4, 1, 0], [1, 4])
+    """
     most = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(weights))]
     if sum(most) < total:
         raise ValueError(f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a cap")
-    open_yet, left, taken = set(range(len(weights))), total, [0] * len(weights)
+    exact = [Fraction(weight) for weight in weights]
+    open_yet, left, taken = list(range(len(weights))), total, [0] * len(weights)
     while True:
-        whole = sum(weights[i] for i in open_yet) or 1.0
-        # A fraction first: left / whole would be infinite for the smallest weights.
-        part = {i: left * (weights[i] / whole) for i in open_yet}
-        over = {i for i in open_yet if part[i] >= most[i]}
-        if not over or over == open_yet:
+        whole = sum(exact[i] for i in open_yet)
+        part = {i: left * exact[i] / whole if whole else Fraction(left, len(open_yet)) for i in open_yet}
+        over = [i for i in open_yet if part[i] >= most[i]]
+        if not over or len(over) == len(open_yet):
             break
         for i in over:
             taken[i], left = most[i], left - most[i]
-        open_yet -= over
-    real = {i: min(part[i], most[i]) for i in open_yet}
+        open_yet = [i for i in open_yet if i not in over]
     for i in open_yet:
-        taken[i] = int(real[i])
+        taken[i] = min(int(part[i]), most[i])
     short = total - sum(taken)
-    order = sorted(open_yet, key=lambda i: (taken[i] - real[i], i))
+    order = sorted(open_yet, key=lambda i: (taken[i] - part[i], i))
     while short > 0:
         for i in order:
             if short and taken[i] < most[i]:

@@ -20,7 +20,7 @@ from typing import Any
 from commlayer.balance.course import KEEP_STEPS, Course
 from commlayer.balance.handout import Averaging, Handout, Part, parts_of, split
 from commlayer.balance.ledger import Ledger, text_of
-from commlayer.balance.schedule import Announcement, Schedule, apportion, check_sizes, checked_shares, even_shares
+from commlayer.balance.schedule import Announcement, Schedule, check_sizes, checked_shares, even_shares, scaled
 from commlayer.balance.shuffle import Permutation
 from commlayer.config import read_launch
 from commlayer.errors import RecordError
@@ -185,7 +185,7 @@ class Sampler:
     def __len__(self) -> int:
         """Batches from here to the end of the epoch, at the shares of now."""
         full, rest = self._trained.steps_left()
-        short = apportion(rest, self._schedule.shares(self.step)).get(self.rank, 0)
+        short = scaled(self._schedule.shares(self.step), rest).get(self.rank, 0)
 
         def batches(samples: int) -> int:
             return len(split(max(1, samples), self.cap))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from commlayer.balance.rounding import apportion
 from commlayer.records import Record
 
 Shares = dict[int, int]
@@ -51,21 +52,17 @@ def even_shares(batch: int, workers: int) -> list[int]:
     >>> even_shares(8, 3)
     [3, 3, 2]
     """
-    return [batch // workers + (i < batch % workers) for i in range(workers)]
+    return apportion([1] * workers, batch)
 
 
-def apportion(total: int, shares: Mapping[int, int]) -> Shares:
-    """`total` split in proportion to the shares, by largest remainder; ties go to the smaller number.
+def scaled(shares: Mapping[int, int], total: int) -> Shares:
+    """`total` split in proportion to the shares; ties go to the smaller number.
 
-    >>> apportion(5, {0: 6, 1: 2, 2: 0})
+    >>> scaled({0: 6, 1: 2, 2: 0}, 5)
     {0: 4, 1: 1, 2: 0}
     """
-    whole = sum(shares.values())
-    parts = {w: total * share // whole for w, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda w: (-(total * shares[w] % whole), w))
-    for worker in by_remainder[: total - sum(parts.values())]:
-        parts[worker] += 1
-    return parts
+    workers = sorted(shares)
+    return dict(zip(workers, apportion([shares[worker] for worker in workers], total), strict=True))
 
 
 class Schedule:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.balance.guard import Fidelity
 from commlayer.compressors.debts import owed
+from commlayer.observe.fidelity import Dots
 from commlayer.runtime.codec_floor import exchanges_gradients, lossy
 from commlayer.runtime.flow import Flow
 from commlayer.runtime.worker import Worker
@@ -21,7 +21,6 @@ from commlayer.transport.groups import Groups
 
 GOLDEN = 0.6180339887498949
 """Its multiples, modulo 1, visit all parts of a model evenly however soon one stops."""
-TINY = 1e-30
 
 
 class Piece(NamedTuple):
@@ -31,33 +30,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     owing: torch.Tensor | None
-
-
-class Dots(NamedTuple):
-    """Sums over elements: exact with exact, exact with other, other with other, kept with kept. They add up over pieces."""
-
-    xx: float = 0.0
-    xy: float = 0.0
-    yy: float = 0.0
-    kk: float = 0.0
-
-    def plus(self, other: Dots, fade: float = 1.0) -> Dots:
-        return Dots(*(fade * a + b for a, b in zip(self, other, strict=True)))
-
-    def fidelity(self) -> Fidelity:
-        """Nothing to send is sent perfectly."""
-        if self.xx <= TINY:
-            return Fidelity(1.0, 1.0, 0.0)
-        return Fidelity(self.xy / max((self.xx * self.yy) ** 0.5, TINY), (self.yy / self.xx) ** 0.5, (self.kk / self.xx) ** 0.5)
-
-
-def worst(seen: list[Fidelity]) -> Fidelity:
-    """Of several: the least cosine, the norm farthest from its own, the largest residual."""
-    return Fidelity(
-        min(f.cosine for f in seen),
-        max((f.norm_ratio for f in seen), key=lambda r: abs(r - 1)),
-        max(f.residual_ratio for f in seen),
-    )
 
 
 NOTHING_SAID = Dots(*[math.nan] * 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 
 import torch
@@ -12,10 +11,7 @@ import torch.distributed as dist
 from commlayer.errors import CommError
 from commlayer.transport.groups import Pending, named
 from commlayer.transport.members import Members
-
-COST_MOST = 0.01
-"""Part of the training time that telling each other may take; where an exchange costs more of a step, several share one."""
-EVERY_MOST = 64
+from commlayer.transport.row_spacing import spacing as spacing
 
 
 class Rows:
@@ -54,14 +50,3 @@ class Rows:
                 self.read(patience_s)
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
-
-
-def spacing(cost_s: float, step_s: float) -> int:
-    """Steps from one exchange to the next, so that it costs 1 % of the time.
-
-    >>> spacing(0.0002, 0.1), spacing(0.0002, 0.01)
-    (1, 2)
-    """
-    if not (cost_s > 0 and step_s > 0):
-        return 1
-    return min(EVERY_MOST, max(1, math.ceil(cost_s / (COST_MOST * step_s))))

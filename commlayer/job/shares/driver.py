@@ -1,38 +1,36 @@
-"""Balances a job while it trains: measured times -> shares -> sampler. Knows sessions and samplers; what to decide it asks.
+"""Balances a job while it trains: measured times -> shares -> sampler. Feeds what is measured to job/shares/decide.py.
 
-All ranks hear the same measured times, feed them to the same pure Balancer and come to the same decision, so there is no
-coordinator to wait for and nothing to distribute. What a step measured is sent when the step is over and read when the next one
-is: its exchange hides behind a whole step. A decision is for a step that no loader has drawn yet.
+Knows sessions and samplers. What a step measured is sent when the step is over and read when the next one is: its exchange
+hides behind a whole step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer.balance import Balancer, Communication, Cubic, Decision, Joined, Line, Measurement, Outcome, Policy, Sampler
+from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
 from commlayer.balance.handout import check_plan
 from commlayer.balance.profiling import LIMIT_S, Profile
 from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
+from commlayer.job.shares import decide
+from commlayer.job.shares.own_times import OwnTimes
+from commlayer.job.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.measure.batch_trials import LossOf
 from commlayer.session import Session
-from commlayer.transport.rank_rows import Rows, spacing
+from commlayer.transport.rank_rows import Rows
 
-if TYPE_CHECKING:  # they load solvers, which jobs that neither profile nor compare do without
+if TYPE_CHECKING:  # it loads solvers, which jobs that do not profile do without
     from commlayer.balance.opening import Opening
-    from commlayer.balance.published import Published
 
 log = logging.getLogger("commlayer")
 
@@ -42,27 +40,6 @@ TOGETHER = Policy(exclude_gain=1.0)
 
 Mode = Literal["makespan", "lbb"]
 """What decides: the default, or LBB as published, to compare with."""
-
-
-class WorkerTime(NamedTuple):
-    """What a rank says after a step. Numbers only: the exchange carries nothing else."""
-
-    computed: float
-    """Samples of the step that was measured; 0 where none was."""
-    compute_s: float
-    before_s: float
-    """Of another step with as many samples, the latest since the row before; 0 without one. Two outliers make a jump, so
-    that one row is enough to see it where several steps share one."""
-    lookahead: float
-    """How many batches its loader draws ahead, and so at most how many steps."""
-    cost_s: float
-    """Seconds of its training thread that an exchange takes, with the step at which it is read."""
-    step_s: float
-    comm_s: float
-    overlap: float
-    """Rank 0's price of communication under the plan in force, and the part of computing that hides it; 0 without one."""
-    shares: float
-    """A check sum of what it believes the shares to be."""
 
 
 class Controller:
@@ -93,20 +70,14 @@ class Controller:
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure
-        self._lookahead, self._fixed, self._mode = lookahead, every, mode
-        self._every = every or 1
+        self._lookahead, self._every, self._mode = lookahead, every, mode
         self._rows: Rows | None = None
-        self._balancer: Balancer | Published | None = None
         self._opening: Opening | None = None
-        self._row_step = self._next = 0
+        self._state: SharesState | None = None
+        """None until the first step is over."""
+        self._own = OwnTimes()
         self._ahead = 0
-        self._batches: dict[int, int] = {}
-        """The session's step -> samples that were computed in it, until its time is known."""
-        self._times: list[tuple[int, float]] = []
-        self._costs_s: deque[float] = deque(maxlen=5)
-        self._to_come: deque[Decision] = deque()
-        """Announced, and for a step that has not begun."""
-        self._row_at = self._step_s = 0.0
+        """How many batches the loader draws ahead."""
         self.events: list[Event] = []
         """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
 
@@ -127,7 +98,7 @@ class Controller:
 
         >>> controller.profile(model, lambda model, batch: loss(model(batch[0]), batch[1]), loader)   # doctest: +SKIP
         """
-        if self._balancer is not None:
+        if self._state is not None:
             raise ValueError("profile: training follows measured times already, allowed: before its first step")
         from commlayer.balance.published import Published
         from commlayer.job.shares import worker_profiles
@@ -151,14 +122,13 @@ class Controller:
             return
         self._read(self.sampler.step)  # before the loader draws: what follows is drawn with all decisions known
         self._ahead = _lookahead(loader) if self._lookahead is None else self._lookahead
-        self._times.clear()
-        self._batches.clear()
-        first, self._row_at = True, 0.0
+        self._own.afresh()
+        first = True
         with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
             for batch in batches:
                 last, step = self.sampler.last, self.sampler.step  # asked for its state in the body, the sampler goes on
                 if last and not first:  # before an epoch's first step there may be evaluation, and workers that start
-                    self._batches[int(self.session.stats().get("steps", 0))] = self.sampler.computed
+                    self._own.begins(int(self.session.stats().get("steps", 0)), self.sampler.computed)
                 first = first and not last
                 yield batch
                 if last:
@@ -167,76 +137,52 @@ class Controller:
     # ---- after each step
 
     def _step_over(self, step: int) -> None:
-        if self._balancer is None:  # not before: with DDP the first backward pass makes the connection
-            self._balancer = self._begin(step)
-        begin = time.perf_counter()
+        if self._state is None:  # not before: with DDP the first backward pass makes the connection
+            self._state = self._begin(step)
+        begin_s = time.perf_counter()
         for lap in self.session.laps():
-            if lap.step in self._batches:
-                self._times.append((self._batches.pop(lap.step), lap.seconds))
+            self._own.took(lap.step, lap.seconds)
         # With shallow queues between sampler and loop that nobody told us of.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
-        read = self._read(step + 1)
-        while self._to_come and self._to_come[0].from_step <= step + 1:
-            decision = self._to_come.popleft()
-            part = abs(decision.gain_s) / decision.before_s if decision.before_s < math.inf else 1.0
-            for hear in self.session.connection.on_shares:
-                hear(part)
-        if step >= self._next:
-            self._send(step, begin)
-            read = True
-        if read:
-            self._costs_s.append(time.perf_counter() - begin)
+        exchanged = self._read(step + 1)
+        self._state, moves = decide.step_begins(self._state, step + 1)
+        self._carry_out(moves)
+        if decide.due(self._state, step):
+            self._state = self._send(self._state, step, begin_s)
+            exchanged = True
+        if exchanged:
+            self._own.costs(time.perf_counter() - begin_s)
 
-    def _send(self, step: int, now: float) -> None:
+    def _send(self, state: SharesState, step: int, now_s: float) -> SharesState:
         assert self._rows is not None
-        assert self._balancer is not None
         if self._measure is not None:
-            self._times = [(self.sampler.computed, self._measure(step, self.sampler.computed))]
-        computed, compute_s, before_s = latest(self._times)
-        self._times = []
-        if self._row_at:
-            self._step_s = (now - self._row_at) / (step - self._row_step)
-        self._row_at, self._row_step, self._next = now, step, step + self._every
-        cost_s = min(self._costs_s, default=0.0)  # what else the machine does only adds
+            self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
         price = self.session.connection.price or (0.0, 0.0)
-        row = WorkerTime(computed, compute_s, before_s, self._ahead, cost_s, self._step_s, *price,
-                         _checksum(self._balancer.latest))
+        row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=decide.checksum(state))
         with self._explained():
             self._rows.start(*row)
+        return decide.told(state, step)
 
     def _read(self, to_come: int) -> bool:
-        """Hears what all measured; new shares are for steps behind all that is drawn. `to_come`: the next step to train."""
-        if self._rows is None or self._balancer is None or not self._rows.under_way:
+        """Hears what all measured, if anything is on its way. `to_come`: the next step to train."""
+        if self._rows is None or self._state is None or not self._rows.under_way:
             return False
         with self._explained():
             rows = [WorkerTime(*row) for row in self._rows.read()]
-        odd = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
-        if odd:
-            raise CommError(f"decided on other shares than rank 0 at step {self._row_step}: the ranks differ in the arguments "
-                            "of their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(odd)}")
-        balancer = self._balancer
-        lead = to_come + int(max(row.lookahead for row in rows)) - self._row_step
-        balancer.policy = structs.replace(self._policy, lead=lead)
-        if isinstance(balancer, Balancer) and self._communication is FREE and rows[0].comm_s:
-            comm_s = rows[0].comm_s
-            balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
-        decision = balancer.decide(self._row_step, [
-            Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
-            for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
-        ])
-        if decision is not None:
-            self.sampler.announce(decision.from_step, decision.by_worker)
-            self._to_come.append(decision)
-        self._tell(max(row.step_s for row in rows))
-        if self._fixed is None:
-            self._every = spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
+        self._state, actions = decide.decide(self._state, rows, to_come)
+        self._carry_out(actions)
         return True
 
-    def _tell(self, whole_s: float) -> None:
-        assert self._balancer is not None
-        while self._balancer.events:
-            event = self._balancer.events.popleft()
-            self._say(structs.replace(event, whole_s=whole_s) if isinstance(event, Outcome) else event)
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Announce(decision):
+                    self.sampler.announce(decision.from_step, decision.by_worker)
+                case WorkMoves(part):
+                    for hear in self.session.connection.on_shares:
+                        hear(part)
+                case Say(event):
+                    self._say(event)
 
     def _say(self, event: Event) -> None:
         self.events.append(event)
@@ -256,60 +202,23 @@ class Controller:
 
     # ---- at the start
 
-    def _begin(self, step: int) -> Balancer | Published:
+    def _begin(self, step: int) -> SharesState:
         """All ranks tell each other what they start from. `step`: the one that is over."""
-        sampler = self.sampler
-        made = self.session.connection
-        assert made.groups is not None
-        self._rows = Rows(made.groups.members, made.groups.timeout_s)
-        made.beside.append(self._rows.close)
-        newest_step, shares = sampler.announced
+        sampler, connection = self.sampler, self.session.connection
+        assert connection.groups is not None
+        self._rows = Rows(connection.groups.members, connection.groups.timeout_s)
+        connection.beside.append(self._rows.close)
+        from_step, shares = sampler.announced
         line = self._line or Line(1.0)
-        self._rows.start(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
-                         self._line is not None, line.slope_s, line.intercept_s)
+        self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
+                                    self._line is not None, line.slope_s, line.intercept_s))
         with self._explained():
-            rows = self._rows.read()
-        for rank, (number, batch, _, _, stands, most, *_) in enumerate(rows):
-            if number != rank:
-                raise ValueError(f"the sampler of rank {rank} is for rank {number:.0f}, allowed: its own")
-            if (batch, stands) != (rows[0][1], rows[0][4]):
-                raise ValueError(f"the sampler of rank {rank} stands at step {stands:.0f} with batch {batch:.0f}, rank 0's at "
-                                 f"step {rows[0][4]:.0f} with batch {rows[0][1]:.0f}, allowed: the same on all")
-            if most >= len(rows):
-                raise ValueError(f"the sampler of rank {rank} has a share for worker {most:.0f}, allowed: 0 to {len(rows) - 1}")
-        self._policy = structs.replace(self._policy, minimum=max(self._policy.minimum, *(int(row[3]) for row in rows)))
-        joined = [Joined(rank, int(cap) or None, Line(slope, intercept) if known else None)
-                  for rank, (_, _, cap, _, _, _, known, slope, intercept) in enumerate(rows)]
-        self._next = step
-        first = self._opening.decision if self._opening and self._opening.decision.from_step == newest_step else None
-        balancer = Balancer(joined, sampler.batch, self._policy, self._communication, shares=first or shares,
-                            from_step=max(0, newest_step))
-        if self._mode == "makespan":
-            return balancer
-        from commlayer.balance.published import Published
-
-        if self._opening is not None:
-            curves = list(self._opening.cubics)
-        else:
-            lines = [one.line or Line(1.0) for one in joined]
-            curves = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in lines]
-        return Published(curves, sampler.batch, [one.cap for one in joined], balancer.latest, self._policy)
-
-
-def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:
-    """(samples, seconds) of the last step, and the seconds of one before it with as many samples: 0 where there is none."""
-    if not times:
-        return 0, 0.0, 0.0
-    samples = times[-1][0]
-    same = [seconds for one, seconds in times if one == samples]
-    return samples, same[-1], same[-2] if len(same) > 1 else 0.0
+            rows = [RankStart(*row) for row in self._rows.read()]
+        return decide.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
+                            every=self._every, opening=self._opening, lbb=self._mode == "lbb")
 
 
 def _lookahead(loader: Iterable[Any]) -> int:
     """Batches that a DataLoader's workers have asked for beyond the one that is out."""
     workers = int(getattr(loader, "num_workers", 0))
     return workers * int(getattr(loader, "prefetch_factor", None) or 2)
-
-
-def _checksum(decision: Decision) -> float:
-    return float(zlib.crc32(repr((decision.from_step, decision.by_worker)).encode()))

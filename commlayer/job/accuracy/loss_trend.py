@@ -1,0 +1,54 @@
+"""Whether a noisy training loss rises: a fast mean against the lowest that a slow one has reached. Values only; no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer.records import Record
+
+FAST, SLOW = 0.1, 0.02
+"""Weight of the newest loss in the two running means."""
+
+
+class LossRise(NamedTuple):
+    """What a loss has done, as numbers that ranks can tell each other."""
+
+    rise: float = 0.0
+    """Relative to the lowest; 0 where too little is known."""
+    noise: float = 0.0
+    """How far the rise may be off."""
+
+    def exceeds(self, budget: float) -> bool:
+        """Whether it is above the budget by more than the mean wobbles of itself."""
+        return self.rise > budget + self.noise
+
+
+class LossTrend(Record, frozen=True):
+    """The losses reported so far, summed up."""
+
+    near: float = 0.0
+    """The fast mean."""
+    far: float = 0.0
+    """The slow mean."""
+    wobble: float = 0.0
+    lowest: float = math.inf
+    count: int = 0
+
+    def add(self, loss: float) -> LossTrend:
+        """With the loss of one more step; one that is not finite is left to the step's own handling."""
+        if not math.isfinite(loss):
+            return self
+        count = self.count + 1
+        fast, slow = max(FAST, 1 / count), max(SLOW, 1 / count)
+        wobble = self.wobble + fast * (abs(loss - self.near) - self.wobble) if count > 1 else 0.0
+        near, far = self.near + fast * (loss - self.near), self.far + slow * (loss - self.far)
+        return structs.replace(self, near=near, far=far, wobble=wobble, lowest=min(self.lowest, far), count=count)
+
+    def seen(self) -> LossRise:
+        if self.count < 1 / SLOW:
+            return LossRise()
+        lowest = max(abs(self.lowest), 1e-9)
+        return LossRise((self.near - self.lowest) / lowest, 3.0 * self.wobble * math.sqrt(FAST / 2) / lowest)
