@@ -1,6 +1,7 @@
 """Plan "auto" while links change: all ranks notice it in the same step, plan without measuring anew, and go on alike.
 
-The counters are made up, for one machine has no links; steps, probes, plans and the change-over are real.
+The counters are made up, for one machine has no links, and so is what collectives cost, for workers count what they push to
+servers; steps, probes, plans and the change-over are real.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 from attach_kit import Run, Setting, coordinators, data, mlp, play
+from autoplan_kit import whatever_steps_take
 from pool_kit import pool
 from torch import nn
 
 from commlayer.job.autoplan import link_probes
-from commlayer.job.step_reports import StepReports
+from commlayer.job.autoplan.step_reports import StepReports
+from commlayer.measure import collective_costs
+from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import link_watch
-from commlayer.observe.link_watch import PAYLOAD
+from commlayer.observe.link_watch import PAYLOAD, SETTLED
+from commlayer.planner.model.cluster import Line
+from commlayer.records import digest
 from commlayer.transport.members import Members
 from commlayer.transport.rank_rows import spacing
 
@@ -26,6 +32,10 @@ WORLD, SERVERS = 2, 2
 HIGH_BPS, LOW_BPS = 8e7, 5e6
 CONFIRMED_S = 0.3
 """A shorter time than in earnest."""
+DEAR = Line(1.0)
+"""A second for a message: no plan has collectives."""
+MOST = 2000
+"""Steps, if no plan is found."""
 
 
 class Line:
@@ -51,49 +61,63 @@ class Line:
             self._bps = bps
 
 
-def train(run: Run, steps: int, slow_from: int, again: int) -> dict[str, Any]:
-    """Steps of 30 ms; from one on they take long on a slow line, as long as that plan lasts; later it is quick again."""
-    line = Line(HIGH_BPS)
-    with pytest.MonkeyPatch.context() as patch:
+def train(run: Run) -> dict[str, Any]:
+    """Steps of 30 ms; once a plan is in force they take long on a slow line, until another is; then they are quick again."""
+    line, sent, decided, digests = Line(HIGH_BPS), list[float](), list[int](), list[str]()
+    with pytest.MonkeyPatch.context() as patch, whatever_steps_take():
         patch.setattr(link_probes, "counters_towards", lambda _peers: line.counters)
         patch.setattr(link_watch, "CONFIRMED_S", CONFIRMED_S)
+        patch.setattr(collective_costs, "measure", lambda _groups, _budget_s: Grouped(DEAR, DEAR))
         model = mlp()
         wrapped = run.wrap(model)
         session, optimizer = run.sessions[0], torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(steps):
-            if step == slow_from:
-                line.change(LOW_BPS)
-            if step == again:
-                line.change(HIGH_BPS)
-            x, y = data(run.rank, step)
+
+        def step(sleep_s: float) -> None:
+            x, y = data(run.rank, len(digests))
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(wrapped(x), y)
-            time.sleep(1.1 * CONFIRMED_S if step >= slow_from and not changed(session.decisions()) else 0.03)
+            time.sleep(sleep_s)
+            before = session.stats()["sent_nbytes"]
             loss.backward()
             optimizer.step()
-        return {"decisions": session.decisions(), "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
+            sent.append(session.stats()["sent_nbytes"] - before)
+            digests.append(digest(session.plan))
+
+        step(0.03)
+        for bps, sleep_s in ((HIGH_BPS, 0.03), (LOW_BPS, 1.1 * CONFIRMED_S), (HIGH_BPS, 0.03)):
+            line.change(bps)
+            left = digests[-1]
+            while digests[-1] == left and len(digests) < MOST:
+                step(sleep_s)
+            decided.append(len(digests))
+            line.change(HIGH_BPS)  # and steps show how long they take on it
+            for _ in range(SETTLED + 1):
+                step(0.03)
+        return {"decisions": session.decisions(), "digests": digests, "decided": decided, "sent": sent,
+                "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
 
 
-def changed(decisions: list[str]) -> bool:
-    return any("links have changed" in line for line in decisions)
-
-
-def test_all_ranks_plan_again_when_links_become_slow_and_when_they_recover() -> None:
-    slow_from, again = 40, 54
+def test_all_ranks_go_over_to_another_plan_when_links_become_slow_and_when_they_recover() -> None:
     with coordinators(1, WORLD, SERVERS) as made:
         setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
-        results = pool(WORLD).call(play, WORLD, train, setting, 115, slow_from, again)
+        results = pool(WORLD).call(play, WORLD, train, setting)
     assert all(torch.equal(r["weights"], results[0]["weights"]) for r in results)
+    assert all(r["digests"] == results[0]["digests"] for r in results), "each plan is taken up by all at one step"
+    first, slow, quick = results[0]["decided"]
+    for r in results:
+        assert len([one for one in r["decisions"] if "went over to plan" in one]) == 3
+        at_first, before, behind, after = (r["sent"][step] for step in (0, first, slow, quick))
+        assert 0 < behind < 4 * 40 * 40, "on slow links payloads are compressed"
+        assert at_first != before
+        assert min(before, after) > behind, "on quick links they are larger"
     lines = [[one for one in r["decisions"] if "links have changed" in one] for r in results]
     assert lines[0] == lines[1], "all ranks come to it by themselves, in one step, for one reason"
     assert len(lines[0]) == 1
     number = int(lines[0][0].split()[1].rstrip(":"))
-    assert slow_from < number < again, lines[0]
+    assert first < number <= slow, lines[0]
     said = lines[0][0].split(" to ")[1].split(" Mb/s")[0]
     found = [float(rate) for node in said.split(", ") for rate in node.split("/")]
     assert found == pytest.approx([PAYLOAD * LOW_BPS / 1e6] * len(found), rel=0.25), "part was read as it changed"
-    answers = [one for one in results[0]["decisions"] if "found a plan" in one]
-    assert len(answers) >= 3, "one plan at first, one for slow links, one for links that were found to be quick again"
     assert any("probed the links" in one and "instead of" in one for one in results[0]["decisions"])
 
 
@@ -107,7 +131,7 @@ def tell_in_turn(rank: int, world: int, slow: list[list[bool]]) -> list[list[flo
             looks.step(10.0)
             if rows := looks.heard():
                 acted.append([rows[0].word, step])
-            if looks.due and (rows := looks.tell(step, 0.0, lambda _s, flag=flags[rank]: flag)):  # type: ignore[misc]
+            if looks.due and (rows := looks.tell(step, 0.0, 5.0 if flags[rank] else 20.0)):
                 acted.append([rows[0].word, step])
         looks.heard()
         return acted

@@ -149,14 +149,17 @@ def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
 
 
 def stale_at(times: list[float]) -> list[int]:
-    drift = PredictionCheck(1.0, limit=0.25, patience=3, quiet=10)
-    return [event.step for step, seconds in enumerate(times) if (event := drift.observe(seconds, step))]
+    check, steps = PredictionCheck(1.0, limit=0.25, patience=3, quiet=10), []
+    for step, seconds in enumerate(times):
+        check, event = check.observe(seconds, step)
+        steps += [event.step] if event else []
+    return steps
 
 
 def test_what_is_stale_says_why() -> None:
-    drift = PredictionCheck(0.01, patience=2)
-    assert drift.observe(0.02, 7) is None
-    event = drift.observe(0.03, 8)
+    check, event = PredictionCheck(0.01, patience=2).observe(0.02, 7)
+    assert event is None
+    _, event = check.observe(0.03, 8)
     assert event == StalePlan(8, 0.01, 0.03, 2)
     assert event.reason == "the plan is stale: steps take 30.0 ms, 10.0 were predicted, 2 steps in a row"
 

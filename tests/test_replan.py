@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlayer import planner
-from commlayer.job.autoplan.link_probes import Measured
+from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.autoplan.replan import at_home, cluster_of, on_servers
 from commlayer.measure import collective_costs
 from commlayer.planner.model.cluster import Line, Link, Policy, Profile
@@ -13,7 +13,7 @@ from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.runtime.plan_check import unsuited
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
-ROWS = [Measured(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
+ROWS = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
 INSIDE = collective_costs.Grouped(collective_costs.NONE, collective_costs.NONE)
 JOB = planner.builtin("resnet50")
 

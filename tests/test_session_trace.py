@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch import nn
 
 import commlayer
 from commlayer.job import trace
-from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.start import Connection
-from commlayer.observe import PredictionCheck, read_comparison
-from commlayer.planner import builtin, default_plan
+from commlayer.observe import read_comparison
+from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Basis, PlanInputs
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Job, Timing
@@ -129,16 +127,3 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
     connection.close()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]
-
-
-def test_a_stale_plan_is_an_event_with_its_reason() -> None:
-    connection = Connection()
-    auto = AutoPlan(connection, builtin("lstm"))
-    auto._drift = PredictionCheck(1e-9, patience=2)
-    for _ in range(3):
-        auto._ended = time.perf_counter()
-        time.sleep(0.001)
-        auto._watch()
-    (event,) = connection.events
-    assert event.measured_s > event.predicted_s == 1e-9
-    assert connection.decisions == [f"step 0: {event.reason}"]

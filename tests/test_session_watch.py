@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from pool_kit import Servers, pool, quick
 from torch import nn
 
 import commlayer
+from commlayer.job import stale_plan
 from commlayer.job.requested_plan import housed
-from commlayer.job.stale_plan import StalePlanWatch
 from commlayer.job.start import Connection
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
@@ -28,51 +27,70 @@ from commlayer.runtime.model_job import job_of
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""
-MOST = PATIENCE + 3
-"""Steps until something is said: one begins, two make a median with it."""
+BEGIN = stale_plan.State()
 
 
-def watched(predicted_s: float, *, auto: bool = False) -> tuple[Connection, StalePlanWatch]:
-    made = Connection()
-    made.plan, made.auto = Plan("", (), step_s=predicted_s), auto
-    return made, StalePlanWatch(made)
+def planned(predicted_s: float) -> Plan:
+    return Plan("", (), step_s=predicted_s)
 
 
-def steps(watch: StalePlanWatch, count: int) -> None:
-    for _ in range(count):
-        time.sleep(0.0002)
-        watch()
+def after(steps: list[tuple[Plan | None, float]], state: stale_plan.State = BEGIN) -> tuple[stale_plan.State, list[StalePlan]]:
+    """The state behind these steps, and what was said."""
+    said = []
+    for requested, seconds in steps:
+        state, stale = stale_plan.decide(state, requested, seconds)
+        said += [stale] if stale else []
+    return state, said
+
+
+@pytest.mark.parametrize("seconds", [1.26, 0.74])
+def test_a_prediction_that_does_not_hold_is_said_once(seconds: float) -> None:
+    requested = planned(1.0)
+    state, said = after([(requested, 9.0)] + [(requested, seconds)] * (PATIENCE - 1))
+    assert said == [], "the first step is partly another plan's, and a few others are no trend"
+    state, said = after([(requested, seconds)], state)
+    assert said == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
+    state, said = after([(requested, seconds)] * 200, state)
+    assert said == [], "from then on that is what is expected"
+    _, said = after([(requested, 2 * seconds)] * (PATIENCE + 2), state)
+    assert [event.usual for event in said] == [True]
+
+
+@pytest.mark.parametrize("seconds", [1.25, 0.75])
+def test_a_prediction_that_is_missed_by_the_limit_holds(seconds: float) -> None:
+    assert after([(planned(1.0), seconds)] * 100)[1] == []
+
+
+def test_what_is_not_predicted_or_watched_by_others_is_left_alone() -> None:
+    unpredicted = planned(0.0)
+    assert after([(unpredicted, 9.0)] * 100)[1] == []
+    assert after([(None, 9.0)] * 100)[1] == []
+
+
+def test_another_plan_begins_anew() -> None:
+    first, other = planned(1.0), planned(5.0)
+    state, said = after([(first, 9.0)] * PATIENCE + [(other, 9.0)] * PATIENCE)
+    assert said == []
+    assert [event.predicted_s for event in after([(other, 9.0)], state)[1]] == [5.0]
+    state, _ = after([(None, 9.0)], state)
+    assert after([(other, 9.0)] * PATIENCE, state)[1] == [], "a plan that was found meanwhile is another, too"
 
 
 @pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
-def test_a_prediction_that_does_not_hold_is_an_event_and_a_line(
-    predicted_s: float, level: int, caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
-    made, watch = watched(predicted_s)
-    steps(watch, PATIENCE)
-    assert (made.events, made.decisions) == ([], [])
-    steps(watch, MOST - PATIENCE)
+    made = Connection()
+    made.plan = planned(predicted_s)
+    watch = stale_plan.StalePlanWatch(made)
+    for _ in range(PATIENCE + 1):
+        assert (made.events, made.decisions) == ([], [])
+        watch()
     (event,) = made.events
     (line,) = made.decisions
     assert (event.predicted_s, event.lasted, event.usual) == (predicted_s, PATIENCE, False)
     assert line.startswith(f"step {event.step}: the plan is stale: steps take ")
     assert "it is kept" in line
     assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(level, line)]
-
-
-def test_what_is_not_predicted_or_watched_by_others_is_left_alone() -> None:
-    for made, watch in (watched(0.0), watched(SHORTEST_S, auto=True)):
-        steps(watch, MOST)
-        assert (made.events, made.decisions) == ([], [])
-
-
-def test_another_plan_begins_anew() -> None:
-    made, watch = watched(SHORTEST_S)
-    steps(watch, PATIENCE)
-    made.plan = Plan("", (), step_s=LONGEST_S)
-    steps(watch, MOST)
-    assert [event.predicted_s for event in made.events] == [LONGEST_S]
 
 
 def test_a_plan_for_other_machines_says_so() -> None:
@@ -94,7 +112,7 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, plan=structs.replace(asked, step_s=predicted_s),
                           config=quick(join=address)) as session:
-        for step in range(MOST):
+        for step in range(PATIENCE + 1):
             optimizer.zero_grad()
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()

@@ -1,7 +1,7 @@
-"""Whether a plan that somebody asked for still does what was predicted of it: says so where it does not. Changes no plan.
+"""Whether a requested plan still does what was predicted of it: says so where it does not. Changes no plan.
 
-Where the plan was left to commlayer, job/autoplan/driver.py watches, and answers. What a person has chosen stays until a
-person changes it.
+Where the plan was left to commlayer, job/autoplan/ watches, and answers. What a person has chosen stays until a person
+changes it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,46 @@ import logging
 import time
 from statistics import median
 
+from msgspec import structs
+
 from commlayer.job.start import Connection
-from commlayer.observe import PredictionCheck
-from commlayer.records import Plan
+from commlayer.observe import PredictionCheck, StalePlan
+from commlayer.records import Plan, Record
 
 log = logging.getLogger("commlayer")
 
 REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or take plan="auto"'
+
+
+class State(Record, frozen=True):
+    """What is known of the plan that is watched."""
+
+    step: int = 0
+    """Steps that have ended, under whatever plan."""
+    plan: Plan | None = None
+    check: PredictionCheck | None = None
+    """None where nothing is predicted."""
+    recent: tuple[float, ...] = ()
+    """Seconds of the latest steps under the plan; the check sees their median."""
+
+
+def decide(state: State, plan: Plan | None, step_s: float) -> tuple[State, StalePlan | None]:
+    """After a step. `plan`: the requested plan in force; None where the plan was left to commlayer.
+
+    A plan's first step is not compared: part of it was another plan's. What was said of a plan becomes what is expected of it,
+    so that the same is not said twice.
+    """
+    state = structs.replace(state, step=state.step + 1)
+    if plan is not state.plan:
+        check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
+        return State(state.step, plan, check), None
+    if state.check is None:
+        return state, None
+    recent = (*state.recent[-2:], step_s)
+    check, stale = state.check.observe(median(recent), state.step)
+    if stale is not None:
+        check = PredictionCheck(stale.measured_s, usual=True)
+    return structs.replace(state, recent=recent, check=check), stale
 
 
 def watch(connection: Connection) -> None:
@@ -31,34 +64,15 @@ class StalePlanWatch:
     """Called after each step."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._plan: Plan | None = None
-        self._drift: PredictionCheck | None = None
-        self._steps, self._ended = 0, 0.0
-        self._recent: list[float] = []
+        self._connection, self._state, self._ended = connection, State(), 0.0
 
     def __call__(self) -> None:
         made = self._connection
-        self._steps += 1
-        if made.auto:
-            self._plan = None
-        elif made.plan is not self._plan:
-            self._begin(made.plan)
-        else:
-            self._look(time.perf_counter() - self._ended)
+        step_s = time.perf_counter() - self._ended
+        self._state, stale = decide(self._state, None if made.auto else made.plan, step_s)
+        if stale is not None:
+            made.events.append(stale)
+            said = f"step {self._state.step}: {stale.reason}; {REMEDY}"
+            made.decisions.append(said)
+            log.log(logging.WARNING if stale.measured_s > stale.predicted_s else logging.INFO, said)
         self._ended = time.perf_counter()
-
-    def _begin(self, plan: Plan | None) -> None:
-        self._plan = plan
-        self._drift = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
-        self._recent.clear()
-
-    def _look(self, step_s: float) -> None:
-        self._recent = [*self._recent[-2:], step_s]
-        if self._drift is None or (stale := self._drift.observe(median(self._recent), self._steps)) is None:
-            return
-        self._connection.events.append(stale)
-        said = f"step {self._steps}: {stale.reason}; {REMEDY}"
-        self._connection.decisions.append(said)
-        log.log(logging.WARNING if stale.measured_s > stale.predicted_s else logging.INFO, said)
-        self._drift = PredictionCheck(stale.measured_s, usual=True)  # the same is not said twice

@@ -7,12 +7,15 @@ sends little may be as fast as ever.
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from msgspec import structs
+
 from commlayer.observe.link_throughput import Direction, Throughput
+from commlayer.records import Record
 
 FACTOR = 1.5
 """By which a rate, and a step, must differ to count."""
@@ -36,54 +39,52 @@ class Rates(NamedTuple):
     down_bps: float
 
 
-class LinkWatch:
-    """Under one plan. `observe` at every look; the same input gives the same answer, so all ranks may ask for themselves."""
+class LinkWatch(Record, frozen=True):
+    """A value, under one plan: `observe` at every row of all ranks gives the watch after it.
 
-    def __init__(self, planned: Sequence[Rates]) -> None:
-        self.planned = tuple(planned)
-        """May be changed; what is usual stays what it is as long as the plan does."""
-        self._forget()
-        self.faster = False
-        """Steps went faster than usual, or more came in than was planned for: it may be worth a probe."""
+    The same input gives the same answer, so all ranks may ask for themselves.
+    """
 
-    def _forget(self) -> None:
-        self._steps: deque[float] = deque(maxlen=USUAL)
-        self._usual: list[tuple[deque[float], deque[float]]] = [
-            (deque(maxlen=USUAL), deque(maxlen=USUAL)) for _ in self.planned
-        ]
-        self._slow = self._long = 0
+    planned: tuple[Rates, ...]
+    """May be replaced; what is usual stays what it is as long as the plan does."""
+    faster: bool = False
+    """Steps went faster than usual, or more came in than was planned for: it may be worth a probe."""
+    seen: tuple[tuple[float, tuple[Throughput, ...]], ...] = ()
+    """The latest steps that were not slow: seconds, and what each node's link carried."""
+    slow_rows: int = 0
+    """In a row, of steps that slower links explain."""
+    long_rows: int = 0
+    """In a row, of steps that were slow for whatever reason."""
 
     @property
     def usual_s(self) -> float:
         """Seconds of a step; 0 before there are any."""
-        return median(self._steps) if self._steps else 0.0
+        return median(step_s for step_s, _ in self.seen) if self.seen else 0.0
 
-    def slow(self, step_s: float) -> bool:
-        return bool(self._steps) and step_s > FACTOR * self.usual_s
+    @property
+    def slow_s(self) -> float:
+        """A step that takes longer is slow. None is before there are any to compare with."""
+        return FACTOR * self.usual_s if self.seen else math.inf
 
-    def observe(self, step_s: float, nodes: Sequence[Throughput]) -> tuple[Rates, ...] | None:
-        """The rates to plan for, once links have become slower; None while there is no reason."""
-        if not self.slow(step_s):
-            self._slow = self._long = 0
-            quick = len(self._steps) >= SETTLED and FACTOR * step_s < self.usual_s
-            self.faster = quick or any(
-                PAYLOAD * node.down.bps > FACTOR * rates.down_bps for node, rates in zip(nodes, self.planned, strict=True))
-            self._keep(step_s, nodes)
-            return None
-        self.faster = False
-        if (long := self._long + 1) > USUAL:  # whatever it is, it is what steps take now
-            self._forget()
-            return None
-        self._long = long
+    def observe(self, step_s: float, nodes: Sequence[Throughput]) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
+        """With the rates to plan for, once links have become slower; None while there is no reason."""
+        if step_s <= self.slow_s:
+            return self._quick(step_s, nodes), None
+        if self.long_rows == USUAL:  # whatever it is, it is what steps take now
+            return LinkWatch(self.planned), None
         found = tuple(
-            Rates(self._lower(step_s, node.up, planned.up_bps, up), self._lower(step_s, node.down, planned.down_bps, down))
-            for node, planned, (up, down) in zip(nodes, self.planned, self._usual, strict=True)
+            Rates(self._lower(step_s, node.up, planned.up_bps, [carried[i].up.bps for _, carried in self.seen]),
+                  self._lower(step_s, node.down, planned.down_bps, [carried[i].down.bps for _, carried in self.seen]))
+            for i, (node, planned) in enumerate(zip(nodes, self.planned, strict=True))
         )
-        if found == self.planned:
-            self._slow = 0
-            return None
-        self._slow += 1
-        return found if self._slow > 1 or step_s >= CONFIRMED_S else None
+        slow = self.slow_rows + 1 if found != self.planned else 0
+        after = structs.replace(self, faster=False, slow_rows=slow, long_rows=self.long_rows + 1)
+        return after, found if slow > 1 or (slow and step_s >= CONFIRMED_S) else None
+
+    def _quick(self, step_s: float, nodes: Sequence[Throughput]) -> LinkWatch:
+        quick = len(self.seen) >= SETTLED and FACTOR * step_s < self.usual_s
+        more = any(PAYLOAD * node.down.bps > FACTOR * rates.down_bps for node, rates in zip(nodes, self.planned, strict=True))
+        return LinkWatch(self.planned, quick or more, (*self.seen, (step_s, tuple(nodes)))[-USUAL:])
 
     def _lower(self, step_s: float, way: Direction, planned_bps: float, usual: Sequence[float]) -> float:
         """`planned_bps`, or the rate that the way has fallen to."""
@@ -92,12 +93,6 @@ class LinkWatch:
             return planned_bps
         longer_s = way.share * step_s * (1 - way.bps / usual_bps)
         return bps if longer_s >= EXPLAINED * (step_s - self.usual_s) else planned_bps
-
-    def _keep(self, step_s: float, nodes: Sequence[Throughput]) -> None:
-        self._steps.append(step_s)
-        for node, (up, down) in zip(nodes, self._usual, strict=True):
-            up.append(node.up.bps)
-            down.append(node.down.bps)
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from msgspec import structs
+
 from commlayer.records import Record
 
 LIMIT = 0.25
@@ -32,32 +34,33 @@ class StalePlan(Record, frozen=True):
                 f"{self.lasted} steps in a row")
 
 
-class PredictionCheck:
-    """`observe` once a step; an event where the plan is stale: the error has stayed above the limit."""
+class PredictionCheck(Record, frozen=True):
+    """A value: `observe` once a step gives the check after it, and an event where the plan is stale."""
 
-    def __init__(
-        self, predicted_s: float, limit: float = LIMIT, patience: int = PATIENCE, quiet: int = QUIET, *, usual: bool = False,
-    ) -> None:
-        if not (math.isfinite(predicted_s) and predicted_s > 0):
-            raise ValueError(f"predicted_s is {predicted_s}, allowed: seconds above 0")
-        self.predicted_s, self._limit, self._patience, self._quiet = predicted_s, limit, patience, quiet
-        self._usual = usual
-        self._wrong = 0
-        self._sign = 0
-        self._silent = 0
-        self.error = 0.0
-        """Relative, of the latest step: above 0 it took longer than predicted."""
+    predicted_s: float
+    limit: float = LIMIT
+    patience: int = PATIENCE
+    quiet: int = QUIET
+    usual: bool = False
+    """`predicted_s` is what steps took before."""
+    wrong: int = 0
+    """Steps in a row, up to now, that the error has been beyond the limit in the direction of `sign`."""
+    sign: int = 0
+    silent: int = 0
+    """Steps for which nothing more is said."""
 
-    def observe(self, measured_s: float, step: int = 0) -> StalePlan | None:
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.predicted_s) and self.predicted_s > 0):
+            raise ValueError(f"predicted_s is {self.predicted_s}, allowed: seconds above 0")
+
+    def observe(self, measured_s: float, step: int = 0) -> tuple[PredictionCheck, StalePlan | None]:
         if not (math.isfinite(measured_s) and measured_s > 0):
-            return None  # a step without a time says nothing
-        self.error = measured_s / self.predicted_s - 1.0
-        sign = (self.error > self._limit) - (self.error < -self._limit)
-        self._wrong = self._wrong + 1 if sign and sign == self._sign else abs(sign)
-        self._sign = sign
-        self._silent = max(0, self._silent - 1)
-        if self._wrong < self._patience or self._silent:
-            return None
-        stale = StalePlan(step, self.predicted_s, measured_s, self._wrong, self._usual)
-        self._wrong, self._silent = 0, self._quiet
-        return stale
+            return self, None  # a step without a time says nothing
+        error = measured_s / self.predicted_s - 1.0
+        sign = (error > self.limit) - (error < -self.limit)
+        wrong = self.wrong + 1 if sign and sign == self.sign else abs(sign)
+        silent = max(0, self.silent - 1)
+        if wrong < self.patience or silent:
+            return structs.replace(self, wrong=wrong, sign=sign, silent=silent), None
+        stale = StalePlan(step, self.predicted_s, measured_s, wrong, self.usual)
+        return structs.replace(self, wrong=0, sign=sign, silent=self.quiet), stale

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from commlayer.records import Record
+
 FIRST_S, LAST_S = 15.0, 600.0
 """From one probe that nothing hinted at to the next: twice as long after each that finds nothing."""
 HINTED_S = 1.0
@@ -16,24 +18,27 @@ COST_MOST = 0.02
 """Part of the time that probes without a hint may take."""
 
 
-class ReprobeSchedule:
-    def __init__(self) -> None:
-        self._from = math.inf  # nobody knows a link yet
-        self._gap_s, self._hinted_s = FIRST_S, HINTED_S
-        self._cost_s = 0.0
+class ReprobeSchedule(Record, frozen=True):
+    """A value: each event gives the schedule after it."""
 
-    def changed(self, now: float) -> None:
+    since_s: float = math.inf
+    """When links were last known or probed; never yet."""
+    gap_s: float = FIRST_S
+    hinted_s: float = HINTED_S
+    cost_s: float = 0.0
+    """Of the last probe."""
+
+    def changed(self, now: float) -> ReprobeSchedule:
         """Links are known anew."""
-        self._from = now
-        self._gap_s, self._hinted_s = FIRST_S, HINTED_S
+        return ReprobeSchedule(now, cost_s=self.cost_s)
 
-    def probed(self, now: float, cost_s: float, *, found: bool) -> None:
+    def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
         """A probe is over; it has found a faster link, or not."""
-        self._from, self._cost_s = now, cost_s
-        self._gap_s = FIRST_S if found else min(2 * self._gap_s, LAST_S)
-        self._hinted_s = HINTED_S if found else min(4 * self._hinted_s, LAST_S)
+        if found:
+            return ReprobeSchedule(now, cost_s=cost_s)
+        return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
     def due(self, now: float, *, hinted: bool, lost: bool) -> bool:
         """`lost`: links were once faster than they are known to be now."""
-        gap_s = max(self._gap_s, self._cost_s / COST_MOST) if lost else math.inf
-        return now - self._from >= (min(gap_s, self._hinted_s) if hinted else gap_s)
+        gap_s = max(self.gap_s, self.cost_s / COST_MOST) if lost else math.inf
+        return now - self.since_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)

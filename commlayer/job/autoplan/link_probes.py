@@ -15,7 +15,7 @@ from commlayer.planner.model.cluster import Link
 from commlayer.transport.groups import Groups
 
 
-class Measured(NamedTuple):
+class RankMeasurement(NamedTuple):
     """What one rank measured."""
 
     compute_s: float
@@ -36,11 +36,12 @@ Ways = tuple[float, float, float]
 
 
 UP_SHARE = 0.4
-"""Of a probe's time: all nodes send at once, as they do in a step. They receive in turn, or senders would set the rate."""
+"""Part of a probe's time for sending: all nodes send at once, as they do in a step. They receive in turn, or the senders' links
+would set the rate."""
 
 
 def probed(made: Connection, budget_s: float) -> Ways:
-    """Of this node's link; all ranks call it together. A node asks the servers of the others; zeros, where there are none."""
+    """Rates of this node's link; all ranks call it together. It asks servers on other nodes; zeros where there are none."""
     groups = _groups(made)
     assert made.uplink is not None
     nodes = groups.world // groups.ranks_per_node
@@ -63,15 +64,15 @@ def probed(made: Connection, budget_s: float) -> Ways:
     return up_bps, down_bps, round_trip_s / 4
 
 
-def gathered(made: Connection, row: Measured) -> list[Measured]:
-    """Of all ranks."""
+def gathered(made: Connection, row: RankMeasurement) -> list[RankMeasurement]:
+    """The rows of all ranks, in rank order; all call it together."""
     groups = _groups(made)
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
-    return [Measured(*r) for r in rows]
+    return [RankMeasurement(*r) for r in rows]
 
 
-def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
-    """By node. One that hosts the only server saw no network: it is as fast as the fastest that others were with it."""
+def links_of(made: Connection, rows: Sequence[RankMeasurement]) -> list[Link]:
+    """One of each node. A node with the only server has no other to ask: its link is as fast as the fastest that others saw."""
     firsts = rows[:: _groups(made).ranks_per_node]
     seen = [row for row in firsts if row.up_bps]
     # What others received from there is its own way up, what they sent is its way down.
@@ -80,7 +81,7 @@ def links_of(made: Connection, rows: Sequence[Measured]) -> list[Link]:
 
 
 def meter_of(made: Connection) -> InterfaceCounters | None:
-    """Of what this node's link carries: on one of its ranks, where the system counts it."""
+    """A meter of what this node's link carries, on the node's first rank, where the system counts it."""
     assert made.uplink is not None
     if _groups(made).local:
         return None
@@ -89,7 +90,7 @@ def meter_of(made: Connection) -> InterfaceCounters | None:
 
 
 def pace(made: Connection, links: Sequence[Link]) -> None:
-    """Sends no faster than these carry, from now on: this rank its part, and the servers on its node."""
+    """From now on this rank, and the servers on its node, send no faster than the node's link carries."""
     groups = _groups(made)
     assert made.uplink is not None
     up_bps = links[groups.node].up_bps

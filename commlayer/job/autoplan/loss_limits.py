@@ -1,4 +1,4 @@
-"""What a running job's loss budget, and what its guard has seen, leave to its planner. Knows a connection; plans nothing."""
+"""Which codecs a running job may plan with, by its loss budget and its guard's floor. Knows a connection; plans nothing."""
 
 from __future__ import annotations
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer import planner
 from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
+from commlayer.job.autoplan.candidate import Candidate, Price
 from commlayer.job.autoplan.cpu_contention import dearer, factor
-from commlayer.job.autoplan.link_probes import Measured, homes_of
+from commlayer.job.autoplan.link_probes import RankMeasurement, homes_of
+from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.shares.comm_cost import communication
 from commlayer.job.start import Connection
 from commlayer.measure import bucket_overheads, codec_costs
@@ -27,81 +28,62 @@ from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.records import Job, Plan
 
-Price = tuple[float, float]
-"""Seconds of communication, and the part of computing that hides it."""
-
-
-class Replan(NamedTuple):
-    """The best plan, and the one in force by the same prices."""
-
-    basis: Basis
-    """With the plan as the planner has it: workers know some of its paths by other names, which have no price."""
-    answer: Plan
-    """For the servers that run."""
-    present: Plan
-    present_s: float
-    alone_s: float
-    """Of the plan in force, by prices that know nothing of a crowd; see job/autoplan/cpu_contention.py."""
-    price: Price
-    present_price: Price
-    took_s: float
-    without: Replan | None = None
-    """The same with the plan that sends gradients as they are, through collectives."""
-
-    @property
-    def plan(self) -> Plan:
-        return self.basis.plan
-
-
-class ReplanVerdict(NamedTuple):
-    """What planning found: seconds of a step."""
-
-    measured_s: float
-    """Under the plan in force, as all ranks measured it."""
-    priced_s: float
-    """Under the same plan, by prices that this figure did not go into."""
-    found_s: float
-    """Under the best plan found, by prices fitted to it."""
-
 
 class Replanner:
-    """Measures this machine's codecs once, then plans as often as asked."""
+    """Measures this machine's codecs once behind each measuring of the job, then plans as often as asked."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._measured: Measurements | None = None
         self._profile: Profile | None = None
-        self._steps: list[RecordedStep] = []
-        self._step_s = self._crowd = 0.0
+        self._contention = 0.0
+        """How much dearer work on processors is than alone; 0 before it was fitted."""
 
-    def measured(self, steps: list[RecordedStep], step_s: float) -> None:
-        """Steps under the plan in force, and how long all ranks took; what was measured before is old."""
-        self._profile, self._steps, self._step_s, self._crowd = None, steps, step_s, 0.0
+    def measured(self, measurements: Measurements) -> None:
+        """Under the plan in force; what was measured before is old."""
+        self._measured, self._profile, self._contention = measurements, None, 0.0
 
-    def find(self, current: Plan, known: Plan | None, job: Job, cluster: Cluster, collectives: Grouped) -> Replan:
-        """`current` is in force; `known`: the same as the planner has it, if it is the planner's."""
+    @property
+    def rows(self) -> list[RankMeasurement]:
+        return self._begun().rows
+
+    def find(self, current: Plan, known: Plan | None, links: Sequence[Link]) -> Candidate:
+        """The best plan for nodes with these links.
+
+        `current` is in force; `known`: the same as the planner has it, if it is the planner's.
+        """
+        measured, homes = self._begun(), homes_of(self._connection)
         if self._profile is None:
-            self._profile = _profile(current, self._steps, collectives, loss_limits.codecs(self._connection))
+            codecs = loss_limits.codecs(self._connection)
+            self._profile = _profile(current, measured.steps, measured.collectives, codecs)
         begin = time.perf_counter()
+        worker = self._connection.worker
+        cuda = worker is not None and worker.device.type == "cuda"
+        job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
         alone, policy = loss_limits.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
-        present = known or at_home(current, homes_of(self._connection))
+        as_planned = known or at_home(current, homes)
 
         @functools.cache
-        def present_s(crowd: float) -> float:
-            return planner.simulate(present, job, cluster, dearer(alone, crowd), policy).step_s
+        def current_s(contention: float) -> float:
+            return planner.simulate(as_planned, job, cluster, dearer(alone, contention), policy).step_s
 
-        self._crowd = self._crowd or factor(self._step_s, present_s)
-        profile = dearer(alone, self._crowd)
-        made = planner.plan(job, cluster, profile, policy)
-        price, present_price = (_price(plan, job, cluster, profile, policy) for plan in (made, present))
-        answer = on_servers(made, homes_of(self._connection))
-        basis = Basis(made, PlanInputs(job, cluster, profile, policy))
-        found = Replan(basis, answer, present, present_s(self._crowd), present_s(1.0), price, present_price, 0.0)
-        without = _without(found)
-        return found._replace(took_s=time.perf_counter() - begin, without=without)
+        self._contention = self._contention or factor(measured.step_s, current_s)
+        profile = dearer(alone, self._contention)
+        best = planner.plan(job, cluster, profile, policy)
+        price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
+        basis = Basis(best, PlanInputs(job, cluster, profile, policy))
+        found = Candidate(basis, on_servers(best, homes), as_planned, current_s(self._contention), current_s(1.0), price,
+                          current_price, 0.0)
+        plain = _plain(found)
+        return found._replace(took_s=time.perf_counter() - begin, plain=plain)
+
+    def _begun(self) -> Measurements:
+        assert self._measured is not None, "planning follows measuring"
+        return self._measured
 
 
 def at_home(plan: Plan, homes: Sequence[int]) -> Plan:
-    """Its servers as the planner counts them: one for each node that has any. `homes`: the node of each server that runs."""
+    """The plan with servers as the planner counts them: one for each node that has any. `homes`: the node of each server."""
     hosts = sorted(set(homes[: plan.servers]))
     buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
     return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
@@ -118,9 +100,9 @@ def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
 
 
 def cluster_of(
-    links: Sequence[Link], rows: Sequence[Measured], inside: Grouped, homes: Sequence[int], *, cuda: bool = False,
+    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, homes: Sequence[int], *, cuda: bool = False,
 ) -> Cluster:
-    """Nodes as measured: a link for each, a row for each rank. Servers elsewhere are as well connected as the best."""
+    """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best."""
     per_node = len(rows) // len(links)
     fastest_s = min(row.compute_s for row in rows)
     line = inside.inside
@@ -136,18 +118,18 @@ def cluster_of(
     return Cluster(tuple(nodes))
 
 
-def _without(found: Replan) -> Replan | None:
-    """Nothing, where that is what is in force."""
+def _plain(found: Candidate) -> Candidate | None:
+    """The plan without compression by the same prices; None where that is what is in force."""
     made_from = found.basis.inputs
     inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     plain = planner.default_plan(
-        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.answer.ranks_per_node,
+        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
         fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
     )
-    if plain.buckets == found.present.buckets:
+    if plain.buckets == found.current.buckets:
         return None
     plain = structs.replace(plain, step_s=planner.simulate(plain, *inputs).step_s)
-    return found._replace(basis=found.basis._replace(plan=plain), answer=plain, price=_price(plain, *inputs))
+    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs))
 
 
 def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
@@ -157,13 +139,13 @@ def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, poli
 
 _overheads = functools.cache(bucket_overheads.measure)
 _copies = functools.cache(codec_costs.copies)
-"""Once in a process: they are this machine's."""
+"""Measured once in a process, for they are this machine's."""
 
 
 def _profile(current: Plan, steps: list[RecordedStep], collectives: Grouped, codecs: Sequence[str]) -> Profile:
-    """Costs as they are here, beside training; codecs as plans spell them, in full.
+    """Costs on this machine, beside training; codecs as plans spell them, in full.
 
-    What these lose nobody can measure now: the tables guess.
+    What codecs lose cannot be measured here: it is taken from the tables.
     """
     used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
     names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})

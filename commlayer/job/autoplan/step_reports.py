@@ -1,4 +1,4 @@
-"""What all ranks tell each other of their steps, and when they have all heard it. Knows rows of numbers; decides nothing.
+"""Exchanges rows about steps between all ranks, and says when the next are due. Knows rows of numbers; decides nothing.
 
 A row is sent after a step and read after the next one, so that nobody waits for it. Where a step was slow on every rank they
 wait for each other's rows at once: beside such a step that is nothing, and the next one may be as slow. All ranks get the same
@@ -9,38 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
 
-from commlayer.observe import Direction, InterfaceCounters, Throughput
+from commlayer.job.autoplan.facts import StepReport
+from commlayer.observe import Direction, InterfaceCounters
 from commlayer.transport.members import Members
 from commlayer.transport.rank_rows import Rows, spacing
 
 CLOSE_S = 2.0
 """How long an end waits for rows that are on their way."""
-
-
-class StepReport(NamedTuple):
-    """What a rank says. Numbers only: the exchange carries nothing else."""
-
-    word: float
-    """What rank 0 wants of all."""
-    plan_s: float
-    """Seconds that rank 0 took to plan; 0 before it has."""
-    at_once: float
-    """Whether it waits for the others' rows, for its step was slow."""
-    step_s: float
-    """Of a step, since the row before."""
-    cost_s: float
-    """Of its training thread for a row."""
-    up_bps: float = 0.0
-    up_share: float = 0.0
-    down_bps: float = 0.0
-    down_share: float = 0.0
-
-    @property
-    def carried(self) -> Throughput:
-        return Throughput(Direction(self.up_bps, self.up_share), Direction(self.down_bps, self.down_share))
 
 
 class StepReports:
@@ -80,14 +56,14 @@ class StepReports:
         """Whether it is time to tell."""
         return self._left <= 0 and bool(self._since)
 
-    def tell(self, word: int, plan_s: float, slow: Callable[[float], bool]) -> list[StepReport]:
-        """What all have told, if all wait for it, as ranks do whose step was slow()."""
+    def tell(self, word: int, plan_s: float, slow_s: float) -> list[StepReport]:
+        """What all have told, if all wait for it, as ranks do whose step took longer than `slow_s`."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, self._since = sum(self._since) / len(self._since), []
         up, down = (Direction(), Direction()) if self._meter is None else self._meter.look()
         cost_s = min(self._costs_s)  # what else the machine does only adds
-        row = StepReport(word, plan_s, slow(step_s), step_s, cost_s, *up, *down)
+        row = StepReport(word, plan_s, step_s > slow_s, step_s, cost_s, *up, *down)
         self._rows.start(*row)
         self._cost_s = time.perf_counter() - begin
         self._left = self._every

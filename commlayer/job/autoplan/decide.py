@@ -1,0 +1,254 @@
+"""The decisions of automatic planning: `decide(state, fact, now)` gives the state after a fact, and what is to be done.
+
+Pure: no thread, clock, torch, connection or log. Every rank makes the decisions of this module for itself, from step counts and
+rows that are the same on all ranks; so all take the actions of actions.COLLECTIVE after the same steps, in the same order. What
+rank 0 decides alone is in lead.py; the others learn of it by the word in rank 0's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from msgspec import structs
+
+from commlayer.job.autoplan import lead as lead_rules
+from commlayer.job.autoplan.actions import (
+    Action,
+    Afresh,
+    AwaitPlan,
+    Describe,
+    Hear,
+    Measure,
+    Pace,
+    Probe,
+    RecordSteps,
+    Say,
+    Switch,
+    Tell,
+    Word,
+)
+from commlayer.job.autoplan.facts import (
+    Awaited,
+    Due,
+    Fact,
+    Heard,
+    InForce,
+    Meanwhile,
+    Measured,
+    Probed,
+    Refused,
+    SharesMoved,
+    StepOver,
+    Switched,
+)
+from commlayer.job.autoplan.state import Lead, Links, Measuring, State, Warming, Watching
+from commlayer.observe import LinkWatch, Rates, ReprobeSchedule, differ, spelled
+from commlayer.planner.model.cluster import Link
+from commlayer.records import digest
+
+WARM_STEPS = 2
+"""They find thresholds, buffers and the forward order: their times are no model of later ones."""
+MEASURED_STEPS = 5
+
+Decided = tuple[State, list[Action]]
+
+
+def begin(rank: int, *, per_node: int = 1, keep: bool = False) -> State:
+    """Before the first step. `keep`: looks for plans and changes none."""
+    return State(Warming(WARM_STEPS), Lead() if rank == 0 else None, per_node, keep)
+
+
+def decide(state: State, fact: Fact, now: float) -> Decided:
+    match fact:
+        case StepOver():
+            return _step_over(state, fact)
+        case Meanwhile():
+            return _meanwhile(state, fact)
+        case Measured():
+            return _measured(state, fact, now)
+        case Heard():
+            return _heard(state, fact, now)
+        case Due():
+            return _due(state, now)
+        case Probed():
+            return _probed(state, fact, now)
+        case Awaited():
+            return state, [_switch(state)] if fact.found else []
+        case Switched():
+            return _switched(state, fact)
+        case Refused():
+            said = Say(f"kept the plan in force: {fact.why}")
+            return _with(state, state.lead and lead_rules.refused(state.lead)), [said]
+
+
+# ---- steps
+
+
+def _step_over(state: State, fact: StepOver) -> Decided:
+    state, actions = _meanwhile(structs.replace(state, step=state.step + 1), fact.meanwhile)
+    if state.lead is not None and fact.seconds:
+        lead, more = lead_rules.step_over(state.lead, fact.seconds, state.step, _in_force(state))
+        state, actions = _with(state, lead), [*actions, *more]
+    phase = state.phase
+    if isinstance(phase, Warming) and state.step >= phase.until:
+        return structs.replace(state, phase=Measuring(state.step + MEASURED_STEPS + 1)), [*actions, RecordSteps()]
+    if isinstance(phase, Measuring) and state.step >= phase.until:
+        return state, [*actions, Measure()]
+    if isinstance(phase, Watching) and not state.keep:
+        return state, [*actions, Hear()]
+    return state, actions
+
+
+def _meanwhile(state: State, fact: Meanwhile) -> Decided:
+    state, actions = structs.replace(state, in_force=fact.in_force), list[Action]()
+    for news in fact.news if state.lead is not None else ():
+        if isinstance(news, SharesMoved):
+            state = _with(state, lead_rules.shares_moved(_lead(state), news.part))
+            continue
+        lead, more = lead_rules.planned(_lead(state), news, _in_force(state), keep=state.keep)
+        state, actions = _described(_with(state, lead), more), [*actions, *more]
+    return state, actions
+
+
+def _measured(state: State, fact: Measured, now: float) -> Decided:
+    """What was measured is planned for. Rank 0 goes on alone."""
+    state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
+    actions += [Say(f"links carry {spelled(_rates(fact.links))}")]
+    return _start_planning(state, actions, fact.step_s)
+
+
+# ---- rows that all ranks hear
+
+
+def _heard(state: State, fact: Heard, now: float) -> Decided:
+    """All ranks act alike upon what all have seen."""
+    if not fact.rows:
+        return state, []
+    known, first = state.links, fact.rows[0]
+    assert known is not None, "rows are told once links are known"
+    step_s = median(row.step_s for row in fact.rows)
+    if first.word == Word.SWITCH:
+        return state, [_switch(state)]
+    if first.word == Word.MEASURE:
+        return structs.replace(state, phase=Warming(state.step + 1)), []
+    if first.word == Word.PROBE:
+        return state, [Probe(first.plan_s, step_s)]
+    watch, found = known.watch.observe(step_s, [row.carried for row in fact.rows[:: state.per_node]])
+    state = structs.replace(state, links=structs.replace(known, watch=watch))
+    if found is None:
+        return state, []
+    said = Say(f"links have changed from {spelled(watch.planned)} to {spelled(found)}, as seen in steps of "
+               f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
+    state, actions = _plan_anew(state, found, first.plan_s, step_s, now)
+    return state, [said, *actions]
+
+
+def _due(state: State, now: float) -> Decided:
+    if not isinstance(state.phase, Watching) or state.links is None:
+        return state, []
+    slow_s = state.links.watch.slow_s
+    if state.lead is None:
+        return state, [Tell(Word.NOTHING, 0.0, slow_s)]
+    lead, word = lead_rules.word(state.lead, state.links, now)
+    return _with(state, lead), [Tell(word, lead.plan_s, slow_s)]
+
+
+# ---- links
+
+
+def _probed(state: State, fact: Probed, now: float) -> Decided:
+    """A link carries little under a plan for a slow one, so nothing but a probe tells that it is faster by now."""
+    known = state.links
+    assert known is not None
+    planned = known.watch.planned
+    rates = tuple(  # whether a link is slower is told by steps: a short probe may be
+        Rates(max(link.up_bps, old.up_bps), max(link.down_bps, old.down_bps))
+        for link, old in zip(fact.links, planned, strict=True)
+    )
+    faster = differ(rates, planned)
+    state = structs.replace(state, links=structs.replace(known, reprobe=known.reprobe.probed(now, fact.took_s, found=faster)))
+    said = Say(f"probed the links in {1e3 * fact.took_s:.0f} ms: " + (
+        f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
+    if not faster:
+        return state, [said, Afresh()]  # a probe's bytes are no step's
+    state, actions = _plan_anew(state, rates, fact.plan_s, fact.step_s, now)
+    return state, [said, *actions]
+
+
+def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: float, now: float) -> Decided:
+    """With the costs that are known, for other rates. All wait for it where that takes less than a step."""
+    assert state.links is not None
+    links = tuple(Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, state.links.links, strict=True))
+    state, actions = _plan_for(state, links, now)
+    state, actions = _start_planning(state, actions, step_s)
+    return state, [*actions, AwaitPlan()] if 0.0 < plan_s < step_s else actions
+
+
+def _plan_for(state: State, links: tuple[Link, ...], now: float) -> Decided:
+    """From now on these links are what is planned for."""
+    rates, known = _rates(links), state.links
+    if known is None:
+        known = Links(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
+    else:
+        best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(known.best, rates, strict=True))
+        known = Links(links, structs.replace(known.watch, planned=rates), best, known.reprobe.changed(now))
+    return structs.replace(state, links=known), [Pace(links), Afresh()]
+
+
+def _rates(links: Sequence[Link]) -> tuple[Rates, ...]:
+    return tuple(Rates(link.up_bps, link.down_bps) for link in links)
+
+
+# ---- plans
+
+
+def _start_planning(state: State, actions: list[Action], step_s: float) -> Decided:
+    if state.lead is None:
+        return state, actions
+    assert state.links is not None
+    lead, more = lead_rules.planning(state.lead, _in_force(state).plan, state.links.links, step_s)
+    return _with(state, lead), [*actions, *more]
+
+
+def _switch(state: State) -> Switch:
+    proposed = None if state.lead is None else lead_rules.proposal(state.lead)
+    return Switch(None if proposed is None else proposed.candidate)
+
+
+def _switched(state: State, fact: Switched) -> Decided:
+    """Under another plan links carry other amounts, and steps take other times."""
+    known = state.links
+    assert known is not None
+    state = structs.replace(state, links=structs.replace(known, watch=LinkWatch(_rates(known.links))),
+                            in_force=InForce(fact.plan))
+    actions: list[Action] = []
+    back = False
+    if state.lead is not None:
+        proposed = lead_rules.proposal(state.lead)
+        back = proposed is not None and proposed.back
+        lead, actions = lead_rules.switched(state.lead, fact.plan, fact.left)
+        state = _described(_with(state, lead), actions)
+    return state, [*actions, Afresh(), Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}")]
+
+
+def _described(state: State, actions: Sequence[Action]) -> State:
+    """With what is said of the plan in force."""
+    for each in actions:
+        if isinstance(each, Describe):
+            state = structs.replace(state, in_force=_in_force(state)._replace(basis=each.basis, price=each.price))
+    return state
+
+
+def _with(state: State, lead: Lead | None) -> State:
+    return structs.replace(state, lead=lead)
+
+
+def _lead(state: State) -> Lead:
+    assert state.lead is not None
+    return state.lead
+
+
+def _in_force(state: State) -> InForce:
+    assert state.in_force is not None, "a step has ended"
+    return state.in_force

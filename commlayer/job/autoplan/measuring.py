@@ -1,0 +1,52 @@
+"""Measures a running job, all ranks together: recorded steps, collectives, links. Knows a connection; plans nothing."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import NamedTuple
+
+from commlayer.job.autoplan.link_probes import RankMeasurement, gathered, probed
+from commlayer.job.start import Connection
+from commlayer.measure import collective_costs
+from commlayer.measure.collective_costs import Grouped
+from commlayer.measure.recorded_times import timing_of
+from commlayer.observe import RecordedStep
+from commlayer.records import Job
+
+PROBE_S = 2.0
+"""Of all probes together."""
+GROUPS_SHARE = 0.2
+"""Part of the probes' time that is for collectives."""
+PROBE_AGAIN_S = 1.2
+"""Of all probes of links that may have become faster."""
+
+
+class Measurements(NamedTuple):
+    """What planning starts from."""
+
+    job: Job
+    """With this rank's times in it."""
+    steps: list[RecordedStep]
+    """Of this rank."""
+    rows: list[RankMeasurement]
+    """Of all ranks."""
+    collectives: Grouped
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, on the median over ranks."""
+        return median(row.step_s for row in self.rows)
+
+
+def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
+    """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together."""
+    worker, groups = connection.worker, connection.groups
+    assert worker is not None
+    assert groups is not None
+    steps = worker.recorder.steps
+    worker.recorder.switch(on=False)
+    timing = timing_of(steps, len(job.tensors), worker.places)
+    collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
+    step_s = median(s.marks["end"] for s in steps)
+    row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *probed(connection, (1 - GROUPS_SHARE) * probe_s))
+    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, gathered(connection, row), collectives)

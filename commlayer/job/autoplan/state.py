@@ -1,0 +1,145 @@
+"""What automatic planning knows, by phase. Values only: decide.py and lead.py have the rules, driver.py keeps the present one.
+
+All ranks go through the same phases after the same steps:
+
+    Warming ---> Measuring ---> Watching
+       ^                            |
+       '---- rank 0 wants it -------'      since steps are not what was predicted, or work has moved between the ranks
+
+Rank 0 looks for plans besides, and judges them:
+
+    from         to           when
+    any          Planning     all ranks have measured, or links have changed
+    Planning     Proposing    a plan was found that is worth a change
+    Planning     Settling     none was found: the plan in force is kept
+    Planning     Steady       meanwhile somebody has changed the plan in force
+    Proposing    Trial        all have gone over to it
+    Proposing    Settling     all have gone back to the plan before, or kept theirs, since this one fits some rank ill
+    Trial        Proposing    steps took longer than before: back; or else the plan without compression is near
+    Trial        Steady       neither
+    Settling     Proposing    the plan without compression is near
+    Settling     Steady       it is not
+"""
+
+from __future__ import annotations
+
+from commlayer.job.autoplan.actions import StartPlanning
+from commlayer.job.autoplan.candidate import Candidate, ReplanVerdict
+from commlayer.job.autoplan.facts import InForce
+from commlayer.observe import LinkWatch, PredictionCheck, Rates, ReprobeSchedule
+from commlayer.planner.model.cluster import Link
+from commlayer.records import Plan, Record
+
+# ---- phases of all ranks
+
+
+class Warming(Record, frozen=True):
+    """The first steps, or the rest of the one in which rank 0 asked for measuring."""
+
+    until: int
+    """Behind this step recording begins."""
+
+
+class Measuring(Record, frozen=True):
+    """Steps are recorded."""
+
+    until: int
+    """Behind this step they are read."""
+
+
+class Watching(Record, frozen=True):
+    """Ranks tell each other of their steps, and act upon what all have heard."""
+
+
+# ---- phases of rank 0
+
+
+class Steady(Record, frozen=True):
+    """Nothing is under way; `Lead.check` says whether the plan in force still does what is expected of it."""
+
+
+class Planning(Record, frozen=True):
+    """A thread plans."""
+
+    order: StartPlanning
+
+
+class Proposing(Record, frozen=True):
+    """With the next rows all ranks are asked to go over to a plan."""
+
+    candidate: Candidate
+    before_s: float = 0.0
+    """Seconds of a step under the plan in force."""
+    for_pace: bool = False
+    """Prices cannot tell it from the plan in force; only its pace can."""
+    back: bool = False
+    """It is the plan before the one in force, whose steps took longer."""
+
+
+class Trial(Record, frozen=True):
+    """The first steps under a new plan."""
+
+    before: Candidate
+    """What all left for it."""
+    before_s: float
+    for_pace: bool
+    times: tuple[float, ...] = ()
+    """Seconds of its steps up to now."""
+
+
+class Settling(Record, frozen=True):
+    """Steps under a plan that is kept, whatever they take."""
+
+    times: tuple[float, ...] = ()
+
+
+class Lead(Record, frozen=True):
+    """What rank 0 alone knows and decides."""
+
+    phase: Steady | Planning | Proposing | Trial | Settling = Steady()
+    check: PredictionCheck | None = None
+    recent: tuple[float, ...] = ()
+    """Seconds of the latest steps, of which the check sees the median."""
+    stale: bool = False
+    """Steps under the plan in force do not take what was expected."""
+    moved: bool = False
+    """Shares have changed since work was last measured."""
+    known: tuple[Plan, Plan] | None = None
+    """The plan that was last put in force here, and the same as the planner has it."""
+    plan_s: float = 0.0
+    """How long planning took, the last time that it found something."""
+    lateness: float = 1.0
+    """So many times as long as predicted steps took under the last plan that was tried."""
+    plain: Candidate | None = None
+    """Without compression, to be tried once the pace of what was found is known."""
+    verdicts: tuple[ReplanVerdict, ...] = ()
+
+
+# ---- all of it
+
+
+class Links(Record, frozen=True):
+    """What is known of the nodes' links, the same on all ranks except for the clock's part in `reprobe`."""
+
+    links: tuple[Link, ...]
+    """What is planned for, one of each node."""
+    watch: LinkWatch
+    best: tuple[Rates, ...]
+    """Best rates ever measured, per node."""
+    reprobe: ReprobeSchedule
+
+
+class State(Record, frozen=True):
+    """`lead` on rank 0 alone."""
+
+    phase: Warming | Measuring | Watching
+    lead: Lead | None = None
+    per_node: int = 1
+    """Ranks of a node; the first one's row tells what the node's link carried."""
+    keep: bool = False
+    """Looks for plans and changes none."""
+    step: int = 0
+    """Steps that have ended."""
+    in_force: InForce | None = None
+    links: Links | None = None
+    """None before the first measuring."""

@@ -1,0 +1,151 @@
+"""Ranks that plan automatically, as far as decisions go: facts in, actions out. And a setting for real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from commlayer.job.autoplan import lead
+from commlayer.job.autoplan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, Word
+from commlayer.job.autoplan.candidate import Candidate
+from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
+from commlayer.job.autoplan.facts import (
+    Due,
+    Fact,
+    Heard,
+    InForce,
+    Meanwhile,
+    Measured,
+    Planned,
+    Refused,
+    StepOver,
+    StepReport,
+    Switched,
+)
+from commlayer.planner import builtin, default_plan
+from commlayer.planner.model.cluster import Basis, Cluster, Link, PlanInputs
+from commlayer.records import Plan
+
+JOB = builtin("lstm")
+LINKS = (Link(1e8, 1e8, 0.01), Link(1e8, 1e8, 0.02))
+FIRST_PLANNING = WARM_STEPS + MEASURED_STEPS + 1
+"""The step behind which all have measured."""
+
+
+def plan_of(step_s: float, codec: str = "fp16()") -> Plan:
+    """A plan that promises such a step."""
+    made = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 21)
+    return structs.replace(made, step_s=step_s)
+
+
+START = plan_of(0.0, "topk(ratio=0.01)")
+"""What a job begins with, of which nothing is predicted."""
+
+
+def basis_of(plan: Plan) -> Basis:
+    return Basis(plan, PlanInputs(JOB, Cluster(())))
+
+
+def candidate(plan: Plan, current_s: float = 1.0, *, plain: Plan | None = None, took_s: float = 0.5) -> Candidate:
+    """That plan, where the one in force takes `current_s` by the same prices."""
+    found = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), took_s)
+    return found._replace(plain=None if plain is None else found._replace(basis=basis_of(plain), runnable=plain))
+
+
+def row(
+    step_s: float = 1.0, word: Word = Word.NOTHING, plan_s: float = 0.0, bps: float = 0.0, share: float = 0.0,
+) -> StepReport:
+    """A rank's, whose link carried the same both ways."""
+    return StepReport(word, plan_s, 0.0, step_s, 0.0, bps, share, bps, share)
+
+
+class Rank:
+    """One rank's state, and what it did last."""
+
+    def __init__(self, rank: int = 0, in_force: InForce = InForce(START), **setting: Any) -> None:
+        self.state = begin(rank, **setting)
+        self.in_force, self.now = in_force, 0.0
+
+    def feed(self, fact: Fact) -> list[Action]:
+        self.state, actions = decide(self.state, fact, self.now)
+        return actions
+
+    def step(self, seconds: float = 1.0, *news: Any, times: int = 1) -> list[Action]:
+        """What is done behind the last of so many steps."""
+        for _ in range(times):
+            actions = self.feed(StepOver(seconds, Meanwhile(self.in_force, news)))
+            news = ()
+        return actions
+
+    def hear(self, *rows: StepReport) -> list[Action]:
+        return self.feed(Heard(rows))
+
+    def word(self) -> Word:
+        """What it would tell the others now."""
+        (tell,) = self.feed(Due())
+        assert isinstance(tell, Tell)
+        return tell.word
+
+    def switched(self, plan: Plan) -> list[Action]:
+        """It has gone over to that plan."""
+        actions = self.feed(Switched(plan, self.in_force.plan))
+        self.in_force = InForce(plan, basis_of(plan), (0.3, 0.1))
+        return actions
+
+    def refused(self, why: str) -> list[Action]:
+        return self.feed(Refused(why))
+
+
+def planning(step_s: float = 1.0, **setting: Any) -> tuple[Rank, StartPlanning]:
+    """Rank 0 behind the first measuring, and what its thread plans."""
+    rank = Rank(**setting)
+    assert rank.step(step_s, times=FIRST_PLANNING) == [Measure()]
+    (order,) = pick(rank.feed(Measured(LINKS, step_s)), StartPlanning)
+    return rank, order
+
+
+def proposing(found: Candidate, step_s: float = 1.0) -> Rank:
+    """Rank 0 that has found a plan worth a change."""
+    rank, order = planning(step_s)
+    rank.step(step_s, Planned(order, found))
+    return rank
+
+
+def trying(found: Candidate, step_s: float = 1.0) -> Rank:
+    """Rank 0 that has gone over to it."""
+    rank = proposing(found, step_s)
+    over(rank)
+    return rank
+
+
+def over(rank: Rank) -> Candidate:
+    """All hear rank 0's word, and go over to its plan: which."""
+    assert rank.word() == Word.SWITCH
+    (switch,) = rank.hear(row(word=Word.SWITCH), row())
+    assert isinstance(switch, Switch)
+    assert switch.candidate is not None
+    rank.switched(switch.candidate.runnable)
+    return switch.candidate
+
+
+def pick(actions: list[Action], kind: Any) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def said(actions: list[Action]) -> str:
+    return " | ".join(action.text for action in pick(actions, Say))
+
+
+
+@contextlib.contextmanager
+def whatever_steps_take() -> Iterator[None]:
+    """All go over to what is found, and stay: what a loaded machine makes of prices and of steps changes no plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        for rule, value in (("WORTH", -math.inf), ("WORSE", math.inf), ("PLAIN", -math.inf), ("STALE", math.inf)):
+            patch.setattr(lead, rule, value)
+        yield

@@ -1,0 +1,325 @@
+"""What all ranks decide alike, through `decide`: when they measure, what rows say of links, and that all act together."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from autoplan_kit import FIRST_PLANNING, LINKS, START, Rank, candidate, pick, plan_of, planning, proposing, row, said
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.job.autoplan import decide as decide_module
+from commlayer.job.autoplan.actions import (
+    COLLECTIVE,
+    Action,
+    Afresh,
+    AwaitPlan,
+    Hear,
+    Measure,
+    Pace,
+    Probe,
+    RecordSteps,
+    StartPlanning,
+    Switch,
+    Tell,
+    Word,
+)
+from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS
+from commlayer.job.autoplan.facts import (
+    Awaited,
+    Due,
+    Fact,
+    Heard,
+    Meanwhile,
+    Measured,
+    Planned,
+    Probed,
+    Refused,
+    SharesMoved,
+    StepOver,
+    StepReport,
+    Switched,
+)
+from commlayer.job.autoplan.state import Proposing, Warming, Watching
+from commlayer.observe import Rates
+from commlayer.observe.link_watch import CONFIRMED_S, FACTOR, PAYLOAD
+from commlayer.planner.model.cluster import Link
+
+QUICK = (row(0.4, bps=6e7, share=0.1), row(0.4, bps=6e7, share=0.1))
+SLOW_BPS = 5e6
+PURE = {"actions", "candidate", "decide", "facts", "lead", "state"}
+
+
+def watching(rank: int = 0) -> Rank:
+    """A rank that knows the links and what steps usually take."""
+    made = Rank(rank)
+    made.step(1.0, times=FIRST_PLANNING)
+    for order in pick(made.feed(Measured(LINKS, 1.0)), StartPlanning):
+        made.step(1.0, Planned(order, None, "no reason"))
+    for _ in range(4):
+        assert made.hear(*QUICK) == []
+    return made
+
+
+# ---- no thread, clock, torch or connection
+
+
+def test_decisions_are_pure() -> None:
+    folder = Path(decide_module.__file__).parent
+    allowed = {"__future__", "collections", "enum", "msgspec", "statistics", "typing", "commlayer"}
+    for name in PURE:
+        tree = ast.parse((folder / f"{name}.py").read_text("utf-8"))
+        imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+        imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert {each.split(".")[0] for each in imported} <= allowed, name
+    look = "import sys, commlayer.job.autoplan.decide; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
+    made = Rank(rank)
+    did = {step: actions for step in range(1, FIRST_PLANNING + 1) if (actions := made.step())}
+    assert did == {WARM_STEPS: [RecordSteps()], WARM_STEPS + MEASURED_STEPS + 1: [Measure()]}
+    actions = made.feed(Measured(LINKS, 1.0))
+    assert actions[:2] == [Pace(LINKS), Afresh()]
+    assert said(actions) == "links carry 100/100 Mb/s up/down"
+    assert pick(actions, StartPlanning) == ([StartPlanning(START, None, LINKS, 1.0)] if rank == 0 else [])
+    assert made.step() == [Hear()]
+
+
+def test_who_keeps_the_plan_hears_nothing() -> None:
+    made, order = planning(keep=True)
+    assert made.step(1.0, Planned(order, candidate(plan_of(0.1))))
+    assert not any(pick(made.step(), Hear) for _ in range(50))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_measuring_again_begins_with_the_next_step(rank: int) -> None:
+    made = watching(rank)
+    assert made.hear(row(word=Word.MEASURE), row()) == []
+    assert isinstance(made.state.phase, Warming)
+    assert made.feed(Due()) == [], "rows that are told now would be read behind steps that are measured"
+    assert [made.step() for _ in range(MEASURED_STEPS + 2)] == [[RecordSteps()], *[[]] * MEASURED_STEPS, [Measure()]]
+    made.feed(Measured(LINKS, 1.0))
+    assert isinstance(made.state.phase, Watching)
+
+
+# ---- rows
+
+
+def test_a_step_is_slow_by_what_is_usual() -> None:
+    made = Rank(1)
+    made.step(times=FIRST_PLANNING)
+    made.feed(Measured(LINKS, 1.0))
+    assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, float("inf"))]
+    made.hear(*QUICK)
+    assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, FACTOR * 0.4)]
+
+
+def test_rank_0_tells_how_long_it_takes_to_plan() -> None:
+    made = proposing(candidate(plan_of(0.5), took_s=0.7))
+    (tell,) = made.feed(Due())
+    assert (tell.word, tell.plan_s) == (Word.SWITCH, 0.7)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_words_of_rank_0_are_for_all(rank: int) -> None:
+    made = watching(rank)
+    assert made.hear() == []
+    assert made.hear(row(word=Word.SWITCH), row()) == [Switch(None)]
+    assert made.hear(row(0.3, word=Word.PROBE, plan_s=0.2), row(0.5)) == [Probe(0.2, 0.4)]
+    assert made.hear(row(), row(word=Word.PROBE)) == [], "others' words count for nothing"
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("plan_s", "waits"), [(0.0, False), (0.5, True), (CONFIRMED_S - 1e-9, True), (CONFIRMED_S, False)])
+def test_slower_links_are_planned_for_and_all_wait_where_planning_is_quick(rank: int, plan_s: float, waits: bool) -> None:
+    made = watching(rank)
+    made.now = 100.0
+    slow = [row(CONFIRMED_S, plan_s=plan_s, bps=SLOW_BPS, share=0.9) for _ in range(2)]
+    actions = made.hear(*slow)
+    found = (Link(PAYLOAD * SLOW_BPS, PAYLOAD * SLOW_BPS, 0.01), Link(PAYLOAD * SLOW_BPS, PAYLOAD * SLOW_BPS, 0.02))
+    expected = [Pace, Afresh, *([StartPlanning] if rank == 0 else []), *([AwaitPlan] if waits else [])]
+    assert [type(each) for each in actions[1:]] == expected
+    assert said(actions) == ("links have changed from 100/100 Mb/s up/down to 4.75/4.75 Mb/s up/down, as seen in steps of "
+                             "1000.0 ms that took 400.0 ms before")
+    assert pick(actions, Pace) == [Pace(found)]
+    assert [order.step_s for order in pick(actions, StartPlanning)] == [CONFIRMED_S] * (rank == 0)
+    assert made.state.links.best == (Rates(1e8, 1e8),) * 2
+    assert made.state.links.reprobe.since_s == 100.0
+    assert made.hear(*slow) == [], "that is known"
+
+
+def test_all_go_over_where_rank_0_has_found_a_plan() -> None:
+    for rank in (Rank(0), Rank(1)):
+        assert rank.feed(Awaited(found=False)) == []
+        assert rank.feed(Awaited(found=True)) == [Switch(None)]
+    found = candidate(plan_of(0.5))
+    assert proposing(found).feed(Awaited(found=True)) == [Switch(found)]
+
+
+def test_the_first_rank_of_a_node_tells_what_its_link_carried() -> None:
+    made = Rank(1, per_node=2)
+    made.step(times=FIRST_PLANNING)
+    made.feed(Measured(LINKS, 1.0))
+    silent = row(0.4)
+    for _ in range(4):
+        made.hear(QUICK[0], silent, QUICK[1], silent)
+    slow = row(2.0, bps=SLOW_BPS, share=0.9)
+    actions = made.hear(slow, row(2.0), row(2.0, bps=6e7, share=0.02), row(2.0))
+    (pace,) = pick(actions, Pace)
+    assert [link.up_bps for link in pace.links] == [PAYLOAD * SLOW_BPS, 1e8]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("up_bps", "faster"), [(FACTOR * 1e8, False), (FACTOR * 1e8 + 1, True), (1e6, False)])
+def test_a_probe_counts_where_a_link_is_faster(rank: int, up_bps: float, faster: bool) -> None:
+    made = watching(rank)
+    actions = made.feed(Probed((Link(up_bps, 1e6), LINKS[1]), 0.5, 0.2, 0.4))
+    if not faster:
+        assert [type(each) for each in actions[1:]] == [Afresh]
+        assert made.state.links.watch.planned == (Rates(1e8, 1e8),) * 2
+        assert made.state.links.reprobe.cost_s == 0.5
+    else:
+        assert [type(each) for each in actions[1:]] == [Pace, Afresh, *([StartPlanning] if rank == 0 else []), AwaitPlan]
+        # A short probe may find a link slower than it is; steps tell whether it has become slower.
+        assert made.state.links.watch.planned == made.state.links.best == (Rates(up_bps, 1e8), Rates(1e8, 1e8))
+
+
+def test_under_another_plan_what_is_usual_is_forgotten() -> None:
+    made = watching(1)
+    assert made.state.links.watch.seen
+    actions = made.switched(plan_of(0.5))
+    assert actions[0] == Afresh()
+    assert said(actions).startswith("went over to plan ")
+    assert made.state.links.watch.seen == ()
+    assert made.state.links.watch.planned == (Rates(1e8, 1e8),) * 2
+
+
+def test_a_plan_that_fits_some_rank_ill_changes_nothing() -> None:
+    made = watching(1)
+    before = made.state
+    assert said(made.refused("for 3 servers")) == "kept the plan in force: for 3 servers"
+    assert made.state == before
+
+
+# ---- ranks that hear equal rows take equal collective actions
+
+
+class Together:
+    """Ranks in step: each is fed what its driver would feed it; what they do together is compared, then done for all."""
+
+    def __init__(self, world: int, refuse: bool) -> None:
+        self.ranks = [Rank(rank) for rank in range(world)]
+        self.refuse = refuse
+        self.rows: tuple[StepReport, ...] = ()
+        self.done: list[type] = []
+        self.order: StartPlanning | None = None
+        self.in_force = START
+
+    def feed(self, facts: list[Fact]) -> None:
+        """One of each rank."""
+        did = [rank.feed(fact) for rank, fact in zip(self.ranks, facts, strict=True)]
+        for order in pick(did[0], StartPlanning):
+            self.order = order
+        assert not any(pick(each, StartPlanning) for each in did[1:])
+        together = [[action for action in each if isinstance(action, COLLECTIVE)] for each in did]
+        kinds = [[type(action) for action in each] for each in together]
+        assert all(each == kinds[0] for each in kinds)
+        for actions in zip(*together, strict=True):
+            self.done.append(type(actions[0]))
+            self.act(list(actions))
+
+    def all(self, fact: Fact) -> None:
+        self.feed([fact] * len(self.ranks))
+
+    def act(self, actions: list[Action]) -> None:
+        """What all ranks do together, and what they hear of it."""
+        first = actions[0]
+        if isinstance(first, Measure):
+            self.all(Measured(self.links, 1.0))
+        elif isinstance(first, Hear):
+            rows, self.rows = self.rows, ()
+            self.all(Heard(rows))
+            self.all(Due())
+        elif isinstance(first, Tell):
+            told = [action for action in actions if isinstance(action, Tell)]
+            self.rows = tuple(row(seconds, each.word, each.plan_s, bps=self.bps, share=0.9)
+                              for each, seconds in zip(told, self.seconds, strict=True))
+            if all(seconds > each.slow_s for seconds, each in zip(self.seconds, told, strict=True)):
+                rows, self.rows = self.rows, ()
+                self.all(Heard(rows))
+        elif isinstance(first, Probe):
+            self.all(Probed(self.links, 0.5, first.plan_s, first.step_s))
+        elif isinstance(first, AwaitPlan):
+            self.planned(self.found)
+            lead = self.ranks[0].state.lead
+            self.all(Awaited(lead is not None and isinstance(lead.phase, Proposing)))
+        elif isinstance(first, Switch):
+            if first.candidate is None or self.refuse:
+                self.all(Refused("for reasons"))
+                return
+            left, self.in_force = self.in_force, first.candidate.runnable
+            self.all(Switched(self.in_force, left))
+            for rank in self.ranks:
+                rank.in_force = rank.in_force._replace(plan=self.in_force)
+
+    def planned(self, found: float) -> None:
+        """Rank 0's thread is done."""
+        self.ranks[0].feed(Meanwhile(self.ranks[0].in_force, self.news(found)))
+
+    def news(self, found: float) -> tuple[Planned, ...]:
+        if self.order is None:
+            return ()
+        order, self.order = self.order, None
+        return (Planned(order, candidate(plan_of(found), plain=plan_of(1.2 * found, "identity()")) if found else None, ""),)
+
+    def step(self, seconds: list[float], bps: float, found: float | None, part: float, now: float) -> None:
+        self.seconds, self.bps, self.found = seconds, bps, found or 0.0
+        self.links = (Link(20 * bps + 1e6, 20 * bps + 1e6),) * len(self.ranks)
+        for number, rank in enumerate(self.ranks):
+            rank.now = now + number  # clocks differ
+        shared: tuple[SharesMoved, ...] = (SharesMoved(part),) if part else ()
+        self.feed([StepOver(s, Meanwhile(rank.in_force, (*shared, *(self.news(found) if not i and found is not None else ()))))
+                   for i, (rank, s) in enumerate(zip(self.ranks, seconds, strict=True))])
+
+
+STEPS = st.lists(st.tuples(
+    st.lists(st.sampled_from([0.3, 0.4, 0.5, 2.0]), min_size=3, max_size=3), st.sampled_from([0.0, 5e5, 5e6, 6e7]),
+    st.sampled_from([None, None, 0.0, 0.2, 0.4, 2.0]), st.sampled_from([0.0, 0.0, 0.0, 0.5]), st.booleans(),
+), min_size=FIRST_PLANNING + 12, max_size=60)
+
+
+@settings(deadline=None, max_examples=40)
+@given(STEPS, st.integers(1, 3), st.booleans())
+def test_ranks_that_hear_equal_rows_act_together(
+    steps: list[tuple[list[float], float, float | None, float, bool]], world: int, refuse: bool,
+) -> None:
+    ranks, now = Together(world, refuse), 0.0
+    for seconds, bps, found, part, slow in steps:
+        now += 20.0
+        ranks.step([2.0] * world if slow else seconds[:world], bps, found, part, now)
+    phases = {type(rank.state.phase) for rank in ranks.ranks}
+    links = {rank.state.links.links if rank.state.links else () for rank in ranks.ranks}
+    assert (len(phases), len(links)) == (1, 1)
+
+
+def test_all_that_ranks_do_together_is_among_it() -> None:
+    """Work moves, links become slow, and fast again."""
+    ranks = Together(3, refuse=False)
+    for number in range(140):
+        slow = 100 < number < 120
+        ranks.step([2.0 if slow else 0.4] * 3, 5e6 if slow else 6e7, 0.4, 0.5 * (number == 60), 20.0 * number)
+    assert set(ranks.done) == set(COLLECTIVE)
