@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from autoplan_kit import FIRST_PLANNING, LINKS, START, Rank, candidate, pick, plan_of, planning, proposing, row, said
+from autoplan_kit import FIRST_PLANNING, LINKS, START, Rank, basis_of, candidate, pick, plan_of, planning, proposing, row, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.job.autoplan import decide as decide_module
+from commlayer.job.autoplan import state as state_module
 from commlayer.job.autoplan.actions import (
     COLLECTIVE,
     Action,
@@ -34,6 +35,7 @@ from commlayer.job.autoplan.facts import (
     Due,
     Fact,
     Heard,
+    InForce,
     Meanwhile,
     Measured,
     Planned,
@@ -66,6 +68,10 @@ def watching(rank: int = 0) -> Rank:
 
 
 # ---- no thread, clock, torch or connection
+
+
+def test_the_table_of_phases_is_read() -> None:
+    assert len(DRAWN) == 9 + 5
 
 
 def test_decisions_are_pure() -> None:
@@ -218,6 +224,17 @@ def test_a_plan_that_fits_some_rank_ill_changes_nothing() -> None:
 # ---- ranks that hear equal rows take equal collective actions
 
 
+def drawn() -> set[tuple[str, str]]:
+    """The changes of rank 0's phase that state.py's table has."""
+    rows = [line.split()[:2] for line in (state_module.__doc__ or "").splitlines() if line.startswith("    ")]
+    names = {"Steady", "Planning", "Proposing", "Trial", "Settling"}
+    pairs = {(a, b) for a, b in rows if b in names and a in {*names, "any"}}
+    return pairs - {("any", "Planning")} | {(name, "Planning") for name in names}
+
+
+DRAWN = drawn()
+
+
 class Together:
     """Ranks in step: each is fed what its driver would feed it; what they do together is compared, then done for all."""
 
@@ -226,12 +243,16 @@ class Together:
         self.refuse = refuse
         self.rows: tuple[StepReport, ...] = ()
         self.done: list[type] = []
+        self.seen: set[tuple[str, str]] = set()
+        """Changes of rank 0's phase."""
         self.order: StartPlanning | None = None
         self.in_force = START
 
     def feed(self, facts: list[Fact]) -> None:
         """One of each rank."""
+        before = self.phase
         did = [rank.feed(fact) for rank, fact in zip(self.ranks, facts, strict=True)]
+        self.moved(before)
         for order in pick(did[0], StartPlanning):
             self.order = order
         assert not any(pick(each, StartPlanning) for each in did[1:])
@@ -241,6 +262,18 @@ class Together:
         for actions in zip(*together, strict=True):
             self.done.append(type(actions[0]))
             self.act(list(actions))
+
+    @property
+    def phase(self) -> str:
+        lead = self.ranks[0].state.lead
+        assert lead is not None
+        return type(lead.phase).__name__
+
+    def moved(self, before: str) -> None:
+        """Rank 0's phase is another, or the same."""
+        if self.phase != before:
+            assert (before, self.phase) in DRAWN
+            self.seen.add((before, self.phase))
 
     def all(self, fact: Fact) -> None:
         self.feed([fact] * len(self.ranks))
@@ -274,11 +307,13 @@ class Together:
             left, self.in_force = self.in_force, first.candidate.runnable
             self.all(Switched(self.in_force, left))
             for rank in self.ranks:
-                rank.in_force = rank.in_force._replace(plan=self.in_force)
+                rank.in_force = InForce(self.in_force, basis_of(self.in_force))
 
     def planned(self, found: float) -> None:
         """Rank 0's thread is done."""
+        before = self.phase
         self.ranks[0].feed(Meanwhile(self.ranks[0].in_force, self.news(found)))
+        self.moved(before)
 
     def news(self, found: float) -> tuple[Planned, ...]:
         if self.order is None:
@@ -323,3 +358,4 @@ def test_all_that_ranks_do_together_is_among_it() -> None:
         slow = 100 < number < 120
         ranks.step([2.0 if slow else 0.4] * 3, 5e6 if slow else 6e7, 0.4, 0.5 * (number == 60), 20.0 * number)
     assert set(ranks.done) == set(COLLECTIVE)
+    assert {("Planning", "Proposing"), ("Proposing", "Trial"), ("Trial", "Proposing"), ("Trial", "Steady")} <= ranks.seen

@@ -1,1 +1,1 @@
-"""The plan that nobody asked for: made from measured steps while the job trains, and made again when it is stale."""
+"""Automatic planning: a plan made from measured steps while the job trains, and another when that one no longer holds."""
