@@ -24,7 +24,7 @@ def test_the_static_optimum_of_the_paper() -> None:
 
 def test_one_rapid_tuning_gives_the_papers_third_table() -> None:
     lbb = Lbb([Cubic(0.0, 0.0, 6e-4, a0) for a0 in PROFILE_A0_S], 512)
-    lbb._shares = [128] * 4
+    lbb.take([128] * 4)
     lbb.observe(0, MEASURED_S)
     assert lbb.rapid_steps == [0]
     assert lbb.shares(1) == pytest.approx([165, 166, 158, 22], abs=1)
