@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import balance_live, relink
-from bench.balance_plot import Band, Course, write_png
+from bench.balance_plot import Band, Timeline, write_png
 from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
-from bench.reference.balance_cluster import Cluster, Disturbance, Mode, Step, moves, slow_after
+from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, PlayedStep, moves, slow_after
 from bench.reference.balance_cluster import run as run_mode
 from bench.reference.balance_default import Ours
 from bench.reference.balance_relaxed import Relaxed, local_steps, majority, n_soft, stale_synchronous
@@ -53,17 +53,17 @@ def mixed(ratio: float) -> tuple[Line, ...]:
 
 
 HEAT = (Disturbance(0, 30, 200, factor=2.0, ramp=60), Disturbance(1, 60, 200, factor=1.5, ramp=20))
-SCENARIOS: dict[str, tuple[Cluster, int]] = {
-    "paper, static": (Cluster(PAPER, BATCH, noise=NOISE), 100),
-    "paper, +50 ms in turn": (Cluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE), 25 + 4 * TURN + 20),
-    "paper, thermal ramps": (Cluster(PAPER, BATCH, disturbances=HEAT, noise=NOISE), 220),
+SCENARIOS: dict[str, tuple[PlayedCluster, int]] = {
+    "paper, static": (PlayedCluster(PAPER, BATCH, noise=NOISE), 100),
+    "paper, +50 ms in turn": (PlayedCluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE), 25 + 4 * TURN + 20),
+    "paper, thermal ramps": (PlayedCluster(PAPER, BATCH, disturbances=HEAT, noise=NOISE), 220),
     **{f"{ratio}:1 mix, x2 on one": (
-        Cluster(mixed(ratio), BATCH, disturbances=(Disturbance(0, 30, 70, factor=2.0),), noise=NOISE), 100
+        PlayedCluster(mixed(ratio), BATCH, disturbances=(Disturbance(0, 30, 70, factor=2.0),), noise=NOISE), 100
     ) for ratio in (3, 10, 30)},
 }
 
 
-def cubics(cluster: Cluster) -> list[Cubic]:
+def cubics(cluster: PlayedCluster) -> list[Cubic]:
     """LBB's profile models: powers of two up to the total, with the cluster's noise."""
     fitted = []
     for worker in range(len(cluster.lines)):
@@ -74,7 +74,7 @@ def cubics(cluster: Cluster) -> list[Cubic]:
     return fitted
 
 
-MODES: Mapping[str, Callable[[Cluster], Mode]] = {
+MODES: Mapping[str, Callable[[PlayedCluster], Mode]] = {
     "equal (SSGD)": lambda c: Equal(len(c.lines), c.total),
     "DLB, per epoch of 98": lambda c: Dlb(len(c.lines), c.total),
     "LB-BSP-like": lambda c: LbBsp(len(c.lines), c.total),
@@ -85,7 +85,7 @@ MODES: Mapping[str, Callable[[Cluster], Mode]] = {
 
 DRAWN = ("equal (SSGD)", "LBB as published", "ours")
 
-RELAXED: Mapping[str, Callable[[Cluster, int], Relaxed]] = {
+RELAXED: Mapping[str, Callable[[PlayedCluster, int], Relaxed]] = {
     "Local SGD H=8": lambda c, steps: local_steps(c, steps, 8),
     "one-shot averaging": lambda c, steps: local_steps(c, steps, steps),
     "1-soft": lambda c, steps: n_soft(c, steps, 1),
@@ -105,7 +105,7 @@ def run(quick: bool) -> Result:
 def emulated(quick: bool) -> Result:
     """In virtual time."""
     rows: list[dict[str, Any]] = []
-    done: dict[tuple[str, str], list[Step]] = {}
+    done: dict[tuple[str, str], list[PlayedStep]] = {}
     for scenario, (cluster, steps) in SCENARIOS.items():
         for name, made in MODES.items():
             done[scenario, name] = run_mode(made(cluster), cluster, steps)
@@ -141,7 +141,7 @@ def draw(path: Path) -> str:
     """Shares, times and straggler effect over the iterations while 50 ms are added in turn; says where."""
     cluster, steps = SCENARIOS["paper, +50 ms in turn"]
     bands = [Band(d.worker, d.start, d.stop) for d in cluster.disturbances]
-    courses = [Course(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]
+    courses = [Timeline(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]
     target = path.with_suffix(".png")
     try:
         write_png(target, "+50 ms on one GPU after another (shaded in its colour)", GPUS, courses, bands)
@@ -150,19 +150,19 @@ def draw(path: Path) -> str:
     return f"drawn: {target}"
 
 
-def _mean_s(steps: list[Step]) -> float:
+def _mean_s(steps: list[PlayedStep]) -> float:
     return sum(step.iteration_s for step in steps) / len(steps)
 
 
-def _gap_pct(steps: list[Step]) -> float:
+def _gap_pct(steps: list[PlayedStep]) -> float:
     return 100 * (sum(step.iteration_s for step in steps) / sum(step.oracle_s for step in steps) - 1)
 
 
-def _wrong(steps: list[Step], total: int) -> int:
+def _wrong(steps: list[PlayedStep], total: int) -> int:
     return sum(sum(step.shares) != total for step in steps)
 
 
-def _row(scenario: str, name: str, steps: list[Step], total: int) -> dict[str, Any]:
+def _row(scenario: str, name: str, steps: list[PlayedStep], total: int) -> dict[str, Any]:
     return {
         "scenario": scenario, "mode": name, "iteration_ms": _mean_s(steps) * 1e3, "samples_per_s": total / _mean_s(steps),
         "oracle_gap_pct": _gap_pct(steps), "slow_iterations": sum(step.slow for step in steps), "moves": moves(steps),
@@ -170,7 +170,7 @@ def _row(scenario: str, name: str, steps: list[Step], total: int) -> dict[str, A
     }  # fmt: skip
 
 
-def _relaxed_row(name: str, call: Callable[[Cluster, int], Relaxed]) -> dict[str, Any]:
+def _relaxed_row(name: str, call: Callable[[PlayedCluster, int], Relaxed]) -> dict[str, Any]:
     told = call(SCENARIOS["paper, static"][0], 98)
     return {
         "scenario": "paper, static", "mode": name, "iteration_ms": BATCH / told.samples_per_s * 1e3,
@@ -181,7 +181,7 @@ def _relaxed_row(name: str, call: Callable[[Cluster, int], Relaxed]) -> dict[str
 
 def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The authors' 100 ms of blocking all-reduce, and what is left of it overlapped, then also compressed to a tenth."""
-    cluster = Cluster(PAPER, BATCH, noise=NOISE)
+    cluster = PlayedCluster(PAPER, BATCH, noise=NOISE)
     ways = {
         "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(lambda _active: LBB_COMM_S)),
         "ours, overlapped": (MODES["ours"], Communication(lambda _active: LBB_COMM_S, BACKWARD)),
@@ -197,7 +197,7 @@ def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
 
 def _recovery(seed: int) -> list[int]:
     """Slow iterations, from the first on, after 50 ms were added to each worker in turn."""
-    cluster = Cluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE, seed=seed)
+    cluster = PlayedCluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE, seed=seed)
     steps = run_mode(Ours(cluster), cluster, 25 + 4 * TURN)
     return [slow_after(steps, 25 + TURN * w, 25 + TURN * (w + 1)) for w in range(4)]
 
@@ -215,10 +215,10 @@ def _many_lines() -> list[Line]:
     return [Line(draw.uniform(0.3e-3, 9e-3), draw.uniform(1e-3, 50e-3)) for _ in range(1000)]
 
 
-def _thousand(steps: int) -> tuple[dict[str, Any], list[Step]]:
+def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:
     """A thousand workers, fifty of which slow down in the third step."""
     slower = tuple(Disturbance(worker, 3, 1000, factor=2.0) for worker in range(0, 1000, 20))
-    cluster = Cluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
+    cluster = PlayedCluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
     seen = run_mode(Ours(cluster), cluster, steps)
     return _row("1,000 workers, x2 on fifty", "ours", seen, MANY_TOTAL), seen
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.reference.balance_cluster import Step
+from bench.reference.balance_cluster import PlayedStep
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """Told apart by those who see fewer colours, too."""
 MARKS = ((0.05, "0.05: LBB tunes finely", ":"), (0.3, "0.3: LBB tunes rapidly", "--"))
 
 
-class Course(NamedTuple):
+class Timeline(NamedTuple):
     """What a mode did."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[PlayedStep, ...]
 
 
 class Band(NamedTuple):
@@ -29,7 +29,7 @@ class Band(NamedTuple):
     stop: int
 
 
-def write_png(path: Path, title: str, workers: Sequence[str], courses: Sequence[Course], bands: Sequence[Band]) -> None:
+def write_png(path: Path, title: str, workers: Sequence[str], courses: Sequence[Timeline], bands: Sequence[Band]) -> None:
     """Panels of a row share their scale, so that modes compare. ModuleNotFoundError where matplotlib is missing."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def write_png(path: Path, title: str, workers: Sequence[str], courses: Sequence[
     figure.savefig(path)
 
 
-def _column(axes: Sequence[Any], course: Course, workers: Sequence[str], bands: Sequence[Band]) -> None:
+def _column(axes: Sequence[Any], course: Timeline, workers: Sequence[str], bands: Sequence[Band]) -> None:
     at = [step.step for step in course.steps]
     shares, compute, effect = axes
     ideal = {"color": "#bbbbbb", "linewidth": 5, "drawstyle": "steps-post", "label": "oracle's iteration"}

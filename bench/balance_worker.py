@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commlayer
 from bench.balance import BACKWARD, BATCH, PAPER, cubics
-from bench.reference.balance_cluster import Cluster
+from bench.reference.balance_cluster import PlayedCluster
 from bench.worker import DEADLINE, as_rank
 from commlayer.balance import Line, Sampler
 from commlayer.balance.lbb import Lbb
@@ -77,7 +77,7 @@ def published(model: Slept, truth: Truth, steps: int) -> Iterator[list[int]]:
     """LBB as its authors run it: every parameter's all-reduce blocks, after backward. Yields shares, after each step."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.01)
-    mode = Lbb(cubics(Cluster(PAPER, BATCH)), BATCH)
+    mode = Lbb(cubics(PlayedCluster(PAPER, BATCH)), BATCH)
     x = torch.randn(SAMPLES, WIDTHS[0])
     for step in range(steps):
         shares = list(mode.shares(step))

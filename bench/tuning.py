@@ -11,8 +11,8 @@ import torch
 from bench import report
 from commlayer.balance import tuner
 from commlayer.balance.tuner_engine import Engine
-from commlayer.balance.tuner_space import Settings, Space, default_space
-from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.balance.tuner_space import SearchSpace, Settings, default_space
+from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.demo import proxies
 
 TASKS = {"digits": proxies.digits, "chars": proxies.chars}
@@ -33,9 +33,9 @@ def run(quick: bool) -> report.Result:
 def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
     """`behind_pct`: how much dearer the tuner's best is than the grid's; negative where it found a better one."""
     space, proxy = default_space(), TASKS[task]
-    known: dict[str, Trial] = {}
+    known: dict[str, TuningTrial] = {}
 
-    def look_up(settings: Settings) -> Trial:
+    def look_up(settings: Settings) -> TuningTrial:
         """Proxies are repeatable: the grid and all seeds share what has been run."""
         key = repr(sorted(settings.items()))
         if key not in known:
@@ -58,7 +58,7 @@ def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def grid(space: Space, ratios: int) -> list[Settings]:
+def grid(space: SearchSpace, ratios: int) -> list[Settings]:
     """Every choice with every other, the ratio in steps; the same settings once."""
     points: list[list[float]] = [[]]
     for d in space.dimensions:

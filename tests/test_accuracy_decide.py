@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from commlayer.job.accuracy import decide
-from commlayer.job.accuracy.codec_level import Limits
+from commlayer.job.accuracy.codec_level import AccuracyLimits
 from commlayer.job.accuracy.loss_trend import LossRise
 from commlayer.job.accuracy.own_measurements import OwnMeasurements
 from commlayer.job.accuracy.state import (
@@ -45,7 +45,7 @@ def row(summed: Dots = GOOD, sent: Dots = GOOD, loss: LossRise = LossRise(), **s
 
 
 def begun(plan: PlanLevels = SPARSE, **fields: Any) -> AccuracyState:
-    return structs.replace(decide.begin(Limits(), plan), **fields)
+    return structs.replace(decide.begin(AccuracyLimits(), plan), **fields)
 
 
 def decided(state: AccuracyState, *rows: GradientError, now: int = 4, acts: bool = True) -> Any:
@@ -278,7 +278,7 @@ def test_each_kind_of_complaint_is_told_once_for_each_plan() -> None:
 ])
 def test_the_planner_hears_what_training_showed(losses_measured: bool, rows: list[GradientError], bound: float) -> None:
     """Losses that were measured beforehand go before what a job happened to begin with, not before what it showed."""
-    state = decide.begin(Limits(), SPARSE, losses_measured=losses_measured)
+    state = decide.begin(AccuracyLimits(), SPARSE, losses_measured=losses_measured)
     assert decided(state, *rows)[1] == (BoundPlanner(bound),)
 
 
@@ -301,7 +301,7 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank, self.now, self.done = rank, 0, list[Any]()
         self.own = OwnMeasurements(float(rank))
-        self.state = decide.begin(Limits(), SPARSE)
+        self.state = decide.begin(AccuracyLimits(), SPARSE)
 
     def step(self, event: str, rows: list[GradientError]) -> None:
         self.own.looking(0.1 * self.rank)

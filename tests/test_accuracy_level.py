@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from commlayer.compressors import parse, wrap
 from commlayer.job.accuracy import codec_level
-from commlayer.job.accuracy.codec_level import LevelDecision, LevelState, Limits
+from commlayer.job.accuracy.codec_level import AccuracyLimits, LevelDecision, LevelState
 from commlayer.job.accuracy.comparison_cost import steps_between, steps_until_paid
 from commlayer.job.accuracy.loss_trend import LossRise, LossTrend
 from commlayer.observe.fidelity import Dots, Fidelity, worst
@@ -76,7 +76,7 @@ def test_complaints_in_a_row_go_further_each_time_and_end_at_dense() -> None:
 
 
 def test_less_that_was_too_little_waits_twice_as_long_the_next_time() -> None:
-    state, _ = observed(codec_level.begin(0.1, Limits(lowest=0.01)), *[GOOD] * 5, needed=0.01)
+    state, _ = observed(codec_level.begin(0.1, AccuracyLimits(lowest=0.01)), *[GOOD] * 5, needed=0.01)
     assert state.level == pytest.approx(0.08)
     state, _ = observed(state, Fidelity(0.01, 1.0, 2.0), needed=0.01)
     state, waiting = observed(state, *[GOOD] * 9, needed=0.01)
@@ -93,7 +93,7 @@ def test_a_residual_gets_time_to_drain() -> None:
 
 
 def test_allows_more_after_calm_but_not_below_the_lowest() -> None:
-    _, decisions = observed(codec_level.begin(0.1, Limits(lowest=0.01)), *[GOOD] * 80, needed=0.001)
+    _, decisions = observed(codec_level.begin(0.1, AccuracyLimits(lowest=0.01)), *[GOOD] * 80, needed=0.001)
     levels = [d.level for d in decisions]
     assert levels[0] == 0.1
     assert 0.01 <= levels[-1] < 0.0125, "what is left is too little to announce"
@@ -162,9 +162,9 @@ def test_nothing_is_said_of_a_loss_before_fifty_are_known() -> None:
 
 
 def test_a_looser_budget_asks_less() -> None:
-    tight, loose = Limits(budget=0.001).least_cosine, Limits(budget=0.1).least_cosine
-    assert 0.05 <= loose < Limits().least_cosine < tight <= 0.95
-    assert Limits(budget=0.001).most_residual < Limits().most_residual
+    tight, loose = AccuracyLimits(budget=0.001).least_cosine, AccuracyLimits(budget=0.1).least_cosine
+    assert 0.05 <= loose < AccuracyLimits().least_cosine < tight <= 0.95
+    assert AccuracyLimits(budget=0.001).most_residual < AccuracyLimits().most_residual
 
 
 def test_one_step_with_a_large_residual_is_not_a_trend() -> None:
@@ -226,12 +226,12 @@ def test_fidelity_orders_codecs_by_what_they_keep() -> None:
         assert more.cosine > less.cosine
         assert more.residual_ratio < less.residual_ratio
 
-    def changed(level: float, fidelity: Fidelity, limits: Limits | None = None) -> bool:
+    def changed(level: float, fidelity: Fidelity, limits: AccuracyLimits | None = None) -> bool:
         return observed(codec_level.begin(level, limits), fidelity, needed=level)[1][0].changed
 
     assert not changed(0.2, seen[0])
     assert changed(0.002, seen[3])
-    assert changed(0.2, seen[0], Limits(budget=0.005)), "half a per cent asks for more"
+    assert changed(0.2, seen[0], AccuracyLimits(budget=0.005)), "half a per cent asks for more"
 
 
 def test_what_was_sent_is_what_is_not_kept_back() -> None:

@@ -9,18 +9,18 @@ from balance_kit import PAPER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.reference.balance_cluster import Cluster, Disturbance, Step, moves, run, slow_after
+from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, moves, run, slow_after
 from bench.reference.balance_default import Ours
 from commlayer.balance import Communication, Line
 from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Joined, Measurement, Note, Outcome, Vanished
 
 
-def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> Cluster:
-    return Cluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
+def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:
+    return PlayedCluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
 
 
-def kept(steps: list[Step], total: int = 512) -> None:
+def kept(steps: list[PlayedStep], total: int = 512) -> None:
     assert {sum(step.shares) for step in steps} == {total}
 
 
@@ -108,7 +108,7 @@ def test_a_report_of_a_worker_without_share_brings_it_back() -> None:
 
 
 def test_deaths_and_joins_are_inputs() -> None:
-    mode = Ours(Cluster(tuple(PAPER), 512, noise=0.01, lives=((0, 30), (0, 999), (0, 999), (20, 999))))
+    mode = Ours(PlayedCluster(tuple(PAPER), 512, noise=0.01, lives=((0, 30), (0, 999), (0, 999), (20, 999))))
     steps = run(mode, mode.cluster, 60)
     kept(steps)
     assert steps[19].shares[3] == 0
@@ -137,7 +137,7 @@ def test_a_newcomer_starts_with_the_least_whatever_memory_the_others_have() -> N
 
 def test_little_memory_is_used_more_than_once_where_that_is_faster() -> None:
     """Memory of all would do for the batch in one go, in 186 ms a step."""
-    small = Cluster(tuple(PAPER), 512, caps=(512, 96, 96, 16), noise=0.01)
+    small = PlayedCluster(tuple(PAPER), 512, caps=(512, 96, 96, 16), noise=0.01)
     steps = run(Ours(small, profiled=False), small, 40)
     assert steps[-1].iteration_s < 0.116
     assert not any(step.slow for step in steps[10:])
@@ -146,7 +146,7 @@ def test_little_memory_is_used_more_than_once_where_that_is_faster() -> None:
 def test_slow_links_of_many_are_left_out_and_the_rest_stays() -> None:
     lines, link = (Line(1e-3, 5e-3),) * 8, [0.1] * 6 + [10.0] * 2
     comm = Communication(lambda active: max(link[worker] for worker in active))
-    eight = Cluster(lines, 512, noise=0.01)
+    eight = PlayedCluster(lines, 512, noise=0.01)
     steps = run(Ours(eight, Policy(readmit_after=1000), comm), eight, 30, comm)
     assert {tuple(bool(share) for share in step.shares) for step in steps} == {(True,) * 6 + (False,) * 2}
     assert steps[-1].iteration_s < 0.2
@@ -226,7 +226,7 @@ def test_a_change_must_win_back_what_it_costs() -> None:
 
 
 def test_micro_batches_are_measured_as_such() -> None:
-    small = Cluster(tuple(PAPER), 512, caps=(64, 64, 64, 8), noise=0.0)
+    small = PlayedCluster(tuple(PAPER), 512, caps=(64, 64, 64, 8), noise=0.0)
     mode = Ours(small)
     steps = run(mode, small, 30)
     assert moves(steps) == 0

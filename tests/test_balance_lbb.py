@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from balance_kit import PAPER
 
-from bench.reference.balance_cluster import Cluster, Disturbance, run
+from bench.reference.balance_cluster import Disturbance, PlayedCluster, run
 from commlayer.balance import Cubic, Line, solve
 from commlayer.balance.events import straggler_effect
 from commlayer.balance.lbb import Lbb, LbbSettings, round_halves, spread_s, spread_shares
@@ -24,7 +24,7 @@ def test_the_static_optimum_of_the_paper() -> None:
 
 def test_one_rapid_tuning_gives_the_papers_third_table() -> None:
     lbb = Lbb([Cubic(0.0, 0.0, 6e-4, a0) for a0 in PROFILE_A0_S], 512)
-    lbb._shares = [128] * 4
+    lbb.take([128] * 4)
     lbb.observe(0, MEASURED_S)
     assert lbb.rapid_steps == [0]
     assert lbb.shares(1) == pytest.approx([165, 166, 158, 22], abs=1)
@@ -62,7 +62,7 @@ def test_within_the_window_a_spike_is_only_fine_tuned() -> None:
 
 def test_a_launch_cost_that_grew_is_read_as_slope() -> None:
     """After +50 ms on the small worker it keeps too much: far from balanced until the next rapid-tuning is allowed."""
-    cluster = Cluster(tuple(PAPER), 512, disturbances=(Disturbance(3, 25, 60, added_s=0.05),))
+    cluster = PlayedCluster(tuple(PAPER), 512, disturbances=(Disturbance(3, 25, 60, added_s=0.05),))
     steps = run(Lbb(CURVES, 512), cluster, 55)
     assert steps[25].effect > 0.4
     assert all(step.slow for step in steps[26:50])

@@ -115,9 +115,8 @@ def test_misuse_is_named(act: Any, text: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(-5, 2**70), st.integers(0, 10**6), st.booleans())
 def test_orders_are_permutations(length: int, seed: int, epoch: int, walk: bool) -> None:
-    order = Permutation(length, seed, epoch)
-    if walk:
-        order._table = None  # the way of long streams, at a length that can be counted
+    # The way of long streams, too, at a length that can be counted.
+    order = Permutation(length, seed, epoch, longest_table=0 if walk else length)
     cut = length // 3
     assert sorted(order.at([(0, cut), (cut, length)])) == list(range(length))
 
@@ -143,9 +142,7 @@ def test_orders_differ_by_seed_and_epoch_and_never_by_machine(length: int) -> No
 def test_neighbours_are_independent() -> None:
     """Both ways to make an order, by the share of neighbours that rise and by how far elements move."""
     for walk in (False, True):
-        order = Permutation(1 << 16, 1, 2)
-        if walk:
-            order._table = None
+        order = Permutation(1 << 16, 1, 2, longest_table=0 if walk else 1 << 16)
         drawn = order.at([(0, 1 << 16)])
         rising = sum(a < b for a, b in itertools.pairwise(drawn)) / len(drawn)
         assert abs(rising - 0.5) < 5 * (1 / 12 / len(drawn)) ** 0.5

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bench.reference.balance_cluster import Cluster
+from bench.reference.balance_cluster import PlayedCluster
 from bench.reference.balance_relaxed import local_steps, n_soft
 from commlayer.balance import Balancer, Communication, Joined, Line, Measurement, Note, Piecewise, Policy, Sampler, shares
 from commlayer.balance.handout import split
@@ -42,9 +42,9 @@ ONE = Line(1.0, 1.0)
         (lambda: Sampler(100, 8, rank=4, world=4), "rank 4: allowed are 0 to 3"),
         (lambda: Sampler(100, 8, rank=-1, world=4), "rank -1"),
         (lambda: Sampler(100, 5, rank=0, world=4, least=2), "batch 5: allowed is 8 or more, 2 for each worker"),
-        (lambda: n_soft(Cluster((ONE,) * 5, 3), 5, 1), "total 3 is less than 5 workers"),
-        (lambda: n_soft(Cluster((ONE,) * 2, 4), 5, 0), "n: got 0"),
-        (lambda: local_steps(Cluster((ONE,) * 2, 4), 5, 0), "every: got 0"),
+        (lambda: n_soft(PlayedCluster((ONE,) * 5, 3), 5, 1), "total 3 is less than 5 workers"),
+        (lambda: n_soft(PlayedCluster((ONE,) * 2, 4), 5, 0), "n: got 0"),
+        (lambda: local_steps(PlayedCluster((ONE,) * 2, 4), 5, 0), "every: got 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(call: object, said: str) -> None:

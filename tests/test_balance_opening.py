@@ -10,14 +10,14 @@ from balance_kit import PAPER
 from commlayer.balance import Line, solve
 from commlayer.balance.models import Accumulated
 from commlayer.balance.opening import opening
-from commlayer.balance.profiling import Profile, ladder, profile
+from commlayer.balance.profiling import WorkerProfile, ladder, profile
 from commlayer.balance.published import Published, fitting
 
 TOTAL = 512
 EVEN = dict.fromkeys(range(4), 128)
 
 
-def profiles(memory: int = TOTAL, worker: int = 0) -> list[Profile]:
+def profiles(memory: int = TOTAL, worker: int = 0) -> list[WorkerProfile]:
     def run(place: int, batch: int) -> float:
         if place == worker and batch > memory:
             raise MemoryError
@@ -55,8 +55,8 @@ def test_a_cap_binds(memory: int) -> None:
 
 def test_lines_are_those_near_the_share() -> None:
     """Beyond 64 samples this worker swaps: what is followed is right there, not in the mean over all."""
-    bent = Profile(tuple((batch, 0.001 * batch + 0.01 * max(0, batch - 64)) for batch in ladder(TOTAL)), TOTAL, False)
-    slow = Profile(tuple((batch, 0.012 * batch) for batch in ladder(TOTAL)), TOTAL, False)
+    bent = WorkerProfile(tuple((batch, 0.001 * batch + 0.01 * max(0, batch - 64)) for batch in ladder(TOTAL)), TOTAL, False)
+    slow = WorkerProfile(tuple((batch, 0.012 * batch) for batch in ladder(TOTAL)), TOTAL, False)
     found = opening([bent, slow], TOTAL, {0: 256, 1: 256}, step=0)
     share = found.decision.shares[0]
     assert share > 128
@@ -78,7 +78,7 @@ def _ends() -> float:
 def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
     measured = profiles()
     points = tuple((batch, odd if batch == 64 else time_s) for batch, time_s in measured[2].points)
-    measured[2] = Profile(points, TOTAL, False)
+    measured[2] = WorkerProfile(points, TOTAL, False)
     found = opening(measured, TOTAL, EVEN, step=0)
     assert [note.text for note in found.notes] == [
         f"in the profile, worker 2: measured time {odd} s, allowed is finite and above 0; it is left out"]
@@ -87,7 +87,7 @@ def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
 
 def test_a_worker_whose_times_are_all_nonsense_begins_with_little() -> None:
     measured = profiles()
-    measured[1] = Profile(tuple((batch, math.nan) for batch, _ in measured[1].points), TOTAL, False)
+    measured[1] = WorkerProfile(tuple((batch, math.nan) for batch, _ in measured[1].points), TOTAL, False)
     shares = opening(measured, TOTAL, EVEN, step=0).decision.shares
     assert sum(shares) == TOTAL
     assert shares[1] <= 1
@@ -96,7 +96,7 @@ def test_a_worker_whose_times_are_all_nonsense_begins_with_little() -> None:
 @pytest.mark.parametrize(("caps", "worker"), [((0, 0, 0, 0), 0), ((64, 64, 2, 64), 2)])
 def test_a_worker_without_room_is_named(caps: tuple[int, ...], worker: int) -> None:
     with pytest.raises(ValueError, match=rf"^worker {worker}: its memory holds {caps[worker]} samples .* needed are 3"):
-        opening([Profile(((2, 0.1),), cap, True) for cap in caps], TOTAL, EVEN, step=0, minimum=2)
+        opening([WorkerProfile(((2, 0.1),), cap, True) for cap in caps], TOTAL, EVEN, step=0, minimum=2)
 
 
 @pytest.mark.parametrize(("wanted", "minimum", "order", "given"), [

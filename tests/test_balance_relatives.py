@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
-from bench.reference.balance_cluster import Cluster, Disturbance, Mode, oracle_s, run, slow_after
+from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, oracle_s, run, slow_after
 from bench.reference.balance_relaxed import local_steps, majority, n_soft, stale_synchronous
 from commlayer.balance.rounding import apportion
 from commlayer.balance.schedule import scaled
 
-FOUR = Cluster(tuple(PAPER), 512)
+FOUR = PlayedCluster(tuple(PAPER), 512)
 
 
 def test_equal_batches_are_the_papers_baseline() -> None:
@@ -39,7 +39,7 @@ def test_dlb_waits_for_the_end_of_the_epoch() -> None:
 
 
 def test_the_dead_band_keeps_still_and_caps_hold() -> None:
-    level = Cluster((PAPER[0], PAPER[1]), 200)
+    level = PlayedCluster((PAPER[0], PAPER[1]), 200)
     assert len({step.shares for step in run(Proportional(2, 200), level, 20)}) == 1
     capped = run(LbBsp(4, 512, (100, None, None, 40)), FOUR, 20)
     assert all(step.shares[0] <= 100 and step.shares[3] <= 40 for step in capped)
@@ -58,14 +58,14 @@ def test_n_soft_trades_staleness_for_throughput() -> None:
     assert soft[0].staleness_mean < soft[1].staleness_mean < soft[2].staleness_mean
     assert soft[2].staleness_mean == pytest.approx(3, rel=0.05), "asynchronous: each other worker comes once in between"
     assert soft[2].rate_scale == pytest.approx(1 / 3, rel=0.05)
-    level = n_soft(Cluster((PAPER[0],) * 4, 512), 50, 1)
+    level = n_soft(PlayedCluster((PAPER[0],) * 4, 512), 50, 1)
     assert (level.staleness_max, level.rate_scale) == (1, 1.0), "who pushed first pulls before the last has pushed"
 
 
 def test_ssp_bounds_the_lead() -> None:
     for slack in (1, 2, 5):
         assert stale_synchronous(FOUR, 40, slack).staleness_max <= slack
-    jitter = Cluster((PAPER[0],) * 4, 512, noise=0.3)
+    jitter = PlayedCluster((PAPER[0],) * 4, 512, noise=0.3)
     assert stale_synchronous(jitter, 60, 3).samples_per_s > stale_synchronous(jitter, 60, 1).samples_per_s
 
 
@@ -78,19 +78,19 @@ def test_a_majority_does_not_wait_for_the_last() -> None:
 
 
 def test_disturbances_ramps_lives_and_noise_are_exact() -> None:
-    disturbed = Cluster(
+    disturbed = PlayedCluster(
         tuple(PAPER), 512, disturbances=(Disturbance(0, 5, 8, added_s=0.05), Disturbance(1, 0, 9, factor=3.0, ramp=4)), seed=1
     )
     quiet_s = PAPER[0].time_s(100)
     assert [round(disturbed.compute_s(0, 100, step) - quiet_s, 9) for step in range(4, 9)] == [0, 0.05, 0.05, 0.05, 0]
     assert [disturbed.compute_s(1, 10, step) / PAPER[1].time_s(10) for step in range(5)] == pytest.approx([1.5, 2, 2.5, 3, 3])
-    noisy = Cluster(tuple(PAPER), 512, noise=0.1, seed=7)
-    assert noisy.compute_s(2, 50, 3) == Cluster(tuple(PAPER), 512, noise=0.1, seed=7).compute_s(2, 50, 3)
+    noisy = PlayedCluster(tuple(PAPER), 512, noise=0.1, seed=7)
+    assert noisy.compute_s(2, 50, 3) == PlayedCluster(tuple(PAPER), 512, noise=0.1, seed=7).compute_s(2, 50, 3)
     assert noisy.compute_s(2, 50, 3) != noisy.compute_s(2, 50, 4)
-    assert Cluster((PAPER[0],), 100, caps=(30,)).compute_s(0, 100, 0) == pytest.approx(
+    assert PlayedCluster((PAPER[0],), 100, caps=(30,)).compute_s(0, 100, 0) == pytest.approx(
         4 * PAPER[0].intercept_s + 100 * PAPER[0].slope_s
     )
-    short = Cluster(tuple(PAPER), 512, lives=((0, 2), (0, 9), (0, 9), (0, 9)))
+    short = PlayedCluster(tuple(PAPER), 512, lives=((0, 2), (0, 9), (0, 9), (0, 9)))
     steps = run(Equal(4, 512), short, 3)
     assert steps[2].times_s[0] == math.inf
     assert oracle_s(short, 2) > oracle_s(short, 1)

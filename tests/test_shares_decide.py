@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
 from commlayer.balance.opening import opening
-from commlayer.balance.profiling import Profile
+from commlayer.balance.profiling import WorkerProfile
 from commlayer.errors import CommError
 from commlayer.job.shares import decide
 from commlayer.job.shares.own_times import OwnTimes
@@ -222,7 +222,7 @@ def test_the_largest_of_the_smallest_batches_holds_for_all() -> None:
 
 
 def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
-    profiles = [Profile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
+    profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
     first = opening(profiles, BATCH, EVEN, step=3)
     state = decide.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=TOGETHER, opening=first)
     assert state.balancer.latest == first.decision

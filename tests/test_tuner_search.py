@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from commlayer.balance import tuner, tuner_loss
 from commlayer.balance.tuner_engine import Engine
 from commlayer.balance.tuner_loss import LossModel, LossPoint
-from commlayer.balance.tuner_space import DENSE, Dimension, Settings, Space, default_space, spelled
-from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.balance.tuner_space import DENSE, Dimension, SearchSpace, Settings, default_space, spelled
+from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.cli import main
 from commlayer.cli.tune import load, read_space
 from commlayer.demo import problem, proxies
@@ -42,7 +42,7 @@ def synthetic(best_ratio: float, best_batch: int) -> tuner.Proxy:
     return proxy
 
 
-def search_for(tmp_path: Path, proxy: tuner.Proxy, made: Engine, trials: int = 30, seed: int = 0) -> list[Trial]:
+def search_for(tmp_path: Path, proxy: tuner.Proxy, made: Engine, trials: int = 30, seed: int = 0) -> list[TuningTrial]:
     search = Search("synthetic", SPACE, BUDGET, seed)
     store = Store(tmp_path / "trials.jsonl", search)
     list(tuner.tune(proxy, store, search, made, trials))
@@ -78,7 +78,7 @@ def test_no_trial_means_what_another_did_and_nothing_warns(tmp_path: Path, flat:
 
 
 def test_a_space_that_is_used_up_gives_its_best_again() -> None:
-    space = Space((Dimension("codec", choices=(DENSE, "int8()")),))
+    space = SearchSpace((Dimension("codec", choices=(DENSE, "int8()")),))
     engine = Engine(space, 0)
     for value, codec in ((2.0, DENSE), (1.0, "int8()")):
         engine.tell({"codec": codec}, value)
@@ -127,7 +127,7 @@ def test_a_dense_run_that_fails_ends_it(tmp_path: Path) -> None:
 
 def test_a_kept_dense_run_that_failed_is_not_compared_with(tmp_path: Path) -> None:
     store = Store(tmp_path / "trials.jsonl", Search("synthetic", SPACE, BUDGET))
-    store.add(Trial(tuner.first(SPACE), 0.0, 0.0, "MemoryError: no room"))
+    store.add(TuningTrial(tuner.first(SPACE), 0.0, 0.0, "MemoryError: no room"))
     with pytest.raises(ValueError, match=r"the dense run failed.*MemoryError: no room; delete .*trials.jsonl, or give another"):
         search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
 
@@ -164,8 +164,8 @@ def test_local_steps_and_staleness_join_where_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_local_steps_lose_is_not_laid_upon_a_codec() -> None:
-    def trial(codec: str, steps: int, loss: float) -> Trial:
-        return Trial({"codec": codec, "ratio": 0.3, "batch": 64, "local_steps": steps}, 1.0, loss)
+    def trial(codec: str, steps: int, loss: float) -> TuningTrial:
+        return TuningTrial({"codec": codec, "ratio": 0.3, "batch": 64, "local_steps": steps}, 1.0, loss)
 
     trials = [trial(DENSE, 1, 0.5), trial("int8()", 4, 0.9), trial("topk(ratio={ratio})", 4, 0.9)]
     assert tuner.loss_model(trials).penalty("int8") == math.inf
@@ -218,8 +218,8 @@ def test_trials_make_a_loss_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dense_there", "penalty"), [(None, 0.2), (0.55, 1 / 11), (0.7, 0.0)])
 def test_a_penalty_is_what_a_codec_loses_against_dense(dense_there: float | None, penalty: float) -> None:
-    def trial(codec: str, batch: int, loss: float, ratio: float = 0.3) -> Trial:
-        return Trial({"codec": codec, "ratio": ratio, "batch": batch}, 1.0, loss)
+    def trial(codec: str, batch: int, loss: float, ratio: float = 0.3) -> TuningTrial:
+        return TuningTrial({"codec": codec, "ratio": ratio, "batch": batch}, 1.0, loss)
 
     there = [trial(DENSE, 64, dense_there)] if dense_there else []
     model = tuner.loss_model([trial(DENSE, 128, 0.5), trial("topk(ratio={ratio})", 64, 0.6, 0.001), *there])

@@ -39,7 +39,7 @@ class Disturbance(Record, frozen=True):
         return self.added_s * part, 1.0 + (self.factor - 1.0) * part
 
 
-class Cluster(Record, frozen=True):
+class PlayedCluster(Record, frozen=True):
     """Workers by their lines, who lives when, and what disturbs them."""
 
     lines: tuple[Line, ...]
@@ -88,7 +88,7 @@ class Mode(Protocol):
         """Compute seconds of the step: 0 for a worker without share, infinite for one that is not there."""
 
 
-class Step(Record, frozen=True):
+class PlayedStep(Record, frozen=True):
     """One iteration under a mode."""
 
     step: int
@@ -110,7 +110,7 @@ class Step(Record, frozen=True):
         return self.iteration_s > 1.1 * self.oracle_s
 
 
-def run(mode: Mode, cluster: Cluster, steps: int, communication: Communication = FREE) -> list[Step]:
+def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communication = FREE) -> list[PlayedStep]:
     """Virtual time: an iteration ends when its slowest worker has computed and what remains of the communication is over."""
     done = []
     for step in range(steps):
@@ -121,12 +121,12 @@ def run(mode: Mode, cluster: Cluster, steps: int, communication: Communication =
         makespan = max(t for t in times if t < math.inf)
         active = tuple(w for w, share in enumerate(shares) if share and there[w])
         iteration_s = makespan + communication.exposed_s(active, makespan)
-        done.append(Step(step, shares, tuple(times), iteration_s, oracle_s(cluster, step, communication)))
+        done.append(PlayedStep(step, shares, tuple(times), iteration_s, oracle_s(cluster, step, communication)))
         mode.observe(step, times)
     return done
 
 
-def oracle_s(cluster: Cluster, step: int, communication: Communication = FREE) -> float:
+def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = FREE) -> float:
     """The best iteration of a step."""
     alive = tuple(worker for worker in range(len(cluster.lines)) if cluster.there(worker, step))
     caps = tuple(cluster.caps[worker] for worker in alive) if cluster.caps else None
@@ -142,11 +142,11 @@ def _solved_s(truth: tuple[Line, ...], total: int, caps: tuple[int | None, ...] 
     return solve(truth, total, caps).iteration_s
 
 
-def slow_after(run: Sequence[Step], start: int, stop: int) -> int:
+def slow_after(run: Sequence[PlayedStep], start: int, stop: int) -> int:
     """Slow iterations in [start, stop): how long a mode takes to recover from what happened at `start`."""
     return sum(one.slow for one in run if start <= one.step < stop)
 
 
-def moves(run: Sequence[Step]) -> int:
+def moves(run: Sequence[PlayedStep]) -> int:
     """How often the shares changed."""
     return sum(a.shares != b.shares for a, b in itertools.pairwise(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bench.reference.balance_cluster import Cluster
+from bench.reference.balance_cluster import PlayedCluster
 from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Input, Joined, Measurement, Vanished
 from commlayer.balance.models import Line
@@ -16,7 +16,7 @@ class Ours:
     """Balancer with announced decisions; with `profiled` it starts from the undisturbed lines."""
 
     def __init__(
-        self, cluster: Cluster, policy: Policy | None = None, communication: Communication = FREE, profiled: bool = True
+        self, cluster: PlayedCluster, policy: Policy | None = None, communication: Communication = FREE, profiled: bool = True
     ) -> None:
         self.workers = len(cluster.lines)
         self.caps = cluster.caps or (None,) * self.workers

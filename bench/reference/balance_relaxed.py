@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from bench.reference.balance_cluster import Cluster
+from bench.reference.balance_cluster import PlayedCluster
 from commlayer.records import Record
 
 
@@ -30,7 +30,7 @@ class Relaxed(Record, frozen=True):
         return 1 / max(1.0, self.staleness_mean)
 
 
-def local_steps(cluster: Cluster, steps: int, every: int, sync_s: float = 0.0) -> Relaxed:
+def local_steps(cluster: PlayedCluster, steps: int, every: int, sync_s: float = 0.0) -> Relaxed:
     """Local SGD: parameters are averaged after `every` steps of each; with every = steps it is one-shot averaging."""
     if every < 1:
         raise ValueError(f"every: got {every}, allowed is 1 step or more")
@@ -43,7 +43,7 @@ def local_steps(cluster: Cluster, steps: int, every: int, sync_s: float = 0.0) -
     return Relaxed(steps * batch * len(workers) / now_s, rounds, 0.0, 0)
 
 
-def n_soft(cluster: Cluster, steps: int, n: int, sync_s: float = 0.0) -> Relaxed:
+def n_soft(cluster: PlayedCluster, steps: int, n: int, sync_s: float = 0.0) -> Relaxed:
     """N-soft synchronisation: the server applies floor(workers / n) gradients at a time, whoever sent them.
 
     n = 1 waits for as many gradients as there are workers, n = workers is asynchronous.
@@ -68,7 +68,7 @@ def n_soft(cluster: Cluster, steps: int, n: int, sync_s: float = 0.0) -> Relaxed
     return _told(steps * len(workers) * batch, now_s, version, staleness)
 
 
-def stale_synchronous(cluster: Cluster, steps: int, slack: int, sync_s: float = 0.0) -> Relaxed:
+def stale_synchronous(cluster: PlayedCluster, steps: int, slack: int, sync_s: float = 0.0) -> Relaxed:
     """SSP: the fastest may be `slack` clocks ahead of the slowest; whoever would be further ahead waits."""
     batch, workers = _equal(cluster)
     ends = {w: [0.0] for w in workers}
@@ -85,7 +85,7 @@ def stale_synchronous(cluster: Cluster, steps: int, slack: int, sync_s: float = 
     return _told(steps * len(workers) * batch, max(ends[w][-1] for w in workers), steps * len(workers), staleness)
 
 
-def majority(cluster: Cluster, steps: int, quorum: Callable[[int], int] = lambda n: -(-n // 2)) -> Relaxed:
+def majority(cluster: PlayedCluster, steps: int, quorum: Callable[[int], int] = lambda n: -(-n // 2)) -> Relaxed:
     """EagerSGD-like: a round ends when a majority has arrived; a late gradient counts in the round in which it is done."""
     batch, workers = _equal(cluster)
     need = quorum(len(workers))
@@ -104,7 +104,7 @@ def majority(cluster: Cluster, steps: int, quorum: Callable[[int], int] = lambda
     return _told(counted * batch, now_s, rounds, staleness)
 
 
-def _equal(cluster: Cluster) -> tuple[int, range]:
+def _equal(cluster: PlayedCluster) -> tuple[int, range]:
     if cluster.total < len(cluster.lines):
         raise ValueError(f"equal shares: total {cluster.total} is less than {len(cluster.lines)} workers; raise it")
     return cluster.total // len(cluster.lines), range(len(cluster.lines))

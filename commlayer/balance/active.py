@@ -1,4 +1,4 @@
-"""Which workers take part. Knows what a set computes and communicates, asked of others; no models, no caps, no steps.
+"""Chooses which workers take part in a step. Knows what sets of workers cost, by asking; no time models, caps or steps.
 
 Without communication the best set is the workers that do the total first if each may stay away: in the smallest time in which
 those that can do the minimum do the total together, one that cannot yet would only hold the others up. With communication it is

@@ -50,7 +50,7 @@ class Policy(Record, frozen=True):
                 raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 0 or more")
 
 
-class Member:
+class BalancedWorker:
     """A worker as the balancer sees it."""
 
     def __init__(self, cap: int | None, line: Line | None) -> None:
@@ -59,7 +59,7 @@ class Member:
         self.out_since: int | None = None
         self.patience = 0
 
-    def copy(self) -> Member:
+    def copy(self) -> BalancedWorker:
         """Independent of this one."""
         made = copy.copy(self)
         made.online = self.online.copy()
@@ -76,7 +76,7 @@ class Balancer:
         """`shares`: those in force already, or announced for `from_step`, with what they promise if it is a decision that they
         come from; without them the best by the profile are."""
         self.total, self.policy, self.communication = total, policy or Policy(), communication
-        self.members = {one.worker: Member(one.cap, one.line) for one in joined}
+        self.members = {one.worker: BalancedWorker(one.cap, one.line) for one in joined}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._effect = 0.0
         workers = self._able(self.members)
@@ -150,7 +150,7 @@ class Balancer:
         for one in inputs:
             match one:
                 case Joined(worker, cap, line):
-                    self.members[worker] = Member(cap, line)
+                    self.members[worker] = BalancedWorker(cap, line)
                     self._forced = f"worker {worker} joined"
                 case Vanished(worker):
                     if self.members.pop(worker, None) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlayer.balance.ledger import Ledger, Range
-from commlayer.balance.schedule import Schedule, Shares, scaled
+from commlayer.balance.schedule import Shares, SharesSchedule, scaled
 
 KEEP_STEPS = 64
 """How far back a loss may be announced. Longer than a dead worker goes unnoticed, since nobody completes a step without it."""
@@ -12,7 +12,7 @@ KEEP_STEPS = 64
 class Course:
     """A ledger that is led through the steps. `left` positions are to come, next in step `step`."""
 
-    def __init__(self, ledger: Ledger, schedule: Schedule, step: int, batch: int, *, drop: bool) -> None:
+    def __init__(self, ledger: Ledger, schedule: SharesSchedule, step: int, batch: int, *, drop: bool) -> None:
         """`drop`: a last step that is not full is left out."""
         self.ledger, self.step = ledger, step
         self._schedule, self._batch, self._drop = schedule, batch, drop

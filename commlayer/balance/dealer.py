@@ -11,14 +11,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from commlayer.balance.handout import Averaging, Handout, parts_of
+from commlayer.balance.handout import Averaging, Handout, drawn_batches
 from commlayer.balance.ledger import text_of
-from commlayer.balance.schedule import Announcement, Schedule, check_sizes, checked_shares, scaled
+from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, scaled
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode
 
 
-class State(Record, frozen=True):
+class DealerState(Record, frozen=True):
     """Where a stream stands: the same on all workers."""
 
     batch: int
@@ -36,7 +36,7 @@ class Dealer:
         check_sizes(batch, 0, least=least, cap=cap)
         self._stream, self._collate, self.batch, self.rank = stream, collate, batch, rank
         self._least, self._cap = least, cap
-        self._schedule = Schedule(checked_shares(shares, batch, least))
+        self._schedule = SharesSchedule(checked_shares(shares, batch, least))
         self._handout = Handout()
         self.step = self._read = self._dealt = 0
 
@@ -65,7 +65,7 @@ class Dealer:
                 start = sum(count for worker, count in counts.items() if worker < self.rank)
                 own = held[start : start + counts.get(self.rank, 0)]
                 nothing = list(itertools.islice(itertools.cycle(held), self._least))
-                parts = list(parts_of(self.step, own, nothing, whole=len(held), least=self._least, cap=self._cap))
+                parts = list(drawn_batches(self.step, own, nothing, whole=len(held), least=self._least, cap=self._cap))
                 self._dealt = len(held)
                 yield from self._handout.run([(self._collate(mine), part) for part, mine in parts], session, weigh)
                 self._commit()
@@ -78,13 +78,13 @@ class Dealer:
         """Where training stands."""
         if self._handout.applied():
             self._commit()
-        return {"dealer": text_of(State(self.batch, self.step, self._read, self._schedule.since(self.step)))}
+        return {"dealer": text_of(DealerState(self.batch, self.step, self._read, self._schedule.since(self.step)))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = decode(str(state.get("dealer", "")).encode(), State, "state of a dealer")
+        kept = decode(str(state.get("dealer", "")).encode(), DealerState, "state of a dealer")
         if kept.batch != self.batch:
             raise RecordError(f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}")
-        self.step, self._read, self._schedule = kept.step, kept.items, Schedule.of(kept.schedule)
+        self.step, self._read, self._schedule = kept.step, kept.items, SharesSchedule.of(kept.schedule)
         self._handout.over()
 
     def _commit(self) -> None:

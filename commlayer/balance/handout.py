@@ -25,7 +25,7 @@ class Averaging(Protocol):
     def stats(self) -> dict[str, float]: ...
 
 
-class Part(NamedTuple):
+class DrawnBatch(NamedTuple):
     """A batch that was drawn: all of a worker's samples of a step, or one of several micro-batches."""
 
     step: int
@@ -52,7 +52,7 @@ class Handout:
         self._session: Averaging | None = None
         self._steps_before = 0.0
 
-    def run(self, batches: Sequence[tuple[Any, Part]], session: Averaging | None,
+    def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: Averaging | None,
             weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         """Yields a step's batches. All but the last accumulate without synchronising."""
         check_plan(session)  # each step, for plans change
@@ -100,23 +100,23 @@ def split(samples: int, cap: int) -> list[int]:
     return [samples // parts + (i < samples % parts) for i in range(parts)]
 
 
-def parts_of(
+def drawn_batches(
     step: int, own: list[T], nothing: list[T], *, whole: int, least: int, cap: int
-) -> Iterator[tuple[Part, list[T]]]:
+) -> Iterator[tuple[DrawnBatch, list[T]]]:
     """A worker's samples of a step as its batches. Where it has none the others still wait for it: `nothing` weighs nothing."""
     if not own:
-        yield Part(step, 0, 1, True, len(nothing), whole), nothing
+        yield DrawnBatch(step, 0, 1, True, len(nothing), whole), nothing
         return
     start, sizes = 0, split(len(own), cap)
     for i, samples in enumerate(sizes):
         # Where a batch is too small each sample comes equally often: the mean stays what it is.
         repeats = -(-least // samples)
-        part = Part(step, samples, repeats, i == len(sizes) - 1, samples * repeats, whole)
+        part = DrawnBatch(step, samples, repeats, i == len(sizes) - 1, samples * repeats, whole)
         yield part, own[start : start + samples] * repeats
         start += samples
 
 
-def _weight(batch: Any, part: Part, weigh: Callable[[Any], float] | None) -> float:
+def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) -> float:
     if part.samples == 0:
         return 0.0
     weight = float(part.samples) if weigh is None else float(weigh(batch)) / part.repeats

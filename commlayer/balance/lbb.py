@@ -1,9 +1,9 @@
-"""LBB as published (load balanced batching), to compare with: objective, thresholds, window and rounding, defects included.
+"""LBB (load balanced batching) as published, defects included: what Controller(mode="lbb") compares the default with.
 
-Kept because they are the paper's: max - min is minimised, not the maximum; the launch cost a0 stays that of the profile, so an
-added offset is read as slope; a fine-tuning step of 1 takes floor(1/2) = 0 from the slowest and gives ceil(1/2) = 1 to the
-fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for a window, whatever happens. Where it is silent
-(rounding, the solver, the length of the window) this follows the released code.
+Objective, thresholds, window and rounding are kept because they are the paper's: max - min is minimised, not the maximum; the
+launch cost a0 stays that of the profile, so an added offset is read as slope; a fine-tuning step of 1 takes floor(1/2) = 0 from
+the slowest and gives ceil(1/2) = 1 to the fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for a
+window, whatever happens. Where it is silent (rounding, the solver, the length of the window) this follows the released code.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def text_of(state: Record) -> str:
     return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
 
 
-class State(Record, frozen=True):
+class LedgerState(Record, frozen=True):
     """A ledger as a value."""
 
     length: int
@@ -106,12 +106,12 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {"ledger": text_of(State(self.length, self._left, self._open))}
+        return {"ledger": text_of(LedgerState(self.length, self._left, self._open))}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """The inverse of `state_dict`."""
-        kept = decode(str(state.get("ledger", "")).encode(), State, "state of a ledger")
+        kept = decode(str(state.get("ledger", "")).encode(), LedgerState, "state of a ledger")
         made = cls(kept.length)
         made._left, made._open = merged(kept.left), kept.open
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]

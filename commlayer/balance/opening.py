@@ -10,7 +10,7 @@ from commlayer.balance.events import Decision, Note, straggler_effect
 from commlayer.balance.fits import fit_cubic, fit_line, fit_piecewise
 from commlayer.balance.models import Cubic, Line, Piecewise, in_pieces_s
 from commlayer.balance.online import checked_time
-from commlayer.balance.profiling import Points, Profile
+from commlayer.balance.profiling import Points, WorkerProfile
 from commlayer.balance.solution import FREE, Communication, solve
 from commlayer.records import Record
 
@@ -29,8 +29,8 @@ class Opening(Record, frozen=True):
 
 
 def opening(
-    profiles: Sequence[Profile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1, exclude: bool = False,
-    communication: Communication = FREE, shares_of: SharesOf | None = None,
+    profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
+    exclude: bool = False, communication: Communication = FREE, shares_of: SharesOf | None = None,
 ) -> Opening:
     """Shares from `step` on, in place of `before`; `shares_of` is another way to them. ValueError: a worker has no room."""
     needed = 2 * minimum - 1  # so that a share above the cap can be cut into parts of the minimum

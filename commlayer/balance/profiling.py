@@ -34,7 +34,7 @@ def _no_limit() -> float:
     return math.inf
 
 
-class Profile(Record, frozen=True):
+class WorkerProfile(Record, frozen=True):
     """What a worker measured: points (batch, seconds) and the cap, 0 if not even the smallest batch fitted."""
 
     points: tuple[tuple[int, float], ...]
@@ -54,7 +54,7 @@ def ladder(total: int) -> list[int]:
 
 def profile(
     run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = _no_limit
-) -> Profile:
+) -> WorkerProfile:
     """Profiles batches 2, 4, 8, ... up to `total`; where time ends before memory does, nothing is known of memory's end."""
     points: list[tuple[int, float]] = []
     fits = 0
@@ -63,10 +63,10 @@ def profile(
             break
         time_s = _timed(run, batch, repeats, left_s)
         if time_s is None:
-            return Profile(tuple(points), int(_memory_end(run, fits, batch, left_s) * (1 - headroom)), True)
+            return WorkerProfile(tuple(points), int(_memory_end(run, fits, batch, left_s) * (1 - headroom)), True)
         points.append((batch, time_s))
         fits = batch
-    return Profile(tuple(points), total, False)
+    return WorkerProfile(tuple(points), total, False)
 
 
 def _timed(run: Run, batch: int, repeats: int, left_s: Left) -> float | None:

@@ -1,4 +1,4 @@
-"""LBB in a training job: its shares made such that a sampler can hand them out. Knows Lbb from outside, no clock, no network.
+"""What decides under Controller(mode="lbb"): LBB (lbb.py), its shares made such that a sampler can hand them out. Pure.
 
 What a job asks for and the paper does not keep: the sum is the batch (a surplus goes to and comes from the slowest, as its fine
 tuning intends), no share lies between 0 and the minimum, and an iteration counts only if the newest shares were in force in it,

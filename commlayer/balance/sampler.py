@@ -18,16 +18,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from commlayer.balance.course import KEEP_STEPS, Course
-from commlayer.balance.handout import Averaging, Handout, Part, parts_of, split
+from commlayer.balance.handout import Averaging, DrawnBatch, Handout, drawn_batches, split
 from commlayer.balance.ledger import Ledger, text_of
-from commlayer.balance.schedule import Announcement, Schedule, check_sizes, checked_shares, even_shares, scaled
+from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
 from commlayer.balance.shuffle import Permutation
 from commlayer.config import read_launch
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode
 
 
-class State(Record, frozen=True):
+class SamplerState(Record, frozen=True):
     """A sampler as a value: the same on all workers at the same step."""
 
     length: int
@@ -68,9 +68,9 @@ class Sampler:
         if self.length < batch:
             raise ValueError(f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
         self._made_with = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
-        self._schedule = Schedule(self._made_with)
+        self._schedule = SharesSchedule(self._made_with)
         self.epoch = 0
-        self._queue: deque[Part] = deque()
+        self._queue: deque[DrawnBatch] = deque()
         self._handout = Handout()
         self._begin(Ledger(self.length), 0)
 
@@ -157,7 +157,7 @@ class Sampler:
 
     def _pass(self, loader: Iterable[Any], session: Averaging | None, weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         self._queue.clear()
-        parts: list[tuple[Any, Part]] = []
+        parts: list[tuple[Any, DrawnBatch]] = []
         for batch in loader:
             if not self._queue:
                 raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
@@ -178,7 +178,7 @@ class Sampler:
             given = ahead.advance(self._trained.step - KEEP_STEPS)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
             whole = sum(stop - start for spans in given.values() for start, stop in spans)
-            for part, indices in parts_of(step, own, nothing, whole=whole, least=self.least, cap=self.cap):
+            for part, indices in drawn_batches(step, own, nothing, whole=whole, least=self.least, cap=self.cap):
                 self._queue.append(part)
                 yield indices
 
@@ -198,7 +198,7 @@ class Sampler:
         """Where training stands: plain values, the same on every worker after the same step."""
         self._account()
         ledger = self._trained.ledger.state_dict()
-        state = State(self.length, self.batch, self.seed, self.epoch, self.step, ledger, self._schedule.since(self.step),
+        state = SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, ledger, self._schedule.since(self.step),
                       self._world)
         return {"sampler": text_of(state)}
 
@@ -208,19 +208,19 @@ class Sampler:
         With another number of workers, who all do it, the shares are those that this sampler was made with: the saved ones
         name the old workers.
         """
-        kept = decode(str(state.get("sampler", "")).encode(), State, "state of a sampler")
+        kept = decode(str(state.get("sampler", "")).encode(), SamplerState, "state of a sampler")
         for name in ("length", "batch", "seed"):
             if getattr(kept, name) != getattr(self, name):
                 raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
         self.epoch = kept.epoch
         if self._other_workers(kept):
-            self._schedule = Schedule.anew(kept.schedule, kept.step, self._made_with)
+            self._schedule = SharesSchedule.anew(kept.schedule, kept.step, self._made_with)
         else:
-            self._schedule = Schedule.of(kept.schedule)
+            self._schedule = SharesSchedule.of(kept.schedule)
             self._world = self._world or kept.world
         self._begin(Ledger.from_state(kept.ledger), kept.step)
 
-    def _other_workers(self, kept: State) -> bool:
+    def _other_workers(self, kept: SamplerState) -> bool:
         """Whether the job has another number of them than it had, as far as is known."""
         if self._world and kept.world:
             return self._world != kept.world

@@ -65,7 +65,7 @@ def scaled(shares: Mapping[int, int], total: int) -> Shares:
     return dict(zip(workers, apportion([shares[worker] for worker in workers], total), strict=True))
 
 
-class Schedule:
+class SharesSchedule:
     """The announcements of a job, in the order of their steps."""
 
     def __init__(self, shares: Shares) -> None:
@@ -74,14 +74,14 @@ class Schedule:
         """Of the announcement that came last: the next one is for a later step."""
 
     @classmethod
-    def of(cls, announcements: Sequence[Announcement]) -> Schedule:
+    def of(cls, announcements: Sequence[Announcement]) -> SharesSchedule:
         """What `since` gave."""
         made = cls({})
         made._all, made.newest_step = list(announcements), announcements[-1].step or -1
         return made
 
     @classmethod
-    def anew(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> Schedule:
+    def anew(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> SharesSchedule:
         """These shares from `step` on, in place of what `since(step)` gave. What lost workers had goes out again."""
         lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
         made = cls.of([Announcement(step, shares, lost)])

@@ -30,14 +30,15 @@ def mix(x: Array) -> Array:
 class Permutation:
     """Position in the stream -> index of a sample."""
 
-    def __init__(self, length: int, seed: int, epoch: int) -> None:
+    def __init__(self, length: int, seed: int, epoch: int, *, longest_table: int = TABLE) -> None:
+        """Up to `longest_table` positions the order is kept in memory, above it is computed. The same on all members."""
         self.length = length
         key = mix(np.array([seed & MASK], dtype=np.uint64)) + np.uint64(epoch)
         ids = np.arange(1, ROUNDS + 1, dtype=np.uint64)
         self._keys = mix(mix(key) + ids * np.uint64(0x9E3779B97F4A7C15))
         self._half = np.uint64((max(length - 1, 1).bit_length() + 1) // 2)
         self._table: npt.NDArray[Any] | None = None
-        if length <= TABLE:
+        if length <= longest_table:
             self._table = np.argsort(mix(np.arange(length, dtype=np.uint64) + self._keys[0]), kind="stable")
 
     def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:

@@ -61,7 +61,7 @@ class Solution(Record, frozen=True):
         return tuple(i for i, share in enumerate(self.shares) if share)
 
 
-class Problem:
+class SharesProblem:
     """Checked models and bounds, and the price of a set, by place among those with room: the others have left already."""
 
     def __init__(
@@ -156,7 +156,7 @@ def solve(
 def _problem(
     models: Sequence[Given], total: int, caps: Sequence[int | None] | None, minimum: int, accumulate: Accumulate,
     communication: Communication, bounds: Mapping[int, int], keep: Sequence[int],
-) -> tuple[Problem, list[int]]:
+) -> tuple[SharesProblem, list[int]]:
     """The problem, and each worker's room for one micro-batch."""
     if not models:
         raise ValueError("shares: got no model, allowed is one for each worker, at least one")
@@ -202,4 +202,4 @@ def _problem(
     for i, high in zip(workers, most, strict=True):
         model: Line | Piecewise = as_model(models[i], room[i], f"model of worker {i}")
         made.append(accumulated(model, room[i]) if room[i] < high else model)
-    return Problem(made, workers, most, minimum, total, communication), room
+    return SharesProblem(made, workers, most, minimum, total, communication), room

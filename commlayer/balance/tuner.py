@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commlayer.balance.tuner_loss import LossModel, LossPoint, family
-from commlayer.balance.tuner_space import DENSE, EXACT, Settings, Space, spelled
-from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.balance.tuner_space import DENSE, EXACT, SearchSpace, Settings, spelled
+from commlayer.balance.tuner_store import Search, Store, TuningTrial
 
 if TYPE_CHECKING:
     from commlayer.balance.tuner_engine import Engine
@@ -25,7 +25,7 @@ STEEP = 50.0
 DENSE_FAILED = "the dense run failed, with which all others are compared"
 
 
-def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[Trial]:
+def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[TuningTrial]:
     """Runs trials until there are so many, those of an earlier call counted in; yields each new one."""
     if store.trials and store.trials[0].error:
         raise ValueError(f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
@@ -41,34 +41,34 @@ def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int
         yield trial
 
 
-def first(space: Space) -> Settings:
+def first(space: SearchSpace) -> Settings:
     """Dense and exact, at the middle of what else there is."""
     return space.plain({d.name: EXACT[d.name] if d.name in EXACT else d.at(0.5) for d in space.dimensions})
 
 
-def run(proxy: Proxy, settings: Settings) -> Trial:
+def run(proxy: Proxy, settings: Settings) -> TuningTrial:
     """One trial; settings under which the proxy breaks are bad settings, not the end."""
     try:
         found = proxy(spelled(settings))
         seconds, loss = float(found["seconds"]), float(found["loss"])
     except Exception as error:
-        return Trial(settings, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
+        return TuningTrial(settings, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
     if not (0 < seconds < math.inf and math.isfinite(loss)):
-        return Trial(settings, 0.0, 0.0, f"got {seconds} s and loss {loss}, allowed: finite numbers, seconds above 0")
-    return Trial(settings, seconds, loss)
+        return TuningTrial(settings, 0.0, 0.0, f"got {seconds} s and loss {loss}, allowed: finite numbers, seconds above 0")
+    return TuningTrial(settings, seconds, loss)
 
 
-def excess(trial: Trial, dense: Trial) -> float:
+def excess(trial: TuningTrial, dense: TuningTrial) -> float:
     """How much larger the loss is than dense training's, relative to it."""
     return (trial.loss - dense.loss) / max(abs(dense.loss), 1e-9)
 
 
-def price(trial: Trial, dense: Trial, budget: float) -> float:
+def price(trial: TuningTrial, dense: TuningTrial, budget: float) -> float:
     """What is minimised: the seconds, made longer where the loss is over the budget."""
     return trial.seconds * (1 + STEEP * max(0.0, excess(trial, dense) - budget))
 
 
-def score(trials: Sequence[Trial], budget: float) -> float:
+def score(trials: Sequence[TuningTrial], budget: float) -> float:
     """Of the last one, for an engine: the logarithm of its price; a failed one is as bad as the worst."""
     *others, last = trials
     if last.error:
@@ -76,13 +76,13 @@ def score(trials: Sequence[Trial], budget: float) -> float:
     return math.log(price(last, trials[0], budget))
 
 
-def best(trials: Sequence[Trial], budget: float) -> Trial:
+def best(trials: Sequence[TuningTrial], budget: float) -> TuningTrial:
     """The fastest within the budget; dense training always is."""
     within = [t for t in trials if not t.error and excess(t, trials[0]) <= budget]
     return min(within, key=lambda t: t.seconds)
 
 
-def loss_model(trials: Sequence[Trial]) -> LossModel:
+def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
     """What the trials say of codecs against dense training on the same batch or, where that was not tried, the first trial.
 
     Of those with local steps or staleness only what a dense one like them tells apart from these.
@@ -101,6 +101,6 @@ def loss_model(trials: Sequence[Trial]) -> LossModel:
     return LossModel(tuple(points))
 
 
-def _besides(trial: Trial) -> tuple[tuple[str, Any], ...]:
+def _besides(trial: TuningTrial) -> tuple[tuple[str, Any], ...]:
     """Its settings but for the codec."""
     return tuple(sorted((name, value) for name, value in trial.settings.items() if name not in ("codec", "ratio")))

@@ -1,7 +1,7 @@
 """What to try next: Bayesian optimisation with scikit-optimize's Gaussian process. Knows spaces; no proxies.
 
-Proposals come from the space itself, so that none means what was tried already (tuner_space.Space.plain). scikit-optimize loads
-with the first proposal that is not random.
+Proposals come from the space itself, so that none means what was tried already (SearchSpace.plain of tuner_space.py).
+scikit-optimize loads with the first proposal that is not random.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from commlayer.balance.tuner_space import Settings, Space
+from commlayer.balance.tuner_space import SearchSpace, Settings
 
 RANDOM_TRIALS = 8
 CANDIDATES = 1500
@@ -22,7 +22,7 @@ LENGTHS = (0.05, 10.0)
 class Engine:
     """A search under way: asked for settings, told what came of them; minimises."""
 
-    def __init__(self, space: Space, seed: int) -> None:
+    def __init__(self, space: SearchSpace, seed: int) -> None:
         self._space, self._seed = space, seed
         self._tried: list[Settings] = []
         self._values: list[float] = []

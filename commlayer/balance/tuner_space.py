@@ -40,7 +40,7 @@ class Dimension(Record, frozen=True):
         return float(f"{self.low * (self.high / self.low) ** u:.4g}")
 
 
-class Space(Record, frozen=True):
+class SearchSpace(Record, frozen=True):
     """All dimensions. `codec` is a choice of spellings in which {ratio} stands for the ratio."""
 
     dimensions: tuple[Dimension, ...]
@@ -83,7 +83,7 @@ EXACT: dict[str, Any] = {"codec": DENSE, "local_steps": 1, "stale": 0}
 
 def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float] = (0.001, 0.3),
                   batches: tuple[int, ...] = (64, 128, 256), local_steps: tuple[int, ...] = (1,),
-                  staleness: bool = False) -> Space:
+                  staleness: bool = False) -> SearchSpace:
     """Codec, ratio and batch; local steps and staleness where asked for, since neither is exact."""
     codec, batch = Dimension("codec", choices=(DENSE, *codecs)), Dimension("batch", choices=batches)
     dimensions = [codec, Dimension("ratio", *ratio), batch]
@@ -91,6 +91,6 @@ def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float
         dimensions.append(Dimension("local_steps", choices=tuple(sorted({EXACT["local_steps"], *local_steps}))))
     if staleness:
         dimensions.append(Dimension("stale", choices=(EXACT["stale"], 1)))
-    made = Space(tuple(dimensions))
+    made = SearchSpace(tuple(dimensions))
     made.check()
     return made

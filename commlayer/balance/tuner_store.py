@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from commlayer.balance.tuner_space import Space
+from commlayer.balance.tuner_space import SearchSpace
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode, encode
 
@@ -14,13 +14,13 @@ class Search(Record, frozen=True):
     """What a store's trials belong to."""
 
     task: str
-    space: Space
+    space: SearchSpace
     budget: float
     """Relative excess of the loss that is allowed, 0.005 for half a per cent."""
     seed: int = 0
 
 
-class Trial(Record, frozen=True):
+class TuningTrial(Record, frozen=True):
     """One proxy run. A failed one has its reason in `error` and figures that do not count."""
 
     settings: dict[str, Any]
@@ -34,7 +34,7 @@ class Store:
     """An append-only file. A last line that a crash cut short is dropped."""
 
     def __init__(self, path: Path, search: Search) -> None:
-        self.path, self.trials = path, list[Trial]()
+        self.path, self.trials = path, list[TuningTrial]()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
         if not whole:
@@ -44,11 +44,11 @@ class Store:
         if kept != search:
             name = next(f for f in Search.__struct_fields__ if getattr(kept, f) != getattr(search, f))
             raise RecordError(f"{path} holds trials of another search (its {name} differs): give another --store, or delete it")
-        self.trials = [decode(line, Trial, f"{path}: line {i}") for i, line in enumerate(whole[1:], 2)]
+        self.trials = [decode(line, TuningTrial, f"{path}: line {i}") for i, line in enumerate(whole[1:], 2)]
         if len(whole) < len(lines):
             path.write_bytes(b"".join(whole))
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: TuningTrial) -> None:
         """On disk when it returns."""
         with self.path.open("ab") as file:
             file.write(encode(trial) + b"\n")

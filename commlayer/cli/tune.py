@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from commlayer.balance import tuner, tuner_loss
-from commlayer.balance.tuner_space import CODECS, Settings, Space, default_space, spelled
-from commlayer.balance.tuner_store import Search, Store, Trial
+from commlayer.balance.tuner_space import CODECS, SearchSpace, Settings, default_space, spelled
+from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.cli.loading import function_of
 
 BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
@@ -52,7 +52,9 @@ def tune(
     _tell(kept, asked, out)
 
 
-def read_space(codecs: tuple[str, ...], ratio: str, batch: str, local_steps: str = "1", *, staleness: bool = False) -> Space:
+def read_space(
+    codecs: tuple[str, ...], ratio: str, batch: str, local_steps: str = "1", *, staleness: bool = False,
+) -> SearchSpace:
     """What the options ask for, checked; a ValueError names the option."""
     try:
         low, high = (float(part) for part in ratio.split(":"))
@@ -85,7 +87,7 @@ def load(task: str) -> tuner.Proxy:
     return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
 
 
-def _show(running: Iterator[Trial], kept: Store, asked: Search, trials: int) -> None:
+def _show(running: Iterator[TuningTrial], kept: Store, asked: Search, trials: int) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -101,7 +103,7 @@ def _show(running: Iterator[Trial], kept: Store, asked: Search, trials: int) -> 
             bar.update(row, completed=len(kept.trials), description=f"best {found.seconds:.3g} s")
 
 
-def line(number: int, trial: Trial, dense: Trial) -> str:
+def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
     """One trial, for a person."""
     settings = spelled(trial.settings)
     what = f"{number:3}  batch {settings['batch']:<5} {settings['codec'] + inexact(settings):44}"

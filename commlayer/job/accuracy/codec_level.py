@@ -29,7 +29,7 @@ SMOOTH = 0.3
 """Weight of the newest residual in its running mean."""
 
 
-class Limits(Record, frozen=True):
+class AccuracyLimits(Record, frozen=True):
     """What the user bears. Bounds that are 0 follow from the budget, as measured in training (docs/tuning.md)."""
 
     budget: float = 0.05
@@ -45,7 +45,7 @@ class Limits(Record, frozen=True):
     @property
     def least_cosine(self) -> float:
         """
-        >>> Limits(budget=0.005).least_cosine, Limits(budget=0.05).least_cosine
+        >>> AccuracyLimits(budget=0.005).least_cosine, AccuracyLimits(budget=0.05).least_cosine
         (0.883, 0.183)
         """
         return self.cosine or min(0.95, max(0.05, round(0.57 - 0.7 * math.log10(self.budget / 0.014), 3)))
@@ -54,7 +54,7 @@ class Limits(Record, frozen=True):
     def most_residual(self) -> float:
         """What is kept back lags: each gradient of it cost some 1.25 % of the loss.
 
-        >>> Limits(budget=0.05).most_residual
+        >>> AccuracyLimits(budget=0.05).most_residual
         4.0
         """
         return self.residual or self.budget / 0.0125
@@ -80,7 +80,7 @@ class LevelState(Record, frozen=True):
 
     level: float
     floor: float
-    limits: Limits
+    limits: AccuracyLimits
     complained: bool = False
     """Whether the floor has ever been raised: then it is what training showed, not what a job happened to begin with."""
     calm: int = 0
@@ -97,8 +97,8 @@ class LevelState(Record, frozen=True):
     draining: bool = False
 
 
-def begin(level: float, limits: Limits | None = None) -> LevelState:
-    limits = limits or Limits()
+def begin(level: float, limits: AccuracyLimits | None = None) -> LevelState:
+    limits = limits or AccuracyLimits()
     if not 0 < limits.lowest <= level <= limits.highest <= 1:
         raise ValueError(f"level {level:g}: allowed is {limits.lowest:g} to {limits.highest:g}, within 0 to 1")
     return LevelState(level, level, limits)

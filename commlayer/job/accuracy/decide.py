@@ -15,7 +15,7 @@ from statistics import fmean, median
 from msgspec import structs
 
 from commlayer.job.accuracy import codec_level
-from commlayer.job.accuracy.codec_level import Limits
+from commlayer.job.accuracy.codec_level import AccuracyLimits
 from commlayer.job.accuracy.comparison_cost import TIME_PART, steps_between, steps_until_paid
 from commlayer.job.accuracy.loss_trend import LossRise
 from commlayer.job.accuracy.state import (
@@ -44,7 +44,7 @@ EQUAL = 0.99
 """Ratios are spelled with three digits: a level above this part of another counts as the same (as runtime/codec_floor.py)."""
 
 
-def begin(limits: Limits, plan: PlanLevels, *, losses_measured: bool = False) -> AccuracyState:
+def begin(limits: AccuracyLimits, plan: PlanLevels, *, losses_measured: bool = False) -> AccuracyState:
     """Before the first step. No plan is ever made coarser than the one that a job begins with, nor than `limits.lowest`."""
     lowest = min(limits.lowest, plan.level)
     return AccuracyState(codec_level.begin(plan.level, structs.replace(limits, lowest=lowest)), plan, losses_measured)

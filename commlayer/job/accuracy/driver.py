@@ -14,7 +14,7 @@ import torch
 from commlayer.config import Config
 from commlayer.errors import CommError
 from commlayer.job.accuracy import decide
-from commlayer.job.accuracy.codec_level import Limits
+from commlayer.job.accuracy.codec_level import AccuracyLimits
 from commlayer.job.accuracy.own_measurements import OwnMeasurements
 from commlayer.job.accuracy.state import Action, BoundPlanner, ChangeCodecs, CodecChange, GradientError, PlanLevels, Tell
 from commlayer.job.start import Connection, switch
@@ -34,13 +34,13 @@ def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
         return None
     if config.guard == "off" or (config.guard == "auto" and not (config.max_loss or config.loss)):
         return None
-    return AccuracyGuard(connection, Limits(budget=connection.max_loss), config.guard, config.deadline_s)
+    return AccuracyGuard(connection, AccuracyLimits(budget=connection.max_loss), config.guard, config.deadline_s)
 
 
 class AccuracyGuard:
     """Every rank calls `look` when a step's exchange is over and `after_step` when it is committed."""
 
-    def __init__(self, connection: Connection, limits: Limits, mode: str = "act", deadline_s: float = 600.0) -> None:
+    def __init__(self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0) -> None:
         self._connection, self._mode, self._deadline_s = connection, mode, deadline_s
         self._steps = 0
         self._own = OwnMeasurements(time.perf_counter())

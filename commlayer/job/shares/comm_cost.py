@@ -1,4 +1,4 @@
-"""What a plan's communication adds to computing, for the balancer: the planner's simulator asked. Knows both, runs nothing."""
+"""What a plan's communication adds to computing, as the planner's simulator says, for the balancer. Measures nothing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import nn
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
 from commlayer.balance.handout import check_plan
-from commlayer.balance.profiling import LIMIT_S, Profile
+from commlayer.balance.profiling import LIMIT_S, WorkerProfile
 from commlayer.balance.solution import FREE
 from commlayer.errors import CommError
 from commlayer.job.shares import decide
@@ -88,7 +88,7 @@ class Controller:
 
     def profile(
         self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = LIMIT_S,
-    ) -> list[Profile]:
+    ) -> list[WorkerProfile]:
         """Measures batches in powers of two until memory ends, on all ranks at once, and sets the first shares and the caps.
 
         Before the first step that is followed; all ranks call it together. `loss_of(model, batch)`: a batch's loss, of the

@@ -16,7 +16,7 @@ from torch import nn
 
 from commlayer.balance import Communication, Policy, Sampler
 from commlayer.balance.opening import Opening, SharesOf, opening
-from commlayer.balance.profiling import Profile, ladder, profile
+from commlayer.balance.profiling import WorkerProfile, ladder, profile
 from commlayer.config import read_launch
 from commlayer.errors import CommError
 from commlayer.measure.batch_trials import LossOf, Trial, batches_of
@@ -33,19 +33,19 @@ FINISHED, BROKE_OFF = 1.0, 0.0
 def together(
     session: Session, sampler: Sampler, policy: Policy, communication: Communication, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
-) -> tuple[list[Profile], Opening]:
+) -> tuple[list[WorkerProfile], Opening]:
     """Every rank's profile, and what follows; the sampler has its cap and the shares. `shares_of`: another way to them."""
     if not limit_s > 0:
         raise ValueError(f"limit_s: got {limit_s}, allowed: more than 0 seconds")
     trial = Trial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
 
-    def run() -> Profile:
+    def run() -> WorkerProfile:
         end, most = time.monotonic() + limit_s, min(sampler.batch, sampler.cap or sampler.batch)
         try:
             with session.no_sync(), trial.untouched(begun=session.stats().get("steps", 0) > 0):
                 found = profile(trial, most, left_s=lambda: end - time.monotonic())
         except MemoryError:
-            return Profile((), 0, True)
+            return WorkerProfile((), 0, True)
         return structs.replace(found, ended=found.ended or most < sampler.batch)  # a cap that was given is memory's end
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -68,7 +68,9 @@ def _members(session: Session) -> Members:
     return Members() if groups is None else groups.members
 
 
-def _exchanged(rows: Rows, run: Callable[[], Profile], session: Session, sampler: Sampler) -> tuple[list[Profile], int]:
+def _exchanged(
+    rows: Rows, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
+) -> tuple[list[WorkerProfile], int]:
     """All profiles, and the first step that is free on all ranks. A rank whose model raised says so before it ends."""
     rungs = ladder(sampler.batch)
     try:
@@ -91,7 +93,7 @@ def _exchanged(rows: Rows, run: Callable[[], Profile], session: Session, sampler
         if not finished:
             raise CommError("its profile broke off, the error is in its own output", peer=peer_name(rank))
         points = tuple((rung, time_s) for rung, time_s in zip(rungs, seconds, strict=True) if time_s)
-        found.append(Profile(points, int(cap), bool(ended)))
+        found.append(WorkerProfile(points, int(cap), bool(ended)))
     return found, max(int(row[3]) for row in told)
 
 
