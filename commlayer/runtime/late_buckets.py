@@ -1,49 +1,65 @@
-"""The stale buckets of one worker together: what a step and the caller do with their late results. Knows flows; no peers."""
+"""The late results of one worker together: what a step and the caller do with them. Knows buckets; no routes, no peers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from commlayer.compressors.debts import Debt
-from commlayer.runtime.flow import Flow
+from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.late_result import LateResult
 
-Factor = Callable[[Flow, float], float | torch.Tensor]
-"""From a flow's sum and its weight to what makes the sum an average."""
+Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
+"""From a bucket's sum and its weight to what makes the sum an average."""
 
 
 class LateBuckets:
     """Of none it does nothing."""
 
-    def __init__(self, flows: Sequence[Flow]) -> None:
-        self._held = [(f, f.held) for f in flows if f.held is not None]
+    def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.late]
+        self.results = {bucket.id: LateResult(bucket) for bucket in self._buckets}
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self.results)
 
     def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
-        """Writes what is held into the tensors' gradients. Whether all of it is finite."""
+        """Writes what is kept into the tensors' gradients. Whether all of it is finite."""
         finite = True
-        for flow, held in self._held:
-            by = factor(flow, held.weight) if held.full else 0.0
-            finite = held.commit(by, [into[s.tensor] for s in flow.bucket.slices]) and finite
+        for bucket in self._buckets:
+            result = self.results[bucket.id]
+            by = factor(bucket, result.weight) if result.full else 0.0
+            finite = result.commit(by, [into[s.tensor] for s in bucket.slices]) and finite
         return finite
 
-    def settle(self, *, applied: bool) -> None:
-        """After a commit: whether the step was one for the optimizer."""
-        for _, held in self._held:
-            held.settle(applied=applied)
+    def judge(self, *, finite: bool) -> None:
+        """A step is over: whether it was one for the optimizer."""
+        for result in self.results.values():
+            result.judge(finite=finite)
+            result.settle(applied=finite)
 
-    def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> Flow | None:
-        """Until no exchange is under way; the first flow whose result did not come."""
-        return next((flow for flow, held in self._held if not held.wait(deadline, failed)), None)
+    def settle(self, *, applied: bool) -> None:
+        """What was kept has been written without a step: whether it counts as applied."""
+        for result in self.results.values():
+            result.settle(applied=applied)
 
     def take(self) -> None:
-        """What has come is held."""
-        for _, held in self._held:
-            held.take()
+        """What has come is kept."""
+        for result in self.results.values():
+            result.take()
 
-    def debts(self, weight: float, members: int) -> list[tuple[Flow, Debt]]:
-        """What is held, as debts of a worker of that weight."""
-        return [(flow, debt) for flow, held in self._held for debt in held.debts(weight, members)]
+    def debts(self, weight: float, members: int) -> list[tuple[WorkerBucket, Debt]]:
+        """What is kept, as debts of a worker of that weight."""
+        return [(bucket, debt) for bucket in self._buckets for debt in self.results[bucket.id].debts(weight, members)]
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint, with nothing under way."""
+        return {f"late.{number}.{name}": tensor
+                for number, result in self.results.items() for name, tensor in result.snapshot().items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The reverse. A result that is not there is as before the first step."""
+        for number, result in self.results.items():
+            start = f"late.{number}."
+            result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})

@@ -1,4 +1,4 @@
-"""Tensors that are written by element ranges, whatever their strides. Knows nothing of flows."""
+"""Tensors that are written by element ranges, whatever their strides. Knows nothing of buckets."""
 
 from __future__ import annotations
 
