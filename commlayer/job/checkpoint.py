@@ -38,7 +38,7 @@ def worker_state(connection: Connection) -> dict[str, Any]:
     tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
     tensors |= {f"carry.{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
     tensors |= worker.late.snapshot()
-    tensors |= shared_buffers.snapshot(worker.buckets)
+    tensors |= shared_buffers.snapshot(worker.shared_buffers)
     tensors |= {} if connection.local is None else connection.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
@@ -65,7 +65,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
         bucket.forget()
         bucket.carry = state["tensors"].get(f"carry.{bucket.id}")
     worker.late.restore(state["tensors"])
-    shared_buffers.restore(worker.buckets, state["tensors"])
+    shared_buffers.restore(worker.shared_buffers, state["tensors"])
     if connection.local is not None:
         connection.local.restore(state["tensors"])
     worker.step = int(state["step"])

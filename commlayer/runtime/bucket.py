@@ -18,9 +18,8 @@ from commlayer.compressors.debts import Debt, cut_of, owed, spread
 from commlayer.compressors.feedback import add_where, in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
-from commlayer.runtime.agreed_values import AgreedValues
-from commlayer.runtime.host_memory import aligned
-from commlayer.runtime.layout import Layout
+from commlayer.runtime.layout import Layout, aligned
+from commlayer.runtime.shared_buffers import SharedBuffers
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
@@ -49,7 +48,7 @@ class WorkerBucket:
         self.planned, self.codec, self.order = planned, codec, order
         self.id, self.slices, self.owner, self.server = planned.id, planned.slices, planned.owner, planned.server
         self.late = planned.stale
-        """Whether its result is used a step late: see late_result.py."""
+        """Whether its result is used a step late: see late_results.py."""
         self.served = planned.path == "service"
         """Whether a server sums it. Then weight and used slices come in the header of its frame, else in the tail."""
         self.dense = planned.path == "allreduce"
@@ -85,7 +84,7 @@ class WorkerBucket:
         self.y = self.all_y[: self.numel]
         self.tail_y = self.all_y[self.numel :]
         self.views, self.views_y = self.layout.views(self.x), self.layout.views(self.y)
-        self.agreed = AgreedValues(self.x, self.layout) if self.buffer else None
+        self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
             self.state = codec.init(self.spec)
             seed(self.state, job.digest(), planned.id, rank)

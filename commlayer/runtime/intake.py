@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
 from commlayer.records import Job
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.collective_order import CollectiveOrder
 from commlayer.runtime.model_job import check_dense
 from commlayer.runtime.routes.table import Routes
 from commlayer.runtime.staging import Staging
@@ -102,3 +102,30 @@ class Intake:
 
     def _begin(self, bucket: WorkerBucket) -> None:
         self._routes.of[bucket.id].begin(bucket)
+
+
+class CollectiveOrder:
+    """`ready(bucket)` calls `begin` on buckets strictly in the order given.
+
+    All ranks must call collectives in one order. Ready order differs between ranks (an unused parameter, another branch), so a
+    bucket waits until those before it in the plan are ready. Whoever makes a bucket ready begins it and those that waited for
+    it: the order is what matters, not the thread, and handing over to a thread would cost more than the call.
+    """
+
+    def __init__(self, buckets: Sequence[WorkerBucket], begin: Callable[[WorkerBucket], None]) -> None:
+        self._buckets, self._begin = buckets, begin
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a step."""
+        self._next = 0
+        self._ready: set[int] = set()
+
+    def ready(self, bucket: WorkerBucket) -> None:
+        with self._lock:
+            self._ready.add(bucket.id)
+            while self._next < len(self._buckets) and self._buckets[self._next].id in self._ready:
+                following = self._buckets[self._next]
+                self._next += 1
+                self._begin(following)

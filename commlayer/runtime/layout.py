@@ -1,12 +1,15 @@
-"""Where the slices of one bucket lie in flat memory, in the shapes of their tensors. Knows positions; no codecs, no values."""
+"""How buckets lie in memory: slices in the shapes of tensors, cut tensors, boundaries that codecs want. Knows no codec."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from commlayer.records import Bucket, Job
+
+ALIGN = 64
 
 
 class Layout:
@@ -41,3 +44,22 @@ class Layout:
 def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
     info = job.tensors[tensor]
     return info.shape if (start, stop) == (0, info.numel) else (stop - start,)
+
+
+def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Room for `lead` bytes and then so many, those on a 64-byte boundary."""
+    raw = torch.empty(ALIGN + lead + nbytes + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+    skip = -(raw.data_ptr() + lead) % ALIGN
+    return raw[skip : skip + lead + nbytes]
+
+
+@contextlib.contextmanager
+def whole(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
+    """The targets, with contiguous zeros in place of those that are cut and have no element ranges; copied back at the end."""
+    made = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
+            if target is not None and cut(t) and not target.is_contiguous()}
+    yield [made.get(t, target) for t, target in enumerate(targets)]
+    for t, copy in made.items():
+        target = targets[t]
+        assert target is not None
+        target.detach().copy_(copy)

@@ -18,7 +18,7 @@ def hand_over(before: Worker, after: Worker) -> None:
     """`after` goes on where `before` stopped, and owes what that owed."""
     after.step = before.step
     after.units.take(before.units)
-    pass_on(before.buckets, after.buckets)
+    pass_on(before.shared_buffers, after.shared_buffers)
     owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
     owing += before.late.debts(before.weight, before.units.members)
     debts = [Debt(d.tensor, d.start, d.values / after.units.rate_of(bucket)) for bucket, d in owing]

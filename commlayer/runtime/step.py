@@ -5,12 +5,30 @@ The worker moves it on. A route reads it, counts what it does, reports the first
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
 from commlayer.observe import Recorder
-from commlayer.runtime.counters import Counters
 from commlayer.runtime.units import Units
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a worker counts about itself: sums since the start, read by session.stats(). One thread writes each field."""
+
+    steps: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    exposed_s: float = 0.0
+    """Time that the training thread waited for communication after backward was over."""
+    guard_s: float = 0.0
+    """Time that it spent on comparing with exact gradients."""
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
 
 
 class Step:

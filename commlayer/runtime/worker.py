@@ -20,18 +20,17 @@ from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
 from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.counters import Counters
 from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.ended import Ended
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded import Forwarded
 from commlayer.runtime.intake import Intake
-from commlayer.runtime.late_buckets import LateBuckets
+from commlayer.runtime.late_results import LateResults
+from commlayer.runtime.layout import whole
 from commlayer.runtime.routes.table import routes_of
 from commlayer.runtime.staging import Staging
-from commlayer.runtime.step import Step
+from commlayer.runtime.step import Counters, Step
 from commlayer.runtime.stopwatch import Stopwatch
-from commlayer.runtime.strided import whole
 from commlayer.runtime.unapplied import Unapplied
 from commlayer.runtime.units import Units
 from commlayer.transport.groups import Groups
@@ -70,11 +69,12 @@ class Worker(Unapplied):
         ]
         self.tracked = any(bucket.in_means for bucket in self.buckets)
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
+        self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
-        self.late = LateBuckets(self.buckets)
+        self.late = LateResults(self.buckets)
         staging = Staging(device)
         self._routes = routes_of(
-            self.buckets, plan, codecs, self.now, staging, self.late.results, transport, groups, recycle)
+            self.buckets, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
         self.stalled = self._routes.stalled
         self._intake = Intake(job, self.buckets, self._routes, staging, self.now, self._open)
         self._by_tensor = self._intake.by_tensor
@@ -182,7 +182,7 @@ class Worker(Unapplied):
     def used(self) -> list[bool]:
         """After `finish`: which tensors any worker had a gradient for."""
         used = {bucket.id: bucket.used for bucket in self._in_time}
-        used |= {number: result.used for number, result in self.late.results.items()}
+        used |= {number: result.used for number, result in self.late.of.items()}
         return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._by_tensor]
 
     def drain(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.late_result import LateResult
+from commlayer.runtime.late_results import LateResult
 from commlayer.runtime.routes.server_exchange import ServerExchange
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from commlayer.compressors.codec import Codec
 from commlayer.records import Plan
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.late_result import LateResult
+from commlayer.runtime.late_results import LateResult
 from commlayer.runtime.routes.allreduce import AllReduce
 from commlayer.runtime.routes.late import Late
 from commlayer.runtime.routes.node_sum import NodeSum

@@ -1,4 +1,4 @@
-"""A late bucket's results, from their arrival to the step that uses them. Knows one bucket; no peers, no optimizer.
+"""Results that are used a step late, from their arrival to the step that uses them. Knows buckets; no peers, no optimizer.
 
 The plan marks such a bucket `stale`. Its exchange of step t runs on behind that step. Its result lies in the bucket's y until
 the bucket is pushed again, moves here then, and is written with the averages of step t + 1. So a bucket has one exchange under
@@ -24,6 +24,9 @@ from commlayer.runtime.bucket import WorkerBucket
 NAN = float("nan")
 LOOK_S = 0.1
 """Between two looks whether the wait for a result has become useless."""
+
+Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
+"""From a bucket's sum and its weight to what makes the sum an average."""
 
 
 class LateResult:
@@ -171,3 +174,54 @@ class LateResult:
             self.x.copy_(tensors["x"])
             self.weight = float(tensors["weight"])
             self._slices = sum(1 << i for i, flag in enumerate(tensors["used"].tolist()) if flag)
+
+
+class LateResults:
+    """Of all late buckets of one worker: what a step and the caller do with them. Of none it does nothing."""
+
+    def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.late]
+        self.of = {bucket.id: LateResult(bucket) for bucket in self._buckets}
+
+    def __bool__(self) -> bool:
+        return bool(self.of)
+
+    def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
+        """Writes what is kept into the tensors' gradients. Whether all of it is finite."""
+        finite = True
+        for bucket in self._buckets:
+            result = self.of[bucket.id]
+            by = factor(bucket, result.weight) if result.full else 0.0
+            finite = result.commit(by, [into[s.tensor] for s in bucket.slices]) and finite
+        return finite
+
+    def judge(self, *, finite: bool) -> None:
+        """A step is over: whether it was one for the optimizer."""
+        for result in self.of.values():
+            result.judge(finite=finite)
+            result.settle(applied=finite)
+
+    def settle(self, *, applied: bool) -> None:
+        """What was kept has been written without a step: whether it counts as applied."""
+        for result in self.of.values():
+            result.settle(applied=applied)
+
+    def take(self) -> None:
+        """What has come is kept."""
+        for result in self.of.values():
+            result.take()
+
+    def debts(self, weight: float, members: int) -> list[tuple[WorkerBucket, Debt]]:
+        """What is kept, as debts of a worker of that weight."""
+        return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(weight, members)]
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint, with nothing under way."""
+        return {f"late.{number}.{name}": tensor
+                for number, result in self.of.items() for name, tensor in result.snapshot().items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The reverse. A result that is not there is as before the first step."""
+        for number, result in self.of.items():
+            start = f"late.{number}."
+            result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})
