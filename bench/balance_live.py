@@ -14,7 +14,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from bench.baselines import ROOT, launch_hosts
-from bench.lab import Lab, LabUnavailable, sound
+from bench.lab import Lab, LabUnavailable, check, sound
 from bench.report import Result
 from commlayer.balance import Line, solve
 
@@ -48,7 +48,7 @@ def _against_lbb(
 ) -> None:
     times: dict[str, float] = {}
     with Lab(hosts=len(lines), up_bps=LINK_BPS, down_bps=LINK_BPS, delay_s=ONE_WAY_S) as lab:
-        check = lab.check()
+        checked = check(lab)
         for name, mode in MODES.items():
             before = lab.counters()
             told = launch_hosts(lab, len(lines), _worker("--mode", mode, "--steps", steps), deadline_s=200)
@@ -56,7 +56,7 @@ def _against_lbb(
             times[mode] = median(_iterations(told)[WARM:])
             rows.append({
                 "scenario": f"real processes, {LINK_BPS / 1e6:.0f} Mb/s", "mode": name, "iteration_ms": times[mode] * 1e3,
-                "moves": _moves(told), "final": _final(told), "void": not (check.passed and sound(before, after)),
+                "moves": _moves(told), "final": _final(told), "void": not (checked.passed and sound(before, after)),
             })
     lbb, fp16, topk = times.values()
     exposed_s = lbb - _best_s(lines, total)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.baselines import launch_hosts, median_step_s, worker
-from bench.lab import Lab, sound
+from bench.lab import Lab, check, sound
 from bench.report import Result
 
 LINKS = {"100 Mb/s, 30 ms": (100e6, 0.015), "10 Mb/s, 80 ms": (10e6, 0.040)}
@@ -31,11 +31,11 @@ def run(quick: bool) -> Result:
     for link, (bps, delay_s) in LINKS.items():
         for hosts in HOSTS[:1] if quick else HOSTS:
             with Lab(hosts=hosts, up_bps=bps, down_bps=bps, delay_s=delay_s) as lab:
-                check = lab.check()
+                passed = check(lab).passed
                 for model in (MODEL, "mlp")[: 1 if quick else 2]:
-                    fp16_s = _row(rows, lab, check.passed, hosts, link, model, "DDP fp16 hook", "", "ddp_fp16")
+                    fp16_s = _row(rows, lab, passed, hosts, link, model, "DDP fp16 hook", "", "ddp_fp16")
                     for codec in CODECS:
-                        times = {way: _row(rows, lab, check.passed, hosts, link, model, way, codec, mode.format(codec), fp16_s)
+                        times = {way: _row(rows, lab, passed, hosts, link, model, way, codec, mode.format(codec), fp16_s)
                                  for way, mode in WAYS.items()}
                         staged = min(times[way] for way in WAYS if way != "servers")
                         best[f"{link}, {hosts} hosts, {model}, {codec}"] = times["servers"] / staged

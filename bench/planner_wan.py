@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bench import Unmeasurable
 from bench.baselines import launch_hosts, median_step_s, worker
-from bench.lab import Lab, sound
+from bench.lab import Lab, check, sound
 
 HOSTS = 4
 ONE_WAY_S = 0.015
@@ -42,7 +42,7 @@ def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
     slower: list[float] = []
     for net in NETS[1:2] if quick else NETS:
         with Lab(hosts=HOSTS, up_bps=net.up_bps, down_bps=net.down_bps, delay_s=ONE_WAY_S) as lab:
-            lab.check()
+            check(lab)
             for model in MODELS[:1] if quick else MODELS:
                 for codec in CODECS[:2] if quick else CODECS:
                     row = _priced(lab, net, model, codec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.baselines import launch_hosts, median_step_s, worker
-from bench.lab import Lab, sound
+from bench.lab import Lab, check, sound
 from bench.report import Result
 
 HOSTS = 4
@@ -27,7 +27,7 @@ def run(quick: bool) -> Result:
         if quick and name == "1g":
             continue
         with Lab(hosts=HOSTS, up_bps=bps, down_bps=bps, delay_s=ONE_WAY_S) as lab:
-            check = lab.check()
+            checked = check(lab)
             times = {}
             for label, mode in MODES.items():
                 steps = STEPS[name] if mode != TOPK else max(30, STEPS[name])
@@ -38,7 +38,7 @@ def run(quick: bool) -> Result:
                 rows.append({
                     "link": name, "what": label, "step_ms": times[mode] * 1e3,
                     "x_vs_ddp_fp32": times["ddp_fp32"] / times[mode], "sent_mb": most_sent(before, after) / 1e6,
-                    "steps": steps + 2, "void": not (check.passed and sound(before, after)), "congestion": lab.congestion,
+                    "steps": steps + 2, "void": not (checked.passed and sound(before, after)), "congestion": lab.congestion,
                 })
             rows.append({"link": name, "what": "bound: ring all-reduce fp32", "step_ms": ring_s(told[0]["nbytes"], bps) * 1e3})
             summary[f"step_x_vs_ddp_fp32_{name}"] = times["ddp_fp32"] / times[TOPK]

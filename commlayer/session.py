@@ -221,7 +221,7 @@ class _ModuleDriver:
         if connection.worker is not None:
             self._attached = AttachedModel(model, parameters_of(model), optimizer)
             connection.beside.append(self._attached.remove)
-            agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
+            agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             refuse_ddp_around(model)
             # Compiled modules pass attributes on to the one that they are made from.

@@ -22,6 +22,7 @@ from native_kit import bits, core
 
 from commlayer.compressors import device, reference
 from commlayer.compressors.device import launch
+from commlayer.compressors.device.kernel_call import Argument, Launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = ROOT / "tests" / "cuda_shim"
@@ -76,7 +77,7 @@ class Shim:
         self.library = ctypes.CDLL(str(library))
         self.seed, self.resident = seed, resident
 
-    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[launch.Argument]) -> None:
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
         call = getattr(self.library, f"shim_{kernel}")
         call.restype = ctypes.c_char_p
         slots = [_slot(arg) for arg in args]
@@ -88,7 +89,7 @@ class Shim:
             raise RuntimeError(f"{family}/{kernel}: {error.decode()}")
 
 
-def _slot(arg: launch.Argument) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_double:
+def _slot(arg: Argument) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_double:
     if isinstance(arg, float):
         return ctypes.c_double(arg)
     if isinstance(arg, int):
@@ -99,10 +100,10 @@ def _slot(arg: launch.Argument) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.
 class Recorder:
     """Hands on to a launcher and keeps the names of the kernels."""
 
-    def __init__(self, inner: launch.Launcher) -> None:
+    def __init__(self, inner: Launcher) -> None:
         self.inner, self.launched = inner, list[str]()
 
-    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[launch.Argument]) -> None:
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
         self.launched.append(kernel)
         self.inner.launch(family, kernel, grid, threads, args)
 
@@ -114,7 +115,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @contextlib.contextmanager
 def running(seed: int = 0, resident: int = 3) -> Iterator[Recorder]:
     """Within it tensors on DEVICE are coded by the kernels in cuda/."""
-    inner: launch.Launcher
+    inner: Launcher
     if DEVICE.type == "cuda":
         inner = launch.launcher(DEVICE)
     elif COMPILER is None:

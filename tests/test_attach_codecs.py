@@ -121,7 +121,7 @@ def pass_on(run: Run) -> dict[str, Any]:
         scaler.update()
         scales.append(scaler.get_scale())
     worker = run.sessions[0]._driver.connection.worker
-    residuals = {flow.bucket.id: flow.state["residual"].clone() for flow in worker.coded}
+    residuals = {bucket.id: bucket.state["residual"].clone() for bucket in worker.coded}
     return {"applied": [-p.detach() for p in model.parts], "scales": scales, "residuals": residuals, "undone": worker.undone(),
             "buckets": {b.id: [(s.tensor, s.start, s.stop) for s in b.slices] for b in worker.plan.buckets}}
 

@@ -44,7 +44,7 @@ class DeviceRig(Rig):
 
 def train(codec: str, *, on_device: bool) -> list[list[list[torch.Tensor]]]:
     with DeviceRig(codec, on_device=on_device) as rig:
-        assert all(flow.on_device == on_device for worker in rig.workers for flow in worker.coded)
+        assert all(bucket.on_device == on_device for worker in rig.workers for bucket in worker.coded)
 
         def body(rank: int) -> list[list[torch.Tensor]]:
             averages = []

@@ -170,15 +170,15 @@ def look_closely(run: Run, codec: str) -> dict[str, Any]:
     def decoded(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         found = locally(worker, of, mine, groups, deadline_s)
         if run.setting is not None and run.setting.ranks_per_node == 1:
-            flow = of.flow
-            payloads.append((found.fidelity(), measure(flow.codec, mine, flow.state["_sent"], flow.state)))
+            bucket = of.bucket
+            payloads.append((found.fidelity(), measure(bucket.codec, mine, bucket.state["_sent"], bucket.state)))
         return found
 
     def watched(of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         own = mine.clone()
         found = real(of, mine, groups, deadline_s)
-        seen.append({"slices": of.flow.bucket.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
-                     "back": of.flow.y[of.start : of.stop].clone(), "dots": found})
+        seen.append({"slices": of.bucket.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
+                     "back": of.bucket.y[of.start : of.stop].clone(), "dots": found})
         return found
 
     gradient_comparison.everywhere, gradient_comparison.here = watched, decoded
@@ -311,8 +311,8 @@ def test_both_ways_and_all_nodes_are_made_finer() -> None:
 def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
     mixed = bucket(codecs[0], by_node=codecs)
     for codec in codecs:
-        own = SimpleNamespace(bucket=mixed, buffer=False, codec=wrap(parse(codec)))
-        worker: Any = SimpleNamespace(flows=[own])
+        own = SimpleNamespace(planned=mixed, buffer=False, late=False, codec=wrap(parse(codec)))
+        worker: Any = SimpleNamespace(buckets=[own])
         assert (gradient_comparison.watched(worker) == [own]) is compared, "whichever codec is this rank's"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from lab_kit import DATAGRAMS, needs_lab, python, transfer, until
 
-from bench.lab import Lab
+from bench.lab import Lab, check
 
 pytestmark = needs_lab
 
@@ -56,7 +56,7 @@ def test_the_self_check_finds_what_was_set(lab: Lab) -> None:
     lab.set(0, up_bps=20e6, down_bps=60e6, delay_s=0.004)
     lab.set(1, up_bps=40e6, down_bps=30e6, delay_s=0.010)
     lab.set(2, up_bps=30e6, down_bps=80e6, delay_s=0.020)
-    found = lab.check(window_s=0.2)
+    found = check(lab, window_s=0.2)
     rows = {row["what"]: row for row in found.rows}
     expected = {
         "round trip 0 to 1": 14, "round trip 1 to 2": 30, "round trip 2 to 0": 24,

@@ -106,12 +106,12 @@ class Account:
 def fed(worker: Any, mine: list[Any], share: float) -> list[torch.Tensor]:
     """What codecs are given to send: the gradient's part in the mean, or the velocity that momentum makes of it."""
     parts = [torch.zeros(shape) if g is None else g * share for shape, g in zip(SHAPES, mine, strict=True)]
-    for flow in worker.flows:
-        codec, state = flow.codec, flow.state
+    for bucket in worker.buckets:
+        codec, state = bucket.codec, bucket.state
         if "velocity" in state:
             at = 0
-            for s in flow.bucket.slices:
-                velocity = state["velocity"][at : at + s.numel].view(flow.shapes[flow.bucket.slices.index(s)])
+            for s in bucket.slices:
+                velocity = state["velocity"][at : at + s.numel].view(bucket.layout.shapes[bucket.slices.index(s)])
                 parts[s.tensor].view(-1)[s.start : s.stop] += codec.beta * velocity.reshape(-1)
                 at += s.numel
     return parts
@@ -151,7 +151,7 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
     """By workers and servers, after all has been taken back that was not applied."""
     words = [worker.undone() for worker in r.workers]
     assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
-    debts = [debt for worker in r.workers for flow in worker.flows for debt in flow.debts()]
+    debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.debts()]
     for server in r.servers:
         for bucket, cell in server._core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
@@ -190,9 +190,9 @@ def test_estimates_of_both_sides_stay_one(inner: str) -> None:
         for number, (name, event) in enumerate(EVENTS.items()):
             happen(r, "ef21", event, number * STEPS, accounts)
             owed(r)
-            for flow in r.workers[0].flows:
-                ours = torch.stack([w.flows[flow.bucket.id].state["estimate"] for w in r.workers]).sum(0)
-                cell = r.servers[flow.bucket.server]._core.cells[flow.bucket.id]
+            for bucket in r.workers[0].buckets:
+                ours = torch.stack([w.buckets[bucket.id].state["estimate"] for w in r.workers]).sum(0)
+                cell = r.servers[bucket.server]._core.cells[bucket.id]
                 theirs = cell.ops._state["estimate"]
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 

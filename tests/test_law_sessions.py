@@ -59,8 +59,8 @@ def owed_by(session: Any) -> list[torch.Tensor]:
     worker = session.connection.worker
     worker.undone()
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
-    for flow in worker.flows:
-        for debt in flow.debts():
+    for bucket in worker.buckets:
+        for debt in bucket.debts():
             owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
     return owed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,11 @@ ROOMS = {
     "planner": ["model", "tables", "pricing", "simulation", "search", "verbs"],
 }
 """Folders inside a part, from the bottom up: each imports those before it."""
+ABOVE_ROUTES = {
+    "intake", "worker", "unapplied", "abandoned_step", "gradient_comparison", "hooks", "plan_handover", "write_gradients",
+}
+"""Modules of runtime/ that drive a worker, or are it. Routes know none of them, and of these only three know a route."""
+KNOW_ROUTES = {"intake", "unapplied", "worker"}
 TORCHLESS = {"codec_name", "errors", "records", "native", "config", "plan_file", "loss_budget", "planner", "balance",
              "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
@@ -109,6 +115,65 @@ def test_rooms_of_a_part_import_one_way(part: str) -> None:
             if here and there and order.index(there) > order.index(here):
                 wrong.append(said(found))
     assert wrong == []
+
+
+def test_routes_know_no_worker_and_only_the_worker_knows_routes() -> None:
+    runtime = [(i, i.file.relative_to(PACKAGE).with_suffix("").parts[1:], i.target.split(".")[2:]) for i in IMPORTS
+               if own_part(i.file) == "runtime" and i.target.startswith("commlayer.runtime.")]
+    assert {own[0] for _, own, target in runtime if target[0] == "routes" and len(own) == 1} == KNOW_ROUTES
+    assert [said(i) for i, own, target in runtime if own[0] == "routes" and target[0] in ABOVE_ROUTES] == []
+    outside = [i for i in IMPORTS if own_part(i.file) != "runtime" and i.target.startswith("commlayer.runtime.routes")]
+    assert [said(i) for i in outside] == []
+
+
+@pytest.mark.parametrize("name", sorted(ABOVE_ROUTES))
+def test_what_lies_above_routes_is_there(name: str) -> None:
+    assert (PACKAGE / "runtime" / f"{name}.py").is_file()
+
+
+def test_only_the_table_knows_paths_by_name() -> None:
+    """A bucket says what its path is; the worker and what drives it ask nobody."""
+    words = {"service", "allreduce"}
+    driving = [PACKAGE / "runtime" / f"{name}.py" for name in sorted(ABOVE_ROUTES)]
+    found = [f"{file.name}:{node.lineno}" for file in (*driving, *sorted((PACKAGE / "runtime" / "routes").glob("*.py")))
+             for node in ast.walk(ast.parse(file.read_text("utf-8")))
+             if isinstance(node, ast.Compare) and "path" in ast.unparse(node) and words & strings_in(node)]
+    assert found == []
+    assert strings_in(ast.parse("x.path == 'service'")) == {"service"}, "the search finds what is there"
+
+
+def strings_in(tree: ast.AST) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither directly nor over others, for types alone or inside a function: what two modules share belongs into a third."""
+    modules = {dotted(file): file for tree in (PACKAGE, ROOT / "bench") for file in sorted(tree.rglob("*.py"))}
+    graph = {name: {module_of(i.target, modules) for i in imports_of(file)} - {name, ""} for name, file in modules.items()}
+    assert sum(map(len, graph.values())) > 200, "the graph was read"
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]], "what there is, is found"
+    assert cycles(graph) == []
+
+
+def dotted(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def module_of(target: str, modules: Mapping[str, Path]) -> str:
+    """What `from a.b import c` reads: the module a.b.c where there is one, else a.b. Compiled modules import none of these."""
+    names = (target, target.rpartition(".")[0])
+    return "" if target.endswith("._core") else next((name for name in names if name in modules), "")
+
+
+def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Groups of modules each of which reaches all others of its group."""
+    reached: dict[str, set[str]] = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    groups = {tuple(sorted(n for n in found if name in reached[n])) for name, found in reached.items() if name in found}
+    return [list(group) for group in sorted(groups)]
 
 
 def test_planner_and_balance_import_no_torch() -> None:

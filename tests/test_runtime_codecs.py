@@ -155,7 +155,7 @@ def test_applied_updates_and_what_is_owed_make_all_that_went_in() -> None:
             got += rate * results[0][step][0] * WORLD
             put += rate * weighted(step)[0] * WORLD
         bucket = next(b for b in r.plan.buckets if b.shape == (40, 30))
-        residuals = [f.state["residual"] for w in r.workers for f in w.coded if f.bucket.id == bucket.id]
+        residuals = [b.state["residual"] for w in r.workers for b in w.coded if b.id == bucket.id]
         server = r.servers[bucket.server]._core.cells[bucket.id].ops._state["residual"]
         kept = torch.stack([*residuals, server]).sum(0).view(40, 30)
     torch.testing.assert_close(got + kept, put, rtol=1e-4, atol=1e-4)

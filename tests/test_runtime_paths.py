@@ -48,8 +48,8 @@ def run(rank: int, wanted: Plan) -> dict[str, Any]:
     try:
         applied = [step(worker, gradients(rank, number)) for number in range(STEPS)]
         owed = [torch.zeros(shape) for shape in SHAPES]
-        for flow in worker.flows:
-            for debt in flow.debts():
+        for bucket in worker.buckets:
+            for debt in bucket.debts():
                 owed[debt.tensor][debt.start : debt.stop] += debt.values
         return {"applied": applied, "owed": owed}
     finally:

@@ -127,9 +127,9 @@ def skip(rank: int, text: str, codec: str) -> tuple[list[bool], torch.Tensor]:
             finite.append(bool(got.isfinite().all()))
             total += got.double() * WORLD if finite[-1] and rank == 0 else 0
         worker.undone()
-        for flow in worker.flows[1:3]:
-            start, stop = flow.bucket.slices[0].start, flow.bucket.slices[0].stop
-            for coder in flow.state.values():
+        for bucket in worker.buckets[1:3]:
+            start, stop = bucket.slices[0].start, bucket.slices[0].stop
+            for coder in bucket.state.values():
                 total[start:stop] += coder["residual"][: stop - start].double()
         return finite, total
     finally:

@@ -105,9 +105,9 @@ def test_the_one_who_is_missing_is_named_with_the_step_and_what_was_sent_is_give
         error, _ = on_ranks(2, run)
         assert isinstance(error, DeadlineExceeded)
         assert (error.peer, error.step) == ("worker 1", 1)
-        flow = rig.workers[0].flows[0]
-        put = gradients(0, rig, 0)[flow.bucket.slices[0].tensor]
-        (debt,) = [d for d in flow.debts() if d.tensor == flow.bucket.slices[0].tensor]
+        bucket = rig.workers[0].buckets[0]
+        put = gradients(0, rig, 0)[bucket.slices[0].tensor]
+        (debt,) = [d for d in bucket.debts() if d.tensor == bucket.slices[0].tensor]
         span = slice(debt.start, debt.stop)
         assert put is not None
         sent = put.view(-1)[span] - debt.values
@@ -139,8 +139,8 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
             last = [torch.zeros(i.shape) if u else None for i, u in zip(rig.job.tensors, used, strict=True)]
             worker.hand_out(last)
             owed = [torch.zeros(info.numel) for info in rig.job.tensors]
-            for flow in worker.flows:
-                for debt in flow.debts():
+            for bucket in worker.buckets:
+                for debt in bucket.debts():
                     owed[debt.tensor][debt.start : debt.stop] += debt.values
             return [*got, last], owed
 

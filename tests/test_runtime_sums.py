@@ -47,8 +47,8 @@ def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
     try:
         results = [step(worker, gradients(rank, number, broken)) for number in range(STEPS)]
         owed = [torch.zeros(shape).view(-1) for shape in SHAPES]
-        for flow in worker.flows:
-            for debt in flow.debts():
+        for bucket in worker.buckets:
+            for debt in bucket.debts():
                 owed[debt.tensor][debt.start : debt.stop] += debt.values
         return {"results": results, "owed": owed}
     finally:

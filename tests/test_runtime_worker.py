@@ -139,9 +139,9 @@ def test_mass_is_conserved_over_scales_and_skips() -> None:
                     total += g.double() if s % 9 != 4 else 0.0  # a skipped step is dropped
         assert skipped == other == 22
         left = [torch.zeros(s, dtype=torch.float64) for s in shapes]
-        for flows in [w.flows for w in rig.workers]:
-            for flow in flows:
-                _scatter(left, flow.bucket, flow.state["residual"])
+        for buckets in [w.buckets for w in rig.workers]:
+            for bucket in buckets:
+                _scatter(left, bucket.planned, bucket.state["residual"])
         for server in rig.servers:
             for cell in server._core.cells.values():
                 bucket = rig.plan.buckets[cell.bucket]
@@ -217,7 +217,7 @@ def test_an_error_latches_and_writes_nothing() -> None:
         for tensor, g in enumerate(mine):
             worker.ready(tensor, g)
         deadline = time.monotonic() + 20.0
-        while not any(flow.started for flow in worker.flows) and time.monotonic() < deadline:
+        while not any(bucket.started for bucket in worker.buckets) and time.monotonic() < deadline:
             time.sleep(0.001)  # for the lane
         worker.latch(error)
         with pytest.raises(PeerLost, match="worker 1"):
@@ -225,9 +225,9 @@ def test_an_error_latches_and_writes_nothing() -> None:
         with pytest.raises(PeerLost, match="worker 1"):
             worker.ready(0, mine[0])
         assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
-        assert any(flow.started for flow in worker.flows)
-        for flow in worker.flows:  # the step is abandoned, so what is owed is what it was before: nothing
-            torch.testing.assert_close(flow.state["residual"], torch.zeros(flow.numel), rtol=0, atol=1e-6)
+        assert any(bucket.started for bucket in worker.buckets)
+        for bucket in worker.buckets:  # the step is abandoned, so what is owed is what it was before: nothing
+            torch.testing.assert_close(bucket.state["residual"], torch.zeros(bucket.numel), rtol=0, atol=1e-6)
 
 
 def test_garbage_drops_its_sender_and_names_it() -> None:
@@ -236,7 +236,7 @@ def test_garbage_drops_its_sender_and_names_it() -> None:
         def train(rank: int) -> object:
             if rank != 1:
                 return step(rig.workers[rank], list(gradients(rank, rig)), deadline_s=2.0)
-            header = Header(Kind.PUSH, 1, 0, 0, codec=rig.workers[1].flows[0].codec.id, sender=1, weight=1.0)
+            header = Header(Kind.PUSH, 1, 0, 0, codec=rig.workers[1].buckets[0].codec.id, sender=1, weight=1.0)
             rig.transports[1].send(rig.transports[1].peers[-1], header, b"\x00" * 40)
             return None
 

@@ -180,8 +180,8 @@ def known_changes(rank: int, address: str, how: dict[str, Any]) -> tuple[torch.T
             training.optimizer.step()
     worker = training.session.connection.worker
     owed = [torch.zeros(p.numel()) for p in parameters]
-    for flow in worker.flows:
-        for debt in flow.debts():
+    for bucket in worker.buckets:
+        for debt in bucket.debts():
             owed[debt.tensor][debt.start : debt.stop] += debt.values
     applied = [s - p.detach() for s, p in zip(starts, parameters, strict=True)]
     training.session.close()

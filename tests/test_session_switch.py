@@ -59,8 +59,8 @@ def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
             step += 1
     worker = session._driver.connection.worker
     owed = [torch.zeros(p.numel()) for p in model.parameters()]
-    for flow in worker.flows:
-        for debt in flow.debts():
+    for bucket in worker.buckets:
+        for debt in bucket.debts():
             owed[debt.tensor][debt.start : debt.stop] += debt.values
     flat = torch.cat([(b - p.detach()).view(-1) for b, p in zip(before, model.parameters(), strict=True)])
     return {"applied": flat, "owed": torch.cat(owed), "steps": torch.tensor(worker.step)}

@@ -1,6 +1,6 @@
 """A wide-area network on one machine: hosts in namespaces, a native router between them. Knows nothing of what they run."""
 
-from bench.lab.check import Check, sound
 from bench.lab.lab import Lab, LabUnavailable, Link
+from bench.lab.self_check import Check, check, sound
 
-__all__ = ["Check", "Lab", "LabUnavailable", "Link", "sound"]
+__all__ = ["Check", "Lab", "LabUnavailable", "Link", "check", "sound"]

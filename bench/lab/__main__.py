@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bench import report
-from bench.lab import Lab, LabUnavailable
+from bench.lab import Lab, LabUnavailable, check
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _per_host(values: list[float], unit: float) -> float | list[float]:
 
 
 def _print_check(lab: Lab) -> int:
-    found = lab.check()
+    found = check(lab)
     report.show(
         f"self-check, {lab.hosts} hosts, MTU {lab.mtu}, {lab.congestion}",
         {

@@ -10,14 +10,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bench.lab import namespaces
 from bench.lab.namespaces import INTERFACE, LabUnavailable
 from bench.lab.router import Router
-
-if TYPE_CHECKING:
-    from bench.lab.check import Check
 
 __all__ = ["Lab", "LabUnavailable", "Link"]
 
@@ -130,12 +127,6 @@ class Lab:
         for name, host in zip(self.names, stats["hosts"], strict=True):
             host["device_dropped"] = namespaces.device_drops(name)
         return stats
-
-    def check(self, window_s: float = 0.3) -> Check:
-        """Measures what the lab really gives against what was set, in some seconds; the links must be idle otherwise."""
-        from bench.lab.check import check
-
-        return check(self, window_s)
 
     def _running(self) -> Router:
         if self._router is None:

@@ -33,14 +33,12 @@ def worker_state(connection: Connection) -> dict[str, Any]:
         worker.drain()
         worker.undone()
     tensors = {
-        f"{flow.bucket.id}.{name}": tensor for flow in worker.coded for name, tensor in snapshot(flow.state).items()
+        f"{bucket.id}.{name}": tensor for bucket in worker.coded for name, tensor in snapshot(bucket.state).items()
     }
     tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
-    tensors |= {f"carry.{flow.bucket.id}": flow.carry.clone() for flow in worker.flows if flow.carry is not None}
-    for flow in worker.flows:
-        if flow.held is not None:
-            tensors |= {f"late.{flow.bucket.id}.{name}": tensor for name, tensor in flow.held.snapshot().items()}
-    tensors |= shared_buffers.snapshot(worker.flows)
+    tensors |= {f"carry.{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
+    tensors |= worker.late.snapshot()
+    tensors |= shared_buffers.snapshot(worker.shared_buffers)
     tensors |= {} if connection.local is None else connection.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
@@ -61,14 +59,13 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
 def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
     worker.drain()
-    for flow in worker.coded:
-        restore(flow.state, _of_bucket(state["tensors"], flow.bucket.id))
-    for flow in worker.flows:
-        flow.forget()
-        flow.carry = state["tensors"].get(f"carry.{flow.bucket.id}")
-        if flow.held is not None:
-            flow.held.restore(_of_bucket(state["tensors"], flow.bucket.id, "late."))
-    shared_buffers.restore(worker.flows, state["tensors"])
+    for bucket in worker.coded:
+        restore(bucket.state, _of_bucket(state["tensors"], bucket.id))
+    for bucket in worker.buckets:
+        bucket.forget()
+        bucket.carry = state["tensors"].get(f"carry.{bucket.id}")
+    worker.late.restore(state["tensors"])
+    shared_buffers.restore(worker.shared_buffers, state["tensors"])
     if connection.local is not None:
         connection.local.restore(state["tensors"])
     worker.step = int(state["step"])
@@ -175,8 +172,8 @@ def _summed_by(plan: Plan, server: int) -> list[Bucket]:
     return [b for b in plan.buckets if b.path == "service" and b.server == server]
 
 
-def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int, lead: str = "") -> dict[str, torch.Tensor]:
-    prefix = f"{lead}{bucket}."
+def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
+    prefix = f"{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 

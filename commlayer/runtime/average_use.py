@@ -1,4 +1,4 @@
-"""What became of the averages that a step wrote: applied, added to, or thrown away. Knows parameters and torch's optimizers.
+"""Finds out what became of a step's averages: applied, added to, or thrown away. Knows parameters and torch's optimizers.
 
 What an exchange coded is final once an optimizer has stepped with its averages, or a further backward pass has added to them.
 Where they are cleared without either (a GAN's generator loss that runs through the discriminator, a probe, a step that a

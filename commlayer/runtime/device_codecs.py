@@ -1,4 +1,4 @@
-"""Which buckets of a plan have their codec run on the device of the gradients. Knows no flows."""
+"""Which buckets of a plan have their codec run on the device of the gradients. Knows no buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that have ended in order, for one that may still wait for them. Knows names and counts of exchanges; no network.
+"""Tells a worker that waits for one that has ended in order. Knows names and counts of exchanges; no network.
 
 Who has ended has sent its part of every exchange that it counted. So only who is in a later one waits in vain: ranks that make
 unequal numbers of backward passes would wait for each other until the deadline.

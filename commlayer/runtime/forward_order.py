@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from commlayer.runtime.flow import Flow
+from commlayer.runtime.bucket import WorkerBucket
 
 
 def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapping[int, int]) -> list[int]:
@@ -17,11 +17,11 @@ def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapp
     return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
 
 
-def reorder(flows: Sequence[Flow], places: Mapping[int, int]) -> None:
+def reorder(buckets: Sequence[WorkerBucket], places: Mapping[int, int]) -> None:
     """Order on the wire by place in the forward pass; what that did not see keeps its order behind."""
-    spans = [[s.tensor for s in f.bucket.slices] for f in flows]
-    for order, i in enumerate(by_place(spans, [f.order for f in flows], places)):
-        flows[i].order = order
+    spans = [[s.tensor for s in f.slices] for f in buckets]
+    for order, i in enumerate(by_place(spans, [f.order for f in buckets], places)):
+        buckets[i].order = order
 
 
 class ForwardOrder:

@@ -1,4 +1,7 @@
-"""From one plan's worker to the next one's: what it owes is owed on, whatever path and codec its elements take now."""
+"""Passes debts, agreed values and counters from one plan's worker to the next one's, between two steps. Knows workers alone.
+
+Debts go on whatever path and codec their elements take now, as `carry` of the buckets that hold them.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def hand_over(before: Worker, after: Worker) -> None:
-    """`after` goes on where `before` stopped, between two steps, and owes what it owed."""
+    """`after` goes on where `before` stopped, and owes what that owed."""
     after.step = before.step
-    after.take(before)
-    pass_on(before.flows, after.flows)
-    owing = [(flow, debt) for flow in before.flows for debt in flow.debts()]
-    owing += before.late.debts(before.weight, before.members)
-    debts = [Debt(d.tensor, d.start, d.values / after.rate_of(flow)) for flow, d in owing]
-    for flow in after.flows:
-        paid = pay(debts, flow.bucket.slices)
-        flow.carry = None if paid is None else paid * after.rate_of(flow)
+    after.units.take(before.units)
+    pass_on(before.shared_buffers, after.shared_buffers)
+    owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
+    owing += before.late.debts(before.weight, before.units.members)
+    debts = [Debt(d.tensor, d.start, d.values / after.units.rate_of(bucket)) for bucket, d in owing]
+    for bucket in after.buckets:
+        paid = pay(debts, bucket.slices)
+        bucket.carry = None if paid is None else paid * after.units.rate_of(bucket)
     after.counters, after.stopwatch = before.counters, before.stopwatch
     after.record(before.recorder)
     after.reorder(before.places)

@@ -1,8 +1,8 @@
-"""Moves a flow between its device and the host memory that codecs work on. On CPU, and for codecs on the device, nothing moves.
+"""Moves a bucket between its device and the host memory that codecs work on. Nothing moves on CPU, nor for codecs on the GPU.
 
 Rules for CUDA: the lane's stream waits on the event of the hook's stream, so it reads finished gradients; every tensor of the
 caller that the lane reads is recorded on the lane's stream; host copies are pinned; only lane threads wait for the device.
-Flows own their buffers for the life of the plan, so those need no record: `join` and the next hook's event order their reuse.
+Buckets own their buffers for the life of the plan, so those need no record: `join` and the next hook's event order their reuse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from commlayer.runtime.flow import Flow
+from commlayer.runtime.bucket import WorkerBucket
 
 
 class Staging:
@@ -27,31 +27,31 @@ class Staging:
         """A point in the caller's stream: all it has queued so far."""
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
 
-    def catch_up(self, flow: Flow) -> None:
-        """The current stream goes on behind the marks of the flow's sources, whichever streams they were made on."""
-        for mark in flow.marks:
+    def catch_up(self, bucket: WorkerBucket) -> None:
+        """The current stream goes on behind the marks of the bucket's sources, whichever streams they were made on."""
+        for mark in bucket.marks:
             if isinstance(mark, torch.cuda.Event):
                 torch.cuda.current_stream(self._device).wait_event(mark)
 
     @contextlib.contextmanager
-    def lane(self, flow: Flow) -> Iterator[None]:
-        """The lane's stream, behind the marks of the flow's sources."""
+    def lane(self, bucket: WorkerBucket) -> Iterator[None]:
+        """The lane's stream, behind the marks of the bucket's sources."""
         if self._stream is None:
             yield
             return
-        for source in flow.sources:
+        for source in bucket.sources:
             if source is not None:
                 source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            self.catch_up(flow)
-            if flow.held is not None and self._back is not None:
+            self.catch_up(bucket)
+            if bucket.late and self._back is not None:
                 self._stream.wait_stream(self._back)  # its last result is still to be read
             yield
 
-    def to_host(self, flow: Flow) -> None:
+    def to_host(self, bucket: WorkerBucket) -> None:
         """x is readable on the host when this returns. Called inside `lane`."""
-        if self._stream is not None and not flow.on_device:
-            flow.host.copy_(flow.x, non_blocking=True)
+        if self._stream is not None and not bucket.on_device:
+            bucket.host.copy_(bucket.x, non_blocking=True)
             self._stream.synchronize()
 
     def settle(self) -> None:
@@ -59,11 +59,11 @@ class Staging:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def to_device(self, flow: Flow) -> None:
+    def to_device(self, bucket: WorkerBucket) -> None:
         """Queues the way back; `join` orders the training stream behind it."""
-        if self._back is not None and not flow.on_device:
+        if self._back is not None and not bucket.on_device:
             with torch.cuda.stream(self._back):
-                flow.y.copy_(flow.host_y, non_blocking=True)
+                bucket.y.copy_(bucket.host_y, non_blocking=True)
 
     def way_back(self) -> contextlib.AbstractContextManager[object]:
         """The stream on which results come to the device."""

@@ -1,4 +1,4 @@
-"""From gradients to what is coded, and from what came back to averages: weights, loss scale, learning rate. Moves nothing.
+"""Factors from gradients to what is coded, and from what came back to averages: weights, loss scale, learning rate.
 
 What codecs keep back is owed in parts of the mean, without loss scale: then no change of weights or scale changes what an old
 debt is worth. For that all workers' weight must be known before coding. It is taken to be what it was in the last step, unless
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from commlayer.runtime.flow import Flow
+from commlayer.runtime.bucket import WorkerBucket
 from commlayer.transport.service import as_float32
 
 
@@ -36,42 +36,42 @@ class Units:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
         self.total, self.told = other.total, other.told
 
-    def rate_of(self, flow: Flow) -> float:
+    def rate_of(self, bucket: WorkerBucket) -> float:
         """What a gradient is multiplied with before it is coded, besides weight and loss scale."""
-        return self.rate if flow.in_updates else 1.0
+        return self.rate if bucket.in_updates else 1.0
 
-    def scale_of(self, flow: Flow) -> float:
+    def scale_of(self, bucket: WorkerBucket) -> float:
         """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
 
         So may a change of the learning rate: codecs that say so have it inside.
         """
-        return 1.0 if flow.buffer else self.scale / self.rate_of(flow)
+        return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
 
-    def gather(self, flow: Flow) -> None:
+    def gather(self, bucket: WorkerBucket) -> None:
         """Gradients to x."""
-        flow.total = as_float32(self.total)
+        bucket.total = as_float32(self.total)
         if self.broken:
-            flow.gather(0.0, 0.0, 0.0)
-            flow.weight = math.nan
+            bucket.gather(0.0, 0.0, 0.0)
+            bucket.weight = math.nan
         else:
-            flow.gather(self.factor(flow), self.weight, self.worth(flow))
+            bucket.gather(self.factor(bucket), self.weight, self.worth(bucket))
 
-    def factor(self, flow: Flow) -> float:
+    def factor(self, bucket: WorkerBucket) -> float:
         """From a gradient to what is coded of it."""
-        part = self.weight / self.scale_of(flow)
-        return part * (self.members / (flow.total or self.total)) if _by_total(flow) else part
+        part = self.weight / self.scale_of(bucket)
+        return part * (self.members / (bucket.total or self.total)) if _by_total(bucket) else part
 
-    def worth(self, flow: Flow) -> float:
+    def worth(self, bucket: WorkerBucket) -> float:
         """What a debt of 1 is in x. Debts are counted so that all workers' sum up to `members` times what the mean lacks: then
         with equal weights x is the gradient."""
-        return 1.0 if _by_total(flow) else flow.total / self.members
+        return 1.0 if _by_total(bucket) else bucket.total / self.members
 
-    def average(self, flow: Flow, weight: float) -> float | torch.Tensor | None:
+    def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
         """What makes an average of what came back; None if all workers' weight is 0."""
-        scale = self.scale_of(flow)
+        scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
-            average = scale / weight if flow.bucket.path == "service" else flow.over_weight(scale)
-            return scale / self.members if flow.in_means else average
+            average = scale / weight if bucket.served else bucket.over_weight(scale)
+            return scale / self.members if bucket.in_means else average
         return None
 
     def weigh(self, weight: float, total: float | None) -> None:
@@ -102,6 +102,6 @@ class Units:
             self.total = total
 
 
-def _by_total(flow: Flow) -> bool:
+def _by_total(bucket: WorkerBucket) -> bool:
     """Whether x has to be a part of the mean from the start. Staged paths hear what all weigh before they code."""
-    return flow.in_means and flow.bucket.path == "service"
+    return bucket.in_means and bucket.served

@@ -1,4 +1,4 @@
-"""Who starts kernels on which kind of device. Knows launchers and argument kinds; not what a kernel does.
+"""Starts kernels by the launcher of a tensor's device, for the drivers of codecs. Knows launchers, not what a kernel does.
 
 A launcher is the seam between the drivers and the machine: CuPy's for CUDA, and in tests one that runs the same kernels on CPU
 tensors. Memory is torch's throughout; a launcher only passes addresses on.
@@ -7,23 +7,15 @@ tensors. Memory is torch's throughout; a launcher only passes addresses on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 
-Argument = torch.Tensor | int | float | None
-"""Passed as an address, a long long, a double or a null pointer: 8 bytes each."""
+from commlayer.compressors.device.kernel_call import Argument, Launcher
 
 THREADS = 256
 MOST_BLOCKS = 2048
 """Threads loop over what is more than this; enough to fill any GPU."""
-
-
-class Launcher(Protocol):
-    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
-        """Queues `kernel` of cuda/<family>.cu on the current stream of its tensors' device."""
-        ...
 
 
 _launchers: dict[str, Launcher] = {}

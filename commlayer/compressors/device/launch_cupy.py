@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from commlayer.compressors.device import sources
-from commlayer.compressors.device.launch import Argument
+from commlayer.compressors.device.kernel_call import Argument
 
 MASK = (1 << 64) - 1
 OPTIONS = ("--std=c++17", "--fmad=false")

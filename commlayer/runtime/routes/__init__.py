@@ -1,1 +1,1 @@
-"""The ways of a bucket: over a summation server, or through stages of collectives."""
+"""The ways of a bucket from its gradients to their sum and back, behind one contract: see route.py."""

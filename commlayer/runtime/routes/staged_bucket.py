@@ -16,7 +16,7 @@ from commlayer.compressors.reducing import Reduced
 from commlayer.errors import CorruptFrame
 from commlayer.observe import Recorder
 from commlayer.records import Spec
-from commlayer.runtime.flow import Flow
+from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.routes.path_program import Decode, Encode, Exchange, Range, Segment
 from commlayer.transport.channels import Channel, Channels
 from commlayer.transport.groups import Pending
@@ -51,12 +51,12 @@ class StagedBucket:
     """One bucket's way on one rank."""
 
     def __init__(
-        self, flow: Flow, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
+        self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
     ) -> None:
-        self.flow, self.segments, self._codec, self._channels = flow, segments, codec, channels
+        self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
         self._coders: dict[int, list[_Coder]] = {}
         self._slots: dict[int, torch.Tensor] = {}
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._payloads = torch.empty(0, dtype=torch.uint8)
         """Payload slots at hand: [unit, piece, byte]."""
         self._started: list[Encode] = []
         self._round = 0
@@ -70,29 +70,29 @@ class StagedBucket:
                 if isinstance(step, Encode):
                     self._prepare(step, job)
         paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
-        flow.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
-        # For checkpoints, which walk over the states of flows.
-        flow.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
+        bucket.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
+        # For checkpoints, which walk over the states of buckets.
+        bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
     def _prepare(self, step: Encode, job: str) -> None:
         coders = []
         for span in step.units:
             numel = span[1] - span[0]
-            spec = self.flow.spec if numel == self.flow.numel else Spec((numel,))
+            spec = self.bucket.spec if numel == self.bucket.numel else Spec((numel,))
             state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
-            seed(state, f"{job} {step.number} {span[0]}", self.flow.bucket.id, step.sender)
+            seed(state, f"{job} {step.number} {span[0]}", self.bucket.id, step.sender)
             acc = None if step.first else accumulator(torch.zeros(spec.numel))
             coders.append(_Coder(span, spec, state, acc, torch.zeros(numel if step.first and self._codec.keeps else 0)))
         self._coders[step.number] = coders
         self._slots[step.number] = torch.zeros((len(coders), 1, self._slot_nbytes(step.widest)), dtype=torch.uint8)
 
     def _slot_nbytes(self, widest: int) -> int:
-        spec = self.flow.spec if widest == self.flow.numel else Spec((widest,))
+        spec = self.bucket.spec if widest == self.bucket.numel else Spec((widest,))
         return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
 
     def advance(self, stage: int, failed: Error, recorder: Recorder) -> None:
         """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
-        bucket = self.flow.bucket.id
+        bucket = self.bucket.id
         if stage == 0:
             self._started.clear()
         if self._under is not None:
@@ -119,7 +119,7 @@ class StagedBucket:
 
     def undo(self, slices: int) -> None:
         """Takes back the last step where it was not applied. Before the next one."""
-        cut = cut_of(self.flow.bucket.slices, slices)
+        cut = cut_of(self.bucket.slices, slices)
         for step in self._started:
             for coder in self._coders[step.number]:
                 mine = within(cut, coder.span)
@@ -145,20 +145,20 @@ class StagedBucket:
                 coder.acc["flagged"][0] = not bool(torch.isfinite(x).all())
                 nbytes = self._codec.emit(0, coder.acc, coder.state, room)
             slot[:8].view(torch.int64)[0] = nbytes
-        self._held = slots
+        self._payloads = slots
 
     def _decode(self, step: Decode) -> None:
         if self._round:
             coder, _ = self._reduced()
-            self.flow.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
+            self.bucket.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
             return
-        for span, pieces in zip(step.units, self._held, strict=True):
+        for span, pieces in zip(step.units, self._payloads, strict=True):
             acc = accumulator(self._x(span))
             for number, piece in enumerate(pieces):
                 self._codec.add(0, _payload(piece), acc, first=number == 0)
             if acc["flagged"][0]:
                 acc["sum"].fill_(float("nan"))
-                self.flow.finite = False
+                self.bucket.finite = False
 
     # ---- exchanges
 
@@ -168,7 +168,7 @@ class StagedBucket:
         return self._move_floats(e, channel)
 
     def _move_floats(self, e: Exchange, channel: Channel) -> _Under:
-        x = self.flow.x
+        x = self.bucket.x
         whole = x[e.span[0] : e.span[1]]
         if e.name == "allreduce":
             return _Under(channel.allreduce(whole), _nothing)
@@ -195,25 +195,25 @@ class StagedBucket:
         return _Under(pending, spread)
 
     def _move_payloads(self, e: Exchange, channel: Channel) -> _Under:
-        held, slot = self._held, self._slot_nbytes(e.widest)
+        payloads, slot = self._payloads, self._slot_nbytes(e.widest)
         if e.name == "broadcast":
             if e.place != e.root:
-                held = torch.empty((e.units, e.pieces, slot), dtype=torch.uint8)
-            return _Under(channel.broadcast(held, e.root), lambda: self._hold(held))
+                payloads = torch.empty((e.units, e.pieces, slot), dtype=torch.uint8)
+            return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
         if e.name == "alltoall":
-            got = torch.empty_like(held)
-            pending = channel.alltoall(got, held.contiguous(), None, None)
+            got = torch.empty_like(payloads)
+            pending = channel.alltoall(got, payloads.contiguous(), None, None)
             # [member, unit, piece, byte], the members' payloads of one unit side by side
             shape = (e.size, e.units // e.size, e.pieces, slot)
-            return _Under(pending, lambda: self._hold(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+            return _Under(pending, lambda: self._keep(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
         rows = torch.empty((e.size, e.units, e.pieces, slot), dtype=torch.uint8)
         if e.name == "gather":
-            pending = channel.gather(held.contiguous(), list(rows) if e.place == e.root else None, e.root)
+            pending = channel.gather(payloads.contiguous(), list(rows) if e.place == e.root else None, e.root)
         else:
-            pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), held.contiguous())
+            pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), payloads.contiguous())
         if e.merges:
-            return _Under(pending, lambda: self._hold(rows.view(-1, e.pieces, slot)))
-        return _Under(pending, lambda: self._hold(rows.transpose(0, 1).reshape(e.units, -1, slot)))
+            return _Under(pending, lambda: self._keep(rows.view(-1, e.pieces, slot)))
+        return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
     def _reduce_coded(self, e: Exchange, channel: Channel) -> _Under:
         """One round of a SUM or MAX codec: accumulators add up without being decoded."""
@@ -244,10 +244,10 @@ class StagedBucket:
         return coders[0], slots[0, 0]
 
     def _x(self, span: Range) -> torch.Tensor:
-        return self.flow.host[span[0] : span[1]]
+        return self.bucket.host[span[0] : span[1]]
 
-    def _hold(self, payloads: torch.Tensor) -> None:
-        self._held = payloads
+    def _keep(self, payloads: torch.Tensor) -> None:
+        self._payloads = payloads
 
 
 class _All(Pending):

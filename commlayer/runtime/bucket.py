@@ -1,4 +1,9 @@
-"""One bucket on one worker: its memory, and the moves between gradients, payload and result. Knows no threads and no peers."""
+"""One bucket on one worker: its memory, and the moves between gradients, payload and result, whoever calls. Knows no threads.
+
+What is owed has one word for each thing. A residual is what a codec keeps back of what it was given, in its state. A debt is
+any of it, by elements, as it goes from plan to plan. `carry` is the debt that this bucket took over from an earlier plan; it
+goes out with the next gradients, and `carried` is what of it went with the last.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,16 @@ from commlayer.compressors.debts import Debt, cut_of, owed, spread
 from commlayer.compressors.feedback import add_where, in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
-from commlayer.runtime.late_result import LateResult
+from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
-ALIGN = 64
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
 
 
-class Flow:
+class WorkerBucket:
     """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
 
     The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
@@ -37,26 +41,35 @@ class Flow:
     """
 
     def __init__(
-        self, bucket: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, coded: bool, rank: int = 0,
+        self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
         on_device: bool = False,
     ) -> None:
-        """`coded`: this worker encodes and decodes it. Another only takes part in collectives and needs no codec state.
-        `on_device`: its codec runs where the gradients are; see coders.py.
-        """
-        self.bucket, self.codec, self.order, self.coded = bucket, codec, order, coded
-        self.buffer = job.tensors[bucket.slices[0].tensor].buffer
-        self.in_updates = bucket.path != "allreduce" and in_updates(codec)
-        self.in_means = bucket.path != "allreduce" and codec.keeps
+        """`local`: this worker's place in its node. `on_device`: its codec runs where the gradients are: device_codecs.py."""
+        self.planned, self.codec, self.order = planned, codec, order
+        self.id, self.slices, self.owner, self.server = planned.id, planned.slices, planned.owner, planned.server
+        self.late = planned.stale
+        """Whether its result is used a step late: see late_results.py."""
+        self.served = planned.path == "service"
+        """Whether a server sums it. Then weight and used slices come in the header of its frame, else in the tail."""
+        self.dense = planned.path == "allreduce"
+        """Whether it goes through one all-reduce as it is."""
+        self.staged = not (self.served or self.dense)
+        """Whether its path is a sequence of collectives with encodes and decodes between them."""
+        self.coded = coded = self.served and planned.owner == local
+        """Whether this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
+        self.buffer = job.tensors[planned.slices[0].tensor].buffer
+        self.in_updates = not self.dense and in_updates(codec)
+        self.in_means = not self.dense and codec.keeps
         """Whether gradients are coded as parts of the mean, so that what is owed is worth the same when weights change."""
-        self.spec = bucket.spec
-        self.shapes = [slice_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
-        self.numel, self.nslices = bucket.numel, len(bucket.slices)
-        doubles = any(job.tensors[s.tensor].dtype == "float64" for s in bucket.slices)
-        dtype = torch.float64 if bucket.path == "allreduce" and (doubles or self.buffer) else torch.float32
+        self.spec = planned.spec
+        self.layout = Layout(planned, job)
+        self.numel, self.nslices = planned.numel, len(planned.slices)
+        doubles = any(job.tensors[s.tensor].dtype == "float64" for s in planned.slices)
+        dtype = torch.float64 if self.dense and (doubles or self.buffer) else torch.float32
         floats = self.numel + self.nslices + 1
         on_host, self.on_device = device.type == "cpu", on_device and coded
         staged = coded and not self.on_device
-        block = _aligned(PAYLOAD_HEADER, floats * dtype.itemsize if on_host or staged else 0, pinned=not on_host and staged)
+        block = aligned(PAYLOAD_HEADER, floats * dtype.itemsize if on_host or staged else 0, pinned=not on_host and staged)
         host = block[PAYLOAD_HEADER:].view(dtype)
         self.host = host[: self.numel]
         self.all = host if on_host else torch.empty(floats, dtype=dtype, device=device)
@@ -64,18 +77,17 @@ class Flow:
         self.tail = self.all[self.numel :]
         self.host_y, self.all_y = self.host, self.all
         if coded and self.in_means:
-            back = _aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
+            back = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
             self.host_y = back.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
                 self.all_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
         self.y = self.all_y[: self.numel]
         self.tail_y = self.all_y[self.numel :]
-        self.views, self.views_y = self.views_of(self.x), self.views_of(self.y)
-        self.held = LateResult(self) if bucket.stale else None
-        self.agreed = SharedBuffers(self) if self.buffer else None
+        self.views, self.views_y = self.layout.views(self.x), self.layout.views(self.y)
+        self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
             self.state = codec.init(self.spec)
-            seed(self.state, job.digest(), bucket.id, rank)
+            seed(self.state, job.digest(), planned.id, rank)
             self.bound = codec.bound(self.spec)
             whole = block[: PAYLOAD_HEADER + 4 * self.numel]
             if self.on_device:
@@ -90,9 +102,7 @@ class Flow:
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
         """The elements and the state of each encode whose debts are this worker's to pay."""
         self.carry: torch.Tensor | None = None
-        """What an earlier plan's residuals owe on these elements: it goes with the next gradients."""
         self.carried: torch.Tensor | None = None
-        """What of that went with the last gradients."""
         self.codes = False
         """Whether the last exchange has coded something here."""
         self.sound = True
@@ -105,13 +115,11 @@ class Flow:
         self.reset()
 
     def reset(self) -> None:
-        """Before a step. A stale bucket's exchange goes on behind it, and what that needs stays."""
+        """Before a step's gradients. What its exchange needs stays: a late bucket's goes on behind the step."""
         self.sources: list[torch.Tensor | None] = [None] * self.nslices
         self.marks: list[object] = []
         """Points in the callers' streams behind which the sources are final."""
         self.waiting = self.nslices
-        if self.held is None:
-            self.rewind()
 
     def rewind(self) -> None:
         """Before an exchange."""
@@ -124,27 +132,6 @@ class Flow:
         self.total = 0.0
         """The weight of all workers that this exchange's gradients were taken as a part of."""
 
-    def views_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The slices in memory like x, in the shapes of their tensors."""
-        views, at = [], 0
-        for s, shape in zip(self.bucket.slices, self.shapes, strict=True):
-            views.append(x[at : at + s.numel].view(shape))
-            at += s.numel
-        return views
-
-    def parts(
-        self, sources: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor],
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (view, the same elements of the gradient) of the slices that have a gradient.
-
-        A whole tensor is paired in its own shape, so any strides will do; a cut one must be contiguous (see `whole`).
-        """
-        pairs = []
-        for view, tensor, s in zip(views, sources, self.bucket.slices, strict=True):
-            if tensor is not None:
-                pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
-        return pairs
-
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """x = gradients times factor; zeros where there is none, and everywhere if they weigh nothing (a mean over no samples
         is NaN, and NaN times 0 would stay it). `worth` is what a debt of 1 is in x."""
@@ -154,7 +141,7 @@ class Flow:
                 used |= 1 << i
             if tensor is None or weight == 0.0:
                 view.zero_()
-        pairs = self.parts(self.sources, self.views) if weight != 0.0 else []
+        pairs = self.layout.pairs(self.sources, self.views) if weight != 0.0 else []
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
         if self.agreed is not None:
@@ -171,17 +158,17 @@ class Flow:
         assert self.agreed is not None
         mask = torch.tensor([there >> i & 1 for i in range(self.nslices)], device=self.x.device)
         self.changed = self.agreed.changed(self.x) * mask
-        return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.bucket.path == "service" else there
+        return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.served else there
 
     def flags(self) -> torch.Tensor:
         """By slice, above 0 where some rank used it: where the exchange has left that, on the device of x."""
-        if self.bucket.path != "service":
+        if not self.served:
             return self.tail_y[:-1]
         return torch.tensor([self.used >> i & 1 for i in range(self.nslices)], device=self.x.device)
 
     def write_tail(self, tail: torch.Tensor) -> None:
         """Puts used and weight where a collective will sum them, or share them."""
-        if self.agreed is not None and self.bucket.path != "service":
+        if self.agreed is not None and not self.served:
             tail[:-1] = self.changed
             tail[-1] = self.weight
             return
@@ -190,7 +177,7 @@ class Flow:
 
     def read_used(self) -> None:
         """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
-        if any(source is None for source in self.sources) or (self.agreed is not None and self.bucket.path == "service"):
+        if any(source is None for source in self.sources) or (self.agreed is not None and self.served):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
@@ -198,9 +185,9 @@ class Flow:
         return scale / (self.tail_y[-1].item() if self.x.device.type == "cpu" else self.tail_y[-1])
 
     def summed_weight(self) -> float:
-        """What all workers weighed in the last exchange whose result is here; 0 where only a device knows."""
-        if self.bucket.path == "service":
-            return self.weight if self.held is None or self.abandoned else self.held.weight
+        """What all workers weighed in the exchange whose result is in y; 0 where only a device knows."""
+        if self.served:
+            return self.weight
         return float(self.tail_y[-1]) if self.x.device.type == "cpu" else 0.0
 
     def op(self, coding: str) -> str:
@@ -247,36 +234,40 @@ class Flow:
         self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
         self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
 
+    def look(self) -> None:
+        """Whether the sum is finite, where this worker has decoded nothing that says so. What the rank that decoded it found
+        not finite is NaN throughout."""
+        self.finite = bool(torch.isfinite(self.y[0] if self.served else self.y).all())
+
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = y times factor, in one pass; None leaves out a slice. Buffers stay what they are if y is not finite."""
         if self.agreed is not None:
-            self.agreed.commit(self, factor, targets)
+            self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
             return
-        for view, target in self.parts(targets, self.views_y):
+        for view, target in self.layout.pairs(targets, self.views_y):
             torch.mul(view, factor, out=target.detach())
 
     def debts(self) -> list[Debt]:
         """What this worker owes on the bucket's elements, in the unit of residuals: see Units.worth."""
-        found = [] if self.carry is None else list(spread(self.bucket.slices, 0, self.carry))
+        found = [] if self.carry is None else list(spread(self.slices, 0, self.carry))
         for (low, high), state in self.coders:
             if (values := owed(state, high - low)) is not None:
-                found += spread(self.bucket.slices, low, values)
+                found += spread(self.slices, low, values)
         return found
 
     def judge(self, *, finite: bool) -> None:
         """The step is over. A slice that nobody used is applied nowhere, nor is anything of a step that is not finite."""
         if self.buffer:
             return
-        self.sound = self.finite and self.held is None
-        unused = 0 if self.held is not None else self.all_slices & ~self.used  # a late result is still under way: see Held.take
-        self.unapplied = unused if finite else self.all_slices
-        if self.held is None and self.carried is not None and finite and (left := 1.0 - self._paid()):
+        self.sound = self.finite
+        self.unapplied = self.all_slices & ~self.used if finite else self.all_slices
+        if self.carried is not None and finite and (left := 1.0 - self._paid()):
             self.carry = torch.zeros_like(self.carried)
-            add_where(self.carry, self.carried * left, cut_of(self.bucket.slices, self.used))
+            add_where(self.carry, self.carried * left, cut_of(self.slices, self.used))
 
     def _paid(self) -> float:
         """The part of what was carried that reached the mean: all of it, if all workers weighed what was taken for granted."""
-        if self.bucket.path == "service":
+        if self.served:
             return 1.0 if self.in_means else self.total / self.weight
         return self.total / max(float(self.tail_y[-1]), TINY)
 
@@ -292,7 +283,7 @@ class Flow:
         """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""
         back, self.unapplied = self.unapplied, 0
         if back:
-            cut = cut_of(self.bucket.slices, back)
+            cut = cut_of(self.slices, back)
             if self.codes:
                 self.codec.undo(self.state, self.coded_x, cut)
             if self.carried is not None:
@@ -300,15 +291,3 @@ class Flow:
                 add_where(self.carry, self.carried, cut)
             self.undone |= back
         return back
-
-
-def slice_shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
-    info = job.tensors[tensor]
-    return info.shape if (start, stop) == (0, info.numel) else (stop - start,)
-
-
-def _aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Room for `lead` bytes and then so many, those on a 64-byte boundary."""
-    raw = torch.empty(ALIGN + lead + nbytes + ALIGN, dtype=torch.uint8, pin_memory=pinned)
-    skip = -(raw.data_ptr() + lead) % ALIGN
-    return raw[skip : skip + lead + nbytes]

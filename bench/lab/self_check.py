@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from bench.lab.lab import Lab
+from bench.lab.lab import Lab
 
 PASS_SHARE = 0.95
 OFFERED = 1.03  # senders offer a little more than the link takes, so that a measured share below 1 is the link's
@@ -80,8 +79,10 @@ class _Probe:
         self.child.stdout.close()
 
 
-def check(lab: Lab, window_s: float) -> Check:
-    """Round trips first; then each host's uplink (it sends to all others), each downlink (all others send to it), then all
+def check(lab: Lab, window_s: float = 0.3) -> Check:
+    """Measures what the lab really gives against what was set, in some seconds; the links must be idle otherwise.
+
+    Round trips first; then each host's uplink (it sends to all others), each downlink (all others send to it), then all
     hosts sending at once, each to the next. A rate is taken over window_s of the router's clock, once links are full."""
     if lab.hosts < 2:
         raise ValueError(f"hosts: got {lab.hosts}, a self-check needs at least 2")

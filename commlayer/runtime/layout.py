@@ -1,0 +1,65 @@
+"""How buckets lie in memory: slices in the shapes of tensors, cut tensors, boundaries that codecs want. Knows no codec."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from commlayer.records import Bucket, Job
+
+ALIGN = 64
+
+
+class Layout:
+    """One bucket's. The same for all memory that holds its elements in its order."""
+
+    def __init__(self, bucket: Bucket, job: Job) -> None:
+        self.slices = bucket.slices
+        self.shapes = [_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
+
+    def views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The slices in x, each in the shape of its tensor; a part of a tensor is flat."""
+        views, at = [], 0
+        for s, shape in zip(self.slices, self.shapes, strict=True):
+            views.append(x[at : at + s.numel].view(shape))
+            at += s.numel
+        return views
+
+    def pairs(
+        self, tensors: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (view, the same elements of the tensor) of the slices that have a tensor.
+
+        A whole tensor is paired in its own shape, so any strides will do; a cut one must be contiguous (see `whole`).
+        """
+        pairs = []
+        for view, tensor, s in zip(views, tensors, self.slices, strict=True):
+            if tensor is not None:
+                pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
+        return pairs
+
+
+def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
+    info = job.tensors[tensor]
+    return info.shape if (start, stop) == (0, info.numel) else (stop - start,)
+
+
+def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Room for `lead` bytes and then so many, those on a 64-byte boundary."""
+    raw = torch.empty(ALIGN + lead + nbytes + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+    skip = -(raw.data_ptr() + lead) % ALIGN
+    return raw[skip : skip + lead + nbytes]
+
+
+@contextlib.contextmanager
+def whole(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
+    """The targets, with contiguous zeros in place of those that are cut and have no element ranges; copied back at the end."""
+    made = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
+            if target is not None and cut(t) and not target.is_contiguous()}
+    yield [made.get(t, target) for t, target in enumerate(targets)]
+    for t, copy in made.items():
+        target = targets[t]
+        assert target is not None
+        target.detach().copy_(copy)

@@ -1,0 +1,67 @@
+"""The contract of a route: how one kind of bucket gets from final gradients to the sum over all workers. Knows no route.
+
+In a step the worker calls, for each route: `open` at the first gradient; `begin` for each of its buckets; `finish` when
+backward is over; then it commits what lies in the buckets, and calls `reset`. Between steps, or behind the first error of all,
+it may call `undo`. `drain` and `close` end it. These calls come from one thread at a time; what a route does on threads of its
+own it reports to the step that it was given: errors, counts and arrivals.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.staging import Staging
+from commlayer.runtime.step import Step
+
+
+class Route(Protocol):
+    """Of some buckets of one worker."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether `begin` calls a collective: then all ranks must call it for their buckets in plan order."""
+        ...
+
+    def open(self) -> None:
+        """A step begins: its first gradient is there."""
+        ...
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        """The bucket's gradients are final. Starts its exchange, and does not wait."""
+        ...
+
+    def finish(self, deadline: float) -> None:
+        """All buckets have begun. Waits until commit can read `y`, `used` and `weight` of each, and the step can go on.
+
+        Raises who is missing when the deadline passes, and returns early when the step has failed."""
+        ...
+
+    def undo(self, bucket: WorkerBucket) -> bool:
+        """Takes back what of the bucket's last exchange was not applied. Whether there was anything."""
+        ...
+
+    def reset(self) -> None:
+        """Before a step, behind the commit of the last."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Whether its threads came to an end of what they were given, within that time."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Ends its threads."""
+        ...
+
+
+def take_back(route: Route, bucket: WorkerBucket, staging: Staging) -> None:
+    """Ahead of an exchange: what of the last one was not applied. What reads the bucket next goes on behind that."""
+    if route.undo(bucket):
+        bucket.marks.append(staging.mark())
+
+
+def fill(bucket: WorkerBucket, step: Step, staging: Staging) -> None:
+    """Gradients to x, and their facts to the tail behind it: what a collective sums."""
+    staging.catch_up(bucket)
+    step.units.gather(bucket)
+    bucket.write_tail(bucket.tail)

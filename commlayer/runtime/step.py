@@ -1,0 +1,89 @@
+"""The step under way, as routes see it: its number, weights, first error, and where to count. Knows no routes and no network.
+
+The worker moves it on. A route reads it, counts what it does, reports the first error and says when a bucket has arrived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+from commlayer.observe import Recorder
+from commlayer.runtime.units import Units
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a worker counts about itself: sums since the start, read by session.stats(). One thread writes each field."""
+
+    steps: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    exposed_s: float = 0.0
+    """Time that the training thread waited for communication after backward was over."""
+    guard_s: float = 0.0
+    """Time that it spent on comparing with exact gradients."""
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+class Step:
+    """One worker's, from its first step to its last."""
+
+    def __init__(self, rank: int, generation: int, units: Units) -> None:
+        self.rank, self.generation, self.units = rank, generation, units
+        self.number = 0
+        self.error: BaseException | None = None
+        """The first error: it stays, and ends the worker."""
+        self.counters, self.recorder = Counters(), Recorder()
+        self._lock = threading.Lock()
+        self._awaited: list[Arrivals] = []
+
+    def latch(self, error: BaseException) -> None:
+        """From any thread. Whoever waits for arrivals goes on, and finds the error."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        for arrivals in self._awaited:
+            arrivals.end()
+
+    def failed(self) -> BaseException | None:
+        return self.error
+
+    def arrivals(self) -> Arrivals:
+        """For one route."""
+        self._awaited.append(Arrivals())
+        return self._awaited[-1]
+
+
+class Arrivals:
+    """How many buckets of a route the step still waits for. `arrived` is called on lanes, the rest on the training thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._all = threading.Lock(), threading.Event()
+        self._left = 0
+
+    def expect(self, count: int) -> None:
+        """Before a step."""
+        self._left = count
+        self._all.clear()
+        if not count:
+            self._all.set()
+
+    def arrived(self) -> None:
+        """One needs nothing more for the step to end."""
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._all.set()
+
+    def end(self) -> None:
+        self._all.set()
+
+    def wait(self, deadline: float) -> bool:
+        """Until all have arrived or an error is known. False when the deadline passed before."""
+        return self._all.wait(max(0.0, deadline - time.monotonic()))
