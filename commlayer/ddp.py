@@ -26,10 +26,11 @@ from commlayer.job.accepted_models import Claim, check_dtypes, check_parameter, 
 from commlayer.job.accuracy.driver import AccuracyGuard, guard_of
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.autoplan.driver import AutoPlan, auto_of
+from commlayer.job.connection import Connection
 from commlayer.job.parameter_drift import watch_drift
 from commlayer.job.rendezvous import Start
 from commlayer.job.stale_plan import watch
-from commlayer.job.start import Connection, connect
+from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged
 from commlayer.job.trace import trace_once
 from commlayer.planner.model.gradients_only import gradients_of
@@ -165,16 +166,16 @@ class HookState:
             self.claim(named_parameters)
             self.connection = connect(job, device, start, plan=self._plan, config=self._config, whole=whole,
                                       must={"wrapper": "DistributedDataParallel"})
-        self.connection.beside.append(self.release)
+        self.connection.on_close.append(self.release)
         if (worker := self.connection.worker) is not None:
             mine = [p for p in parameters if isinstance(p, nn.Parameter)]
             self._outcome = AverageUse(mine, self._optimizer, lambda number: self._worker().cleared(number),
                                     lambda numbers: self._worker().applied(numbers))
             worker.settle = self._outcome.settle
-            self.connection.beside.append(self._outcome.detach)
+            self.connection.on_close.append(self._outcome.detach)
         self._attached = AttachedModel(self.module, named_parameters, self._optimizer,
                                   getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.connection.beside.append(self._attached.remove)
+        self.connection.on_close.append(self._attached.remove)
         self._auto = auto_of(self.connection)
         self._guard = guard_of(self.connection, self._config)
         trace_once(self.connection, self._config.trace, planning=self._auto is not None)
@@ -263,7 +264,7 @@ class HookState:
 
     def _end(self) -> None:
         """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
-        if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.verdict_s):
+        if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.waits.verdict_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._attached is not None and self.connection.worker is not None:
             self._attached.check(self._latch)

@@ -19,12 +19,14 @@ from commlayer.job.accepted_models import Claim, check_dtypes, check_model, devi
 from commlayer.job.accuracy.driver import guard_of
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.autoplan.driver import auto_of
+from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.parameter_drift import watch_drift
 from commlayer.job.rendezvous import Start
 from commlayer.job.stale_plan import watch
-from commlayer.job.start import Connection, connect, switch
+from commlayer.job.start import connect
 from commlayer.job.step_in_backward import refuse
+from commlayer.job.switch import switch
 from commlayer.job.trace import STEPS, trace, trace_once
 from commlayer.observe import StalePlan
 from commlayer.optim import Outer
@@ -220,7 +222,7 @@ class _ModuleDriver:
         self._attached: AttachedModel | None = None
         if connection.worker is not None:
             self._attached = AttachedModel(model, parameters_of(model), optimizer)
-            connection.beside.append(self._attached.remove)
+            connection.on_close.append(self._attached.remove)
             agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
             refuse_ddp_around(model)
@@ -373,5 +375,5 @@ def attach(
         except BaseException:
             claim.release()
             raise
-    connection.beside.append(claim.release)
+    connection.on_close.append(claim.release)
     return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))

@@ -22,7 +22,7 @@ from commlayer.compressors import parse, wrap
 from commlayer.job.accuracy import decide
 from commlayer.job.accuracy.state import SETTLE
 from commlayer.job.autoplan import loss_limits
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables

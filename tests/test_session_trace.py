@@ -14,7 +14,7 @@ from torch import nn
 
 import commlayer
 from commlayer.job import trace
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.observe import read_comparison
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Basis, PlanInputs

@@ -14,8 +14,8 @@ from torch import nn
 
 import commlayer
 from commlayer.job import stale_plan
+from commlayer.job.connection import Connection
 from commlayer.job.requested_plan import housed
-from commlayer.job.start import Connection
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan

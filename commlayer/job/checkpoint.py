@@ -15,7 +15,8 @@ from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.errors import CommError
 from commlayer.job import checkpoint_files
-from commlayer.job.start import Connection, switch
+from commlayer.job.connection import Connection
+from commlayer.job.switch import switch
 from commlayer.records import Bucket, Plan
 from commlayer.runtime import shared_buffers
 from commlayer.runtime.worker import Worker

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps
 
@@ -33,7 +33,8 @@ class ExchangeSchedule:
         self._model, self._parameters, self._buffers, self._optimizer = model, parameters, buffers, optimizer
         self._outer, self._connection, self._deadline_s = outer, connection, deadline_s
         self._handles: list[Any] = []
-        connection.leaving, connection.entered = self.drain, self._enter
+        connection.before_switch.append(self.drain)
+        connection.after_switch.append(self._enter)
         self._enter()
 
     @property

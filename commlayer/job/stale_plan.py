@@ -12,7 +12,7 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.observe import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
 

@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from commlayer.errors import CommError
+from commlayer.job.connection import Connection
 from commlayer.job.predicted_events import Prediction, origins, predict
-from commlayer.job.start import Connection
 from commlayer.observe import NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
 from commlayer.records import Plan, digest
 from commlayer.runtime.worker import Worker
@@ -75,7 +75,7 @@ class Tracer:
         self._recording: Worker | None = None
         self._plan: Plan | None = None
         connection.watchers.append(self._after_step)
-        connection.beside.append(self._ended)
+        connection.on_close.append(self._ended)
         self._look()
 
     def _after_step(self) -> None:

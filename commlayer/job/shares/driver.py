@@ -207,7 +207,7 @@ class Controller:
         sampler, connection = self.sampler, self.session.connection
         assert connection.groups is not None
         self._rows = Rows(connection.groups.members, connection.groups.timeout_s)
-        connection.beside.append(self._rows.close)
+        connection.on_close.append(self._rows.close)
         from_step, shares = sampler.announced
         line = self._line or Line(1.0)
         self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
