@@ -23,23 +23,17 @@ from commlayer.config import Config, read_config
 from commlayer.errors import DeadlineExceeded
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_parameter, wrappers_of
-from commlayer.job.accuracy.driver import AccuracyGuard, guard_of
 from commlayer.job.attached_model import AttachedModel
-from commlayer.job.autoplan.driver import AutoPlan, auto_of
 from commlayer.job.connection import Connection
-from commlayer.job.parameter_drift import watch_drift
+from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
-from commlayer.job.stale_plan import watch
 from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged
-from commlayer.job.trace import trace_once
+from commlayer.job.step_loop import StepLoop
 from commlayer.planner.model.gradients_only import gradients_of
 from commlayer.records import Job, TensorInfo
-from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.model_job import check_dense, job_of, learning_rate, loss_scale, parameters_of
-from commlayer.runtime.worker import Worker
-from commlayer.runtime.write_gradients import hand_out
+from commlayer.runtime.model_job import check_dense, job_of, parameters_of
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -70,15 +64,13 @@ class HookState:
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
         """What is to be loaded once there is a connection."""
-        self.connection = Connection()
+        self.connection, self.observers = Connection(), Observers()
+        self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
         """What the script has said since the last step."""
-        self._outcome: AverageUse | None = None
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
-        self._auto: AutoPlan | None = None
-        self._guard: AccuracyGuard | None = None
         self._attached: AttachedModel | None = None
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
@@ -167,21 +159,12 @@ class HookState:
             self.connection = connect(job, device, start, plan=self._plan, config=self._config, whole=whole,
                                       must={"wrapper": "DistributedDataParallel"})
         self.connection.on_close.append(self.release)
-        if (worker := self.connection.worker) is not None:
-            mine = [p for p in parameters if isinstance(p, nn.Parameter)]
-            self._outcome = AverageUse(mine, self._optimizer, lambda number: self._worker().cleared(number),
-                                    lambda numbers: self._worker().applied(numbers))
-            worker.settle = self._outcome.settle
-            self.connection.on_close.append(self._outcome.detach)
         self._attached = AttachedModel(self.module, named_parameters, self._optimizer,
                                   getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         self.connection.on_close.append(self._attached.remove)
-        self._auto = auto_of(self.connection)
-        self._guard = guard_of(self.connection, self._config)
-        trace_once(self.connection, self._config.trace, planning=self._auto is not None)
-        watch(self.connection)
-        watch_drift(self.connection, [(t.name, p) for t, p in zip(job.tensors, parameters, strict=True)], self._optimizer,
-                    self._config)
+        self._loop = StepLoop(
+            self.connection, [p for p in parameters if isinstance(p, nn.Parameter)], named_parameters,
+            optimizer=self._optimizer, scaler=self._scaler, config=self._config, observers=self.observers)
         for action in self._actions:
             action()
         self._actions.clear()
@@ -206,55 +189,36 @@ class HookState:
             self._claim.release()
 
     def _feed(self, part: _Part) -> None:
-        worker = self.connection.worker
-        if worker is None:
+        loop = self._averaging()
+        if loop is None:
             return
-        if worker.begins():
-            self._units(worker)
-            if self._weight is not None:
-                worker.weigh(*self._weight)
-                self._weight = None
+        if self._weight is not None and loop.worker.begins():
+            loop.weigh(*self._weight)
+            self._weight = None
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
-            if self._used(number := self._numbers[id(p)]):
-                worker.ready(number, gradient)
+            # DDP fills in zeros, and drops what comes back for what nobody used.
+            if loop.has_gradient(number := self._numbers[id(p)]):
+                loop.ready(number, gradient)
 
-    def _used(self, number: int) -> bool:
-        """Whether this pass has a gradient for it. DDP fills in zeros, and drops what comes back for what nobody used."""
-        return self._outcome is None or not self._outcome.watching or number in self._outcome.touched
-
-    def _units(self, worker: Worker) -> None:
-        worker.scale = loss_scale(self._scaler)
-        worker.rate = learning_rate(self._optimizer, worker.rate)
+    def _averaging(self) -> StepLoop | None:
+        """If there is anybody to average with."""
+        return None if self.connection.worker is None else self._loop
 
     def drain(self, parameters: list[torch.nn.Parameter]) -> bool:
         """See Session.drain. The parameters are the model's, in any order."""
-        worker = self.connection.worker
-        if worker is None:
-            return False
-        self._units(worker)
         mine = [p for p in parameters if id(p) in self._numbers]
-        return hand_out(worker, sorted(mine, key=lambda p: self._numbers[id(p)]))
+        return self._loop is not None and self._loop.drain(sorted(mine, key=lambda p: self._numbers[id(p)]))
 
     def _finish(self, step: list[_Part]) -> None:
         """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
-        worker = self.connection.worker
         try:
-            if worker is not None:
-                targets: list[torch.Tensor | None] = [None] * len(self._numbers)
+            if (loop := self._averaging()) is not None:
+                gradients: list[torch.Tensor | None] = [None] * len(self._numbers)
                 for part in step:
                     for p, gradient in zip(part.parameters, part.gradients, strict=True):
-                        targets[self._numbers[id(p)]] = gradient
-                if self._outcome is not None:
-                    self._outcome.end()
-                worker.finish([g if self._used(n) else None for n, g in enumerate(targets)], self._config.deadline_s)
-                if self._guard is not None:
-                    self._guard.look()
-                worker.commit(targets)
-                besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
-                for after_step in (*besides, *self.connection.watchers):
-                    after_step()
-                    assert self.connection.worker is not None
-                    self.connection.worker.stopwatch.start()  # what it took is no computing
+                        gradients[self._numbers[id(p)]] = gradient
+                loop.average([g if loop.has_gradient(n) else None for n, g in enumerate(gradients)], lambda: gradients)
+                loop.observe()
         except BaseException as error:
             self._latch(error)
         finally:
@@ -270,30 +234,21 @@ class HookState:
             self._attached.check(self._latch)
         if self._error is not None:
             raise self._error
-        if self._outcome is not None and torch._C._current_graph_task_id() >= 0:
+        if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:
             # Behind DDP's own end of the pass, which puts averages into `.grad`.
-            torch.autograd.Variable._execution_engine.queue_callback(self._wrote)
-
-    def _wrote(self) -> None:
-        assert self._outcome is not None
-        self._outcome.wrote(keeps=self._worker().keeps)
-
-    def _worker(self) -> Worker:
-        assert self.connection.worker is not None
-        return self.connection.worker
+            torch.autograd.Variable._execution_engine.queue_callback(loop.written)
 
     def _latch(self, error: BaseException) -> None:
         self._error = self._error or error
 
     def weight(self, n: float, total: float | None = None) -> None:
         """See Session.weight."""
-        batch = self._config.batch
-        self._weight = n / batch, None if total is None else total / batch
+        self._weight = n, total
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""
-        if self._guard is not None:
-            self._guard.report(loss)
+        if self._loop is not None:
+            self._loop.report(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """See Session.state_dict. Before the first backward pass what is to be loaded then."""
@@ -345,6 +300,10 @@ class DDPDriver:
     @property
     def connection(self) -> Connection:
         return self._state.connection
+
+    @property
+    def observers(self) -> Observers:
+        return self._state.observers
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._model.no_sync()

@@ -16,30 +16,25 @@ from commlayer.config import Config, read_config
 from commlayer.ddp import DDPDriver, HookState
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_ddp_around
-from commlayer.job.accuracy.driver import guard_of
 from commlayer.job.attached_model import AttachedModel
-from commlayer.job.autoplan.driver import auto_of
 from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
-from commlayer.job.parameter_drift import watch_drift
+from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
-from commlayer.job.stale_plan import watch
 from commlayer.job.start import connect
 from commlayer.job.step_in_backward import refuse
+from commlayer.job.step_loop import StepLoop
 from commlayer.job.switch import switch
-from commlayer.job.trace import STEPS, trace, trace_once
+from commlayer.job.trace import STEPS, trace
 from commlayer.observe import StalePlan
 from commlayer.optim import Outer
 from commlayer.records import Plan
-from commlayer.runtime.abandoned_step import abandon
-from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
-from commlayer.runtime.model_job import buffers_of, job_of, learning_rate, loss_scale, parameters_of
+from commlayer.runtime.model_job import buffers_of, job_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
 from commlayer.runtime.stopwatch import Lap
-from commlayer.runtime.worker import Worker
-from commlayer.runtime.write_gradients import hand_out, targets_of
+from commlayer.runtime.write_gradients import targets_of
 
 
 class Driver(Protocol):
@@ -47,6 +42,9 @@ class Driver(Protocol):
 
     @property
     def connection(self) -> Connection: ...
+
+    @property
+    def observers(self) -> Observers: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -146,7 +144,7 @@ class Session:
 
         Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares op by op. The setting `trace` does it by itself.
         """
-        self._driver.when_connected(lambda: trace(self._driver.connection, Path(path), steps))
+        self._driver.when_connected(lambda: trace(self._driver.connection, self._driver.observers, Path(path), steps))
 
     @property
     def connection(self) -> Connection:
@@ -169,7 +167,6 @@ class Session:
         connection = self._driver.connection
         switch(connection, plan)
         connection.auto = False  # a plan that somebody asked for is kept
-        watch(connection)
         assert connection.worker is not None
         connection.worker.recorder.switch(on=False)
 
@@ -201,25 +198,20 @@ class _ModuleDriver:
     def __init__(
         self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer
     ) -> None:
-        self.connection, self._optimizer, self._scaler = connection, optimizer, scaler
-        self._deadline_s, self._batch = config.deadline_s, config.batch
-        self._parameters = [p for _, p in parameters_of(model)]
+        self.connection, self.observers = connection, Observers()
         self._model = model
+        self._parameters = [p for _, p in parameters_of(model)]
         self._buffers = [name for name, _ in buffers_of(model)]
         self._syncing = True
+        self._written: list[tuple[int, int, int] | None] = []
+        """The gradients that the last step wrote."""
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
-        self._outcome: AverageUse | None = None
-        self._left: list[tuple[int, int, int] | None] = []
-        """The gradients that the last step wrote."""
-        self._auto = auto_of(connection)
-        self._exchanges = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
-                                    connection=connection, deadline_s=config.deadline_s)
-        trace_once(connection, config.trace, planning=self._auto is not None)
-        watch(connection)
-        watch_drift(connection, list(model.named_parameters()), optimizer, config)
-        self._guard = guard_of(connection, config)
         self._attached: AttachedModel | None = None
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
+                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s)
+        self._loop = StepLoop(connection, self._parameters, list(model.named_parameters()), optimizer=optimizer, scaler=scaler,
+                              config=config, observers=self.observers, schedule=schedule)
         if connection.worker is not None:
             self._attached = AttachedModel(model, parameters_of(model), optimizer)
             connection.on_close.append(self._attached.remove)
@@ -229,11 +221,8 @@ class _ModuleDriver:
             # Compiled modules pass attributes on to the one that they are made from.
             plain = vars(getattr(model, "_orig_mod", model))
             # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
-            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end,
-                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._broke_off)
-            self._outcome = AverageUse(self._parameters, optimizer, lambda number: self._worker().cleared(number),
-                                    lambda numbers: self._worker().applied(numbers))
-            self._worker().settle = self._outcome.settle
+            self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
+                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._loop.abandon)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,95 +233,56 @@ class _ModuleDriver:
             self._syncing = before
 
     def weight(self, n: float, total: float | None) -> None:
-        if self.connection.worker is not None:
-            self.connection.worker.weigh(n / self._batch, None if total is None else total / self._batch)
+        self._loop.weigh(n, total)
 
     def report(self, loss: float | torch.Tensor) -> None:
-        if self._guard is not None:
-            self._guard.report(loss)
+        self._loop.report(loss)
 
     def when_connected(self, action: Callable[[], None]) -> None:
         action()
 
+    def synchronize(self) -> None:
+        if self._written != self._gradients():
+            self._end()
+
+    def drain(self) -> bool:
+        return self._loop.drain(self._parameters)
+
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
-        if self._outcome is not None:
-            self._outcome.detach()
-        self._exchanges.detach()
+        self._loop.detach()
 
-    def synchronize(self) -> None:
-        if self._left != self._gradients():
-            self._end()
+    def _ready(self, number: int, gradient: torch.Tensor) -> None:
+        if self._order is not None:
+            self._loop.worker.reorder(self._order.take())
+            self._order = None
+        self._loop.ready(number, gradient)
+
+    def _end(self) -> None:
+        """A backward pass is over, or the script asks for it."""
+        if self._attached is None:
+            return
+        self._attached.check(self._loop.worker.latch)
+        if self._loop.count_local():
+            return
+        buffers = self._buffers_now()
+        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers],
+                                      lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
+        for p, average in zip(self._parameters, averages, strict=False):
+            p.grad = average
+        self._written = self._gradients()
+        self._loop.written()
+        self._loop.observe()
 
     def _gradients(self) -> list[tuple[int, int, int] | None]:
         """What tells whether gradients are what they were, and nobody has stepped with them."""
         return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
 
-    def _end(self) -> None:
-        """A backward pass is over, or the script asks for it."""
-        worker = self.connection.worker
-        if worker is not None and self._attached is not None:
-            self._attached.check(worker.latch)
-        if worker is None or self._exchanges.count():
-            return
-        if worker.begins():
-            self._units(worker)
-        if self._outcome is not None:
-            self._outcome.end()
-        buffers = self._buffers_now()
-        worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
-        if self._guard is not None:
-            self._guard.look()
-        grads = targets_of(worker, self._parameters)
-        worker.commit([*grads, *buffers])
-        for p, grad in zip(self._parameters, grads, strict=True):
-            p.grad = grad
-        self._left = self._gradients()
-        if self._outcome is not None:
-            self._outcome.wrote(keeps=worker.keeps)
-        besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
-        for after_step in (*besides, *self.connection.watchers):
-            after_step()
-            self._worker().stopwatch.start()  # what it took is no computing
-
-    def _broke_off(self) -> None:
-        """An exception ended the last backward pass, and the script went on."""
-        if self._exchanges.local is None:
-            if self._outcome is not None:
-                self._outcome.end()
-            abandon(self._worker(), self._deadline_s)
-
-    def drain(self) -> bool:
-        worker = self.connection.worker
-        if worker is None:
-            return False
-        self._exchanges.drain()
-        self._units(worker)
-        return hand_out(worker, self._parameters)
-
     def _buffers_now(self) -> list[torch.Tensor]:
         # By name: a module may have put another tensor in a buffer's place.
         named = dict(self._model.named_buffers())
         return [named[name] for name in self._buffers]
-
-    def _worker(self) -> Worker:
-        assert self.connection.worker is not None
-        return self.connection.worker
-
-    def _units(self, worker: Worker) -> None:
-        worker.scale = loss_scale(self._scaler)
-        worker.rate = learning_rate(self._optimizer, worker.rate)
-
-    def _ready(self, tensor: int, gradient: torch.Tensor) -> None:
-        worker = self._worker()
-        if self._order is not None:
-            worker.reorder(self._order.take())
-            self._order = None
-        if self._exchanges.local is None and worker.begins():
-            self._units(worker)
-        if self._exchanges.local is None:
-            worker.ready(tensor, gradient)
 
 
 def attach(

@@ -15,6 +15,7 @@ from commlayer.balance import Decision, Line, Sampler
 from commlayer.job.autoplan import lead
 from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS
 from commlayer.job.autoplan.driver import AutoPlan
+from commlayer.job.observers import Place
 from commlayer.job.shares.driver import Controller
 from commlayer.observe import link_watch
 
@@ -55,7 +56,8 @@ def balanced(run: Run) -> dict[str, Any]:
     for batch in controller.follow(loader):
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
-        auto: AutoPlan = (session._driver._state if run.setting and run.setting.how == "ddp" else session._driver)._auto
+        auto: AutoPlan
+        (auto,) = session._driver.observers.at(Place.AUTO_PLAN)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:

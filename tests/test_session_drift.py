@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.config import read_config
 from commlayer.errors import RecordError
+from commlayer.job.observers import Place
 from commlayer.job.parameter_drift import FIRST, spacing
 from commlayer.planner import default_plan
 from commlayer.runtime.model_job import job_of
@@ -176,7 +177,7 @@ def test_one_step_left_out_is_told_and_ends_nothing() -> None:
 def watched(rank: int, drift_steps: int) -> int:
     model = mlp()
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, drift_steps=drift_steps)) as session:
-        return len(session.connection.exchanged)
+        return len(session._driver.observers.at(Place.PARAMETER_DRIFT))
 
 
 def test_zero_turns_it_off() -> None:

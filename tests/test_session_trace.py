@@ -15,6 +15,7 @@ from torch import nn
 import commlayer
 from commlayer.job import trace
 from commlayer.job.connection import Connection
+from commlayer.job.observers import Observers, Place
 from commlayer.observe import read_comparison
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Basis, PlanInputs
@@ -37,7 +38,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
         session.connection.auto = True  # as if somebody were looking for a plan
-        trace.trace_once(session.connection, file, planning=True)
+        trace.trace_once(session.connection, session._driver.observers, file, planning=True)
         for done in range(steps):
             what = changes.get(done)
             if what == "basis" and rank == 0:
@@ -51,7 +52,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            if not any(isinstance(getattr(w, "__self__", None), trace.Tracer) for w in session.connection.watchers):
+            if not session._driver.observers.at(Place.TRACE):
                 return done + 1
     return 0
 
@@ -124,6 +125,6 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
     connection = Connection()
-    trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
+    trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
     connection.close()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]

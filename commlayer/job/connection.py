@@ -96,11 +96,6 @@ class Connection:
         self.after_switch: list[Callable[[], None]] = []
         """Called on all ranks between the same two steps."""
 
-        self.watchers: list[Callable[[], None]] = []
-        """Called by every rank after each step. CommError, latched in the worker, if another rank is gone."""
-        self.exchanged: list[Callable[[], None]] = []
-        """The same after each exchange of local steps."""
-
         self._verdict = FaultVerdict()
         self._owner = os.getpid()
         self._closed = False

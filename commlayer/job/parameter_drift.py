@@ -45,13 +45,13 @@ HEAD = 5
 """Numbers of a row ahead of the digests: which kind they are, what they cost, what a step takes, and two of the steps made."""
 
 
-def watch_drift(connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config) -> None:
-    """From now on, if there are others to compare with."""
+def drift_of(
+    connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+) -> ParameterDrift | None:
+    """If there are others to compare with."""
     if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
-        return
-    drift = ParameterDrift(connection, named, optimizer, config)
-    connection.watchers.append(drift)
-    connection.exchanged.append(drift)
+        return None
+    return ParameterDrift(connection, named, optimizer, config)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
