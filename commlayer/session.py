@@ -19,53 +19,48 @@ from commlayer.job.accepted_models import Claim, check_dtypes, check_model, devi
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
+from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
 from commlayer.job.step_in_backward import refuse
 from commlayer.job.step_loop import StepLoop
-from commlayer.job.switch import switch
-from commlayer.job.trace import STEPS, trace
-from commlayer.observe import StalePlan
+from commlayer.job.switch import switch as go_over
 from commlayer.optim import Outer
 from commlayer.records import Plan
 from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, job_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.stopwatch import Lap
 from commlayer.runtime.write_gradients import targets_of
 
 
-class Driver(Protocol):
+class Driver(Inspected, Protocol):
     """How a session gets at gradients: hooks on the parameters, or DDP's communication hook."""
-
-    @property
-    def connection(self) -> Connection: ...
-
-    @property
-    def observers(self) -> Observers: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
     def weight(self, n: float, total: float | None) -> None: ...
 
+    def report(self, loss: float | torch.Tensor) -> None: ...
+
     def synchronize(self) -> None: ...
 
     def drain(self) -> bool: ...
-
-    def report(self, loss: float | torch.Tensor) -> None: ...
-
-    def when_connected(self, action: Callable[[], None]) -> None: ...
 
     def detach(self) -> None: ...
 
 
 class Session:
-    """One attached model. Made by `attach`."""
+    """One attached model. Made by `attach`; `switch` goes over to another plan."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        self._driver, self._inspection = driver, Inspection(driver)
+
+    @property
+    def inspect(self) -> Inspection:
+        """The plan in force, what was decided and why, traces, and what else is not needed every day."""
+        return self._inspection
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate locally; the next one outside synchronises what has gathered."""
@@ -126,50 +121,6 @@ class Session:
         """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
         return self._driver.connection.stats()
 
-    def laps(self) -> list[Lap]:
-        """How long this worker computed in each step since the last call, without waiting for others."""
-        worker = self._driver.connection.worker
-        return [] if worker is None else worker.stopwatch.take()
-
-    def decisions(self) -> list[str]:
-        """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
-        return list(self._driver.connection.decisions)
-
-    def events(self) -> list[StalePlan]:
-        """What happened that asks for another plan, as records. Rank 0 has all of it."""
-        return list(self._driver.connection.events)
-
-    def trace(self, path: str | Path, steps: int = STEPS) -> None:
-        """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
-
-        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares op by op. The setting `trace` does it by itself.
-        """
-        self._driver.when_connected(lambda: trace(self._driver.connection, self._driver.observers, Path(path), steps))
-
-    @property
-    def connection(self) -> Connection:
-        """For the parts that work beside a session. With DDP there is nobody in it before the first backward pass."""
-        return self._driver.connection
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force, None where there is nobody to talk to."""
-        return self._driver.connection.plan
-
-    def switch(self, plan: Plan) -> None:
-        """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
-
-        What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
-        """
-        self._driver.when_connected(lambda: self._switch(plan))
-
-    def _switch(self, plan: Plan) -> None:
-        connection = self._driver.connection
-        switch(connection, plan)
-        connection.auto = False  # a plan that somebody asked for is kept
-        assert connection.worker is not None
-        connection.worker.recorder.switch(on=False)
-
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
         self._driver.detach()
@@ -180,6 +131,21 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+
+def switch(session: Session, plan: Plan) -> None:
+    """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+
+    What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
+    """
+    session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
+
+
+def _switch(connection: Connection, plan: Plan) -> None:
+    go_over(connection, plan)
+    connection.auto = False  # a plan that somebody asked for is kept
+    assert connection.worker is not None
+    connection.worker.recorder.switch(on=False)
 
 
 def _amount(what: str, value: Any) -> float:

@@ -57,15 +57,15 @@ def balanced(run: Run) -> dict[str, Any]:
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
         auto: AutoPlan
-        (auto,) = session._driver.observers.at(Place.AUTO_PLAN)
+        (auto,) = session.inspect.observers.at(Place.AUTO_PLAN)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:
-            planned_price = session.connection.price
+            planned_price = session.inspect.connection.price
         if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
-            session.connection.price = (COMM_S, 0.0)  # so much that expectations show it
+            session.inspect.connection.price = (COMM_S, 0.0)  # so much that expectations show it
     return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
-            "shares": controller.shares, "lines": [line for line in session.decisions() if "new shares" in line]}
+            "shares": controller.shares, "lines": [line for line in session.inspect.decisions() if "new shares" in line]}
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])

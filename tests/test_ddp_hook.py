@@ -141,9 +141,9 @@ def watched(run: Run) -> Any:
     for step in range(4):
         wrapped(torch.ones(2, 12)).sum().backward()
         if step == 0:
-            worker = session.connection.worker
-            session._driver.observers.add(Observer(Place.OTHER, run, functools.partial(worker.stopwatch.stop, -1)))
-    return [lap.step for lap in session.laps() if lap.step >= 0]
+            worker = session.inspect.connection.worker
+            session.inspect.observers.add(Observer(Place.OTHER, run, functools.partial(worker.stopwatch.stop, -1)))
+    return [lap.step for lap in session.inspect.laps() if lap.step >= 0]
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])

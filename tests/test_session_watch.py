@@ -117,7 +117,7 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-        return session.events(), session.decisions()
+        return session.inspect.events(), session.inspect.decisions()
 
 
 def awake(rank: int) -> int:

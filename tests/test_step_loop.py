@@ -25,9 +25,9 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int]] = []
 
     def note(moment: str, place: Place) -> None:
-        seen.append((moment, place, session.connection.steps))
+        seen.append((moment, place, session.inspect.connection.steps))
 
-    observers = session._driver.observers
+    observers = session.inspect.observers
     for place in sorted(PLACES, reverse=run.rank == 1):
         moments = ("before_commit", "after_step", "after_exchange")
         observers.add(Observer(place, place, **{moment: functools.partial(note, moment, place) for moment in moments}))
@@ -52,7 +52,7 @@ def compared(rank: int, fails: bool) -> tuple[list[float], str]:
             raise ValueError("it does not compare")
 
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
-        session._driver.observers.add(Observer(Place.OTHER, broken, before_commit=broken))
+        session.inspect.observers.add(Observer(Place.OTHER, broken, before_commit=broken))
         try:
             model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
         except ValueError as raised:
@@ -84,3 +84,13 @@ def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
             observer.after_step()
     assert called == ["first", "later"]
     assert [observers.at(place) for place in (Place.AUTO_PLAN, Place.TRACE)] == [[later], []]
+
+
+def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:
+    session = commlayer.attach(mlp())
+    public = {name for name in {*dir(session), *vars(session)} if not name.startswith("_")}
+    assert len(public) <= 12
+    assert {"no_sync", "synchronize", "weight", "state_dict", "save", "load", "stats", "close", "inspect"} <= public
+    rest = {name for name in dir(session.inspect) if not name.startswith("_")}
+    assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace"}
+    session.close()
