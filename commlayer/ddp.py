@@ -9,7 +9,6 @@ not seen which parameters there are.
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,23 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
 from commlayer.errors import DeadlineExceeded
 from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dtypes, check_parameter, wrappers_of
+from commlayer.job.accepted_models import Claim
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
-from commlayer.job.step_in_backward import Averaged
 from commlayer.job.step_loop import StepLoop
-from commlayer.planner.model.gradients_only import gradients_of
-from commlayer.records import Job, TensorInfo
+from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.model_job import check_dense, job_of, parameters_of
+from commlayer.runtime.model_job import check_dense
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -99,7 +95,7 @@ class HookState:
         elif last:
             self._lane = Lane("ddp", self._latch)
             try:
-                self._begin(device)
+                self._connect(device)
             except BaseException as error:
                 self._latch(error)
                 raise
@@ -131,51 +127,34 @@ class HookState:
                                  "backward pass: make a HookState for each DistributedDataParallel module")
             if bucket.buffer().layout != torch.strided:
                 self._find_module()
-                names = {} if self.module is None else {id(p): name for name, p in parameters_of(self.module)}
-                check_dense(names.get(id(bucket.parameters()[0]), "a parameter"), bucket.buffer())
+                check_dense(name_of(bucket.parameters()[0], self.module), bucket.buffer())
         except ValueError as error:
             self._latch(error)
             raise
 
-    def _begin(self, device: torch.device) -> None:
-        """All parameters have been seen: names them in DDP's order, which is the same on all ranks."""
-        # DDP's order is ready order; a Job stands in registration order, which is about its reverse.
-        parameters = [p for part in self._step for p in part.parameters][::-1]
+    def _connect(self, device: torch.device) -> None:
+        """The first backward pass: all parameters have been seen. Connects."""
         self._find_module()
-        whole = Job(tuple(
-            TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
-        ))
-        named: list[torch.Tensor] = [p for _, p in parameters_of(self.module)] if self.module is not None else []
-        if self.module is not None and {id(p) for p in named} == {id(p) for p in parameters}:
-            parameters, whole = named, job_of(self.module)
-        self._numbers = {id(p): i for i, p in enumerate(parameters)}
-        job = gradients_of(whole)  # buffers are DDP's own
         with Start(self._process_group, device) as start:
-            named_parameters = list(zip((info.name for info in job.tensors), parameters, strict=True))
-            for name, p in named_parameters:
-                check_parameter(name, p)
-            check_dtypes(job)
-            self.claim(named_parameters)
-            self.connection = connect(job, device, start, plan=self._plan, config=self._config, whole=whole,
+            found = found_in([p for part in self._step for p in part.parameters], self.module)
+            self.claim(found.named)
+            self.connection = connect(found.job, device, start, plan=self._plan, config=self._config, whole=found.whole,
                                       must={"wrapper": "DistributedDataParallel"})
+        self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
-        self._attached = AttachedModel(self.module, named_parameters, self._optimizer,
-                                  getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._attached = AttachedModel(self.module, found.named, self._optimizer,
+                                       getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         self.connection.on_close.append(self._attached.remove)
         self._loop = StepLoop(
-            self.connection, [p for p in parameters if isinstance(p, nn.Parameter)], named_parameters,
-            optimizer=self._optimizer, scaler=self._scaler, config=self._config, observers=self.observers)
+            self.connection, [p for _, p in found.named if isinstance(p, nn.Parameter)], found.named, optimizer=self._optimizer,
+            scaler=self._scaler, config=self._config, observers=self.observers)
         for action in self._actions:
             action()
         self._actions.clear()
 
     def _find_module(self) -> None:
         """Which module this is registered with, hence what parameters are called and which ranks take part."""
-        found = wrappers_of(self)
-        if len(found) > 1:
-            raise ValueError(f"this HookState is registered with {len(found)} DistributedDataParallel modules: make one for "
-                             "each")
-        for ddp in found:
+        if (ddp := wrapper_of(self)) is not None:
             self.module = ddp.module
             self._process_group = self._process_group or ddp.process_group
 
@@ -282,48 +261,3 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if state.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     return state.take(bucket)
-
-
-class DDPDriver:
-    """A session's way to the gradients of a DistributedDataParallel module: the hook above."""
-
-    def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
-        self._model, self._state = model, state
-        state.claim(parameters_of(model.module))
-        try:
-            model.register_comm_hook(state, comm_hook)
-        except BaseException:
-            state.release()
-            raise
-        self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
-
-    @property
-    def connection(self) -> Connection:
-        return self._state.connection
-
-    @property
-    def observers(self) -> Observers:
-        return self._state.observers
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync()
-
-    def weight(self, n: float, total: float | None) -> None:
-        self._state.weight(n, total)
-
-    def report(self, loss: float | torch.Tensor) -> None:
-        self._state.report(loss)
-
-    def synchronize(self) -> None:
-        """Nothing to do: DDP ends every backward pass with the averages in place."""
-
-    def drain(self) -> bool:
-        return self._state.drain(list(self._model.parameters()))
-
-    def when_connected(self, action: Callable[[], None]) -> None:
-        self._state.when_connected(action)
-
-    def detach(self) -> None:
-        """DDP has no way to take a hook out again."""
-        self._averaged.remove()
-        self._state.release()

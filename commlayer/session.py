@@ -1,9 +1,8 @@
-"""attach(): a PyTorch model trains through commlayer. The PyTorch surface; everything below it knows no model."""
+"""attach() and what it returns: a PyTorch model trains through commlayer. Public methods; each step is job/step_loop.py's."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,26 +12,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
-from commlayer.ddp import DDPDriver, HookState
+from commlayer.ddp import HookState, comm_hook
 from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_ddp_around
-from commlayer.job.attached_model import AttachedModel
+from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
 from commlayer.job.connection import Connection
-from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.inspection import Inspected, Inspection
+from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
-from commlayer.job.step_in_backward import refuse
-from commlayer.job.step_loop import StepLoop
+from commlayer.job.step_in_backward import Averaged, refuse
 from commlayer.job.switch import switch as go_over
 from commlayer.optim import Outer
 from commlayer.records import Plan
-from commlayer.runtime.forward_order import ForwardOrder
-from commlayer.runtime.hooks import Hooks
-from commlayer.runtime.model_job import buffers_of, job_of, parameters_of
-from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.write_gradients import targets_of
+from commlayer.runtime.model_job import job_of, parameters_of
 
 
 class Driver(Inspected, Protocol):
@@ -133,124 +126,6 @@ class Session:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
 
-def switch(session: Session, plan: Plan) -> None:
-    """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
-
-    What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
-    """
-    session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
-
-
-def _switch(connection: Connection, plan: Plan) -> None:
-    go_over(connection, plan)
-    connection.auto = False  # a plan that somebody asked for is kept
-    assert connection.worker is not None
-    connection.worker.recorder.switch(on=False)
-
-
-def _amount(what: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"{what} {value!r}: allowed is a finite number >= 0")
-    return number
-
-
-class _ModuleDriver:
-    """Hooks on a plain module's parameters."""
-
-    def __init__(
-        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer
-    ) -> None:
-        self.connection, self.observers = connection, Observers()
-        self._model = model
-        self._parameters = [p for _, p in parameters_of(model)]
-        self._buffers = [name for name, _ in buffers_of(model)]
-        self._syncing = True
-        self._written: list[tuple[int, int, int] | None] = []
-        """The gradients that the last step wrote."""
-        self._order: ForwardOrder | None = None
-        self._hooks: Hooks | None = None
-        self._attached: AttachedModel | None = None
-        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
-                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s)
-        self._loop = StepLoop(connection, self._parameters, list(model.named_parameters()), optimizer=optimizer, scaler=scaler,
-                              config=config, observers=self.observers, schedule=schedule)
-        if connection.worker is not None:
-            self._attached = AttachedModel(model, parameters_of(model), optimizer)
-            connection.on_close.append(self._attached.remove)
-            agree(connection.worker.flows, [*[None] * len(self._parameters), *self._buffers_now()])
-            self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            refuse_ddp_around(model)
-            # Compiled modules pass attributes on to the one that they are made from.
-            plain = vars(getattr(model, "_orig_mod", model))
-            # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
-            self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
-                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._loop.abandon)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    def weight(self, n: float, total: float | None) -> None:
-        self._loop.weigh(n, total)
-
-    def report(self, loss: float | torch.Tensor) -> None:
-        self._loop.report(loss)
-
-    def when_connected(self, action: Callable[[], None]) -> None:
-        action()
-
-    def synchronize(self) -> None:
-        if self._written != self._gradients():
-            self._end()
-
-    def drain(self) -> bool:
-        return self._loop.drain(self._parameters)
-
-    def detach(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._loop.detach()
-
-    def _ready(self, number: int, gradient: torch.Tensor) -> None:
-        if self._order is not None:
-            self._loop.worker.reorder(self._order.take())
-            self._order = None
-        self._loop.ready(number, gradient)
-
-    def _end(self) -> None:
-        """A backward pass is over, or the script asks for it."""
-        if self._attached is None:
-            return
-        self._attached.check(self._loop.worker.latch)
-        if self._loop.count_local():
-            return
-        buffers = self._buffers_now()
-        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers],
-                                      lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
-        for p, average in zip(self._parameters, averages, strict=False):
-            p.grad = average
-        self._written = self._gradients()
-        self._loop.written()
-        self._loop.observe()
-
-    def _gradients(self) -> list[tuple[int, int, int] | None]:
-        """What tells whether gradients are what they were, and nobody has stepped with them."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
-
-    def _buffers_now(self) -> list[torch.Tensor]:
-        # By name: a module may have put another tensor in a buffer's place.
-        named = dict(self._model.named_buffers())
-        return [named[name] for name in self._buffers]
-
-
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
@@ -278,7 +153,7 @@ def attach(
         check_model(model)
         refuse(model.named_parameters())
         if isinstance(model, DistributedDataParallel):
-            return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
+            return Session(_DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise ValueError("the model has no parameters")
@@ -292,4 +167,74 @@ def attach(
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))
+    return Session(ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))
+
+
+def switch(session: Session, plan: Plan) -> None:
+    """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+
+    What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
+    """
+    session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
+
+
+def _switch(connection: Connection, plan: Plan) -> None:
+    go_over(connection, plan)
+    connection.auto = False  # a plan that somebody asked for is kept
+    assert connection.worker is not None
+    connection.worker.recorder.switch(on=False)
+
+
+class _DDPDriver:
+    """A session's way to the gradients of a DistributedDataParallel module: the hook above."""
+
+    def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
+        self._model, self._state = model, state
+        state.claim(parameters_of(model.module))
+        try:
+            model.register_comm_hook(state, comm_hook)
+        except BaseException:
+            state.release()
+            raise
+        self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
+
+    @property
+    def connection(self) -> Connection:
+        return self._state.connection
+
+    @property
+    def observers(self) -> Observers:
+        return self._state.observers
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._model.no_sync()
+
+    def weight(self, n: float, total: float | None) -> None:
+        self._state.weight(n, total)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        self._state.report(loss)
+
+    def synchronize(self) -> None:
+        """Nothing to do: DDP ends every backward pass with the averages in place."""
+
+    def drain(self) -> bool:
+        return self._state.drain(list(self._model.parameters()))
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        self._state.when_connected(action)
+
+    def detach(self) -> None:
+        """DDP has no way to take a hook out again."""
+        self._averaged.remove()
+        self._state.release()
+
+
+def _amount(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{what} {value!r}: allowed is a finite number >= 0")
+    return number
