@@ -115,8 +115,8 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, told: dict[str,
         optimizer.step()
         optimizer.zero_grad()
         yield [len(batch)]
-    told |= {"decisions": session.decisions(), "sums": [sum(e.shares) for e in controller.events if hasattr(e, "shares")],
-             "stats": session.stats()}
+    told |= {"decisions": session.inspect.decisions(), "stats": session.stats(),
+             "sums": [sum(e.shares) for e in controller.events if hasattr(e, "shares")]}
     session.close()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from bench.baselines import launch_hosts
 from bench.lab import Lab, LabUnavailable, sound
 from bench.report import Result
+from commlayer.files import write_whole
 
 HOSTS = 4
 ONE_WAY_S = 0.015
@@ -84,8 +85,7 @@ class _Job:
 
     def __exit__(self, *_: object) -> None:
         stop = Path(self._folder.name) / "stop"
-        stop.with_suffix(".part").write_text(str(len(self._steps()) + 3))  # no rank is further ahead than one step
-        stop.with_suffix(".part").rename(stop)
+        write_whole({stop: str(len(self._steps()) + 3).encode()})  # no rank is further ahead than one step
         self._thread.join()
         self._folder.cleanup()
         if self._error is not None:

@@ -43,7 +43,7 @@ def main() -> None:
             optimizer.step()
             steps += 1
             end, said = time.monotonic(), trained.decisions()
-            print(json.dumps({"step": steps, "at_s": end, "step_s": end - begin, "plan": digest(session.plan),
+            print(json.dumps({"step": steps, "at_s": end, "step_s": end - begin, "plan": digest(session.inspect.plan),
                               "said": said[told:]}), file=log, flush=True)
             told = len(said)
     print(json.dumps({"rank": rank, "steps": steps, "decisions": trained.decisions()}), flush=True)

@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 from rich.console import Console
 from rich.table import Table
 
+from commlayer.files import write_whole
+
 ROOT = Path(__file__).resolve().parent.parent
 
 Row = Mapping[str, Any]
@@ -42,9 +44,7 @@ def machine() -> dict[str, Any]:
 def write(path: Path, name: str, result: Result) -> None:
     """Writes {"name", "machine", "rows", "summary"} to path, whole or not at all."""
     text = json.dumps({"name": name, "machine": machine(), "rows": result["rows"], "summary": result["summary"]}, indent=1)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n")
-    part.replace(path)
+    write_whole({path: (text + "\n").encode()})
 
 
 def show(name: str, result: Result, console: Console | None = None) -> None:

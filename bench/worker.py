@@ -67,7 +67,7 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
     config = {"ranks_per_node": 1, "servers": "each", "bind": here, "insecure": here != "127.0.0.1"}
     plan = "auto" if argument == "auto" else commlayer.compressors.parse(argument)
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
-    return Trained(model, session.close, session.decisions)
+    return Trained(model, session.close, session.inspect.decisions)
 
 
 def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
@@ -80,14 +80,14 @@ def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     plan = msgspec.structs.replace(made, servers=0, buckets=tuple(msgspec.structs.replace(b, path=path) for b in made.buckets))
     config = {"ranks_per_node": 1, "bind": here, "insecure": here != "127.0.0.1"}
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
-    return Trained(model, session.close, session.decisions)
+    return Trained(model, session.close, session.inspect.decisions)
 
 
 def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
     """As `commlayer`; besides, the plan is priced from the first steps as "auto" would, and kept."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
-    connection = session._driver.connection
+    connection = session.inspect.connection
     assert connection.worker is not None
     auto = AutoPlan(connection, connection.worker.job, keep=True)
 

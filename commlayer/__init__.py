@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from commlayer.job.shares.driver import Controller as Controller
     from commlayer.session import Session as Session
     from commlayer.session import attach as attach
+    from commlayer.session import switch as switch
 
 _HOMES = {
     "Config": "commlayer.config",
@@ -26,11 +27,12 @@ _HOMES = {
     "Session": "commlayer.session",
     "attach": "commlayer.session",
     "comm_hook": "commlayer.ddp",
+    "switch": "commlayer.session",
 }
 _PACKAGES = ("balance", "compressors", "optim", "planner")
 
 __all__ = ["CommError", "Config", "Controller", "HookState", "Session", "attach", "balance", "comm_hook", "compressors",
-           "optim", "planner"]
+           "optim", "planner", "switch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ not seen which parameters there are.
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,28 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
 from commlayer.errors import DeadlineExceeded
 from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dtypes, check_parameter, wrappers_of
-from commlayer.job.accuracy.driver import AccuracyGuard, guard_of
+from commlayer.job.accepted_models import Claim
 from commlayer.job.attached_model import AttachedModel
-from commlayer.job.autoplan.driver import AutoPlan, auto_of
-from commlayer.job.parameter_drift import watch_drift
+from commlayer.job.connection import Connection
+from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
-from commlayer.job.stale_plan import watch
-from commlayer.job.start import Connection, connect
-from commlayer.job.step_in_backward import Averaged
-from commlayer.job.trace import trace_once
-from commlayer.planner.model.gradients_only import gradients_of
-from commlayer.records import Job, TensorInfo
-from commlayer.runtime.average_use import AverageUse
+from commlayer.job.start import connect
+from commlayer.job.step_loop import StepLoop
+from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.model_job import check_dense, job_of, learning_rate, loss_scale, parameters_of
-from commlayer.runtime.worker import Worker
-from commlayer.runtime.write_gradients import hand_out
+from commlayer.runtime.model_job import check_dense
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -69,15 +60,13 @@ class HookState:
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
         """What is to be loaded once there is a connection."""
-        self.connection = Connection()
+        self.connection, self.observers = Connection(), Observers()
+        self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
         """What the script has said since the last step."""
-        self._outcome: AverageUse | None = None
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
-        self._auto: AutoPlan | None = None
-        self._guard: AccuracyGuard | None = None
         self._attached: AttachedModel | None = None
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
@@ -106,7 +95,7 @@ class HookState:
         elif last:
             self._lane = Lane("ddp", self._latch)
             try:
-                self._begin(device)
+                self._connect(device)
             except BaseException as error:
                 self._latch(error)
                 raise
@@ -138,60 +127,34 @@ class HookState:
                                  "backward pass: make a HookState for each DistributedDataParallel module")
             if bucket.buffer().layout != torch.strided:
                 self._find_module()
-                names = {} if self.module is None else {id(p): name for name, p in parameters_of(self.module)}
-                check_dense(names.get(id(bucket.parameters()[0]), "a parameter"), bucket.buffer())
+                check_dense(name_of(bucket.parameters()[0], self.module), bucket.buffer())
         except ValueError as error:
             self._latch(error)
             raise
 
-    def _begin(self, device: torch.device) -> None:
-        """All parameters have been seen: names them in DDP's order, which is the same on all ranks."""
-        # DDP's order is ready order; a Job stands in registration order, which is about its reverse.
-        parameters = [p for part in self._step for p in part.parameters][::-1]
+    def _connect(self, device: torch.device) -> None:
+        """The first backward pass: all parameters have been seen. Connects."""
         self._find_module()
-        whole = Job(tuple(
-            TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
-        ))
-        named: list[torch.Tensor] = [p for _, p in parameters_of(self.module)] if self.module is not None else []
-        if self.module is not None and {id(p) for p in named} == {id(p) for p in parameters}:
-            parameters, whole = named, job_of(self.module)
-        self._numbers = {id(p): i for i, p in enumerate(parameters)}
-        job = gradients_of(whole)  # buffers are DDP's own
         with Start(self._process_group, device) as start:
-            named_parameters = list(zip((info.name for info in job.tensors), parameters, strict=True))
-            for name, p in named_parameters:
-                check_parameter(name, p)
-            check_dtypes(job)
-            self.claim(named_parameters)
-            self.connection = connect(job, device, start, plan=self._plan, config=self._config, whole=whole,
+            found = found_in([p for part in self._step for p in part.parameters], self.module)
+            self.claim(found.named)
+            self.connection = connect(found.job, device, start, plan=self._plan, config=self._config, whole=found.whole,
                                       must={"wrapper": "DistributedDataParallel"})
-        self.connection.beside.append(self.release)
-        if (worker := self.connection.worker) is not None:
-            mine = [p for p in parameters if isinstance(p, nn.Parameter)]
-            self._outcome = AverageUse(mine, self._optimizer, lambda number: self._worker().cleared(number),
-                                    lambda numbers: self._worker().applied(numbers))
-            worker.settle = self._outcome.settle
-            self.connection.beside.append(self._outcome.detach)
-        self._attached = AttachedModel(self.module, named_parameters, self._optimizer,
-                                  getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.connection.beside.append(self._attached.remove)
-        self._auto = auto_of(self.connection)
-        self._guard = guard_of(self.connection, self._config)
-        trace_once(self.connection, self._config.trace, planning=self._auto is not None)
-        watch(self.connection)
-        watch_drift(self.connection, [(t.name, p) for t, p in zip(job.tensors, parameters, strict=True)], self._optimizer,
-                    self._config)
+        self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
+        self.connection.on_close.append(self.release)
+        self._attached = AttachedModel(self.module, found.named, self._optimizer,
+                                       getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.connection.on_close.append(self._attached.remove)
+        self._loop = StepLoop(
+            self.connection, [p for _, p in found.named if isinstance(p, nn.Parameter)], found.named, optimizer=self._optimizer,
+            scaler=self._scaler, config=self._config, observers=self.observers)
         for action in self._actions:
             action()
         self._actions.clear()
 
     def _find_module(self) -> None:
         """Which module this is registered with, hence what parameters are called and which ranks take part."""
-        found = wrappers_of(self)
-        if len(found) > 1:
-            raise ValueError(f"this HookState is registered with {len(found)} DistributedDataParallel modules: make one for "
-                             "each")
-        for ddp in found:
+        if (ddp := wrapper_of(self)) is not None:
             self.module = ddp.module
             self._process_group = self._process_group or ddp.process_group
 
@@ -205,55 +168,36 @@ class HookState:
             self._claim.release()
 
     def _feed(self, part: _Part) -> None:
-        worker = self.connection.worker
-        if worker is None:
+        loop = self._averaging()
+        if loop is None:
             return
-        if worker.begins():
-            self._units(worker)
-            if self._weight is not None:
-                worker.weigh(*self._weight)
-                self._weight = None
+        if self._weight is not None and loop.worker.begins():
+            loop.weigh(*self._weight)
+            self._weight = None
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
-            if self._used(number := self._numbers[id(p)]):
-                worker.ready(number, gradient)
+            # DDP fills in zeros, and drops what comes back for what nobody used.
+            if loop.has_gradient(number := self._numbers[id(p)]):
+                loop.ready(number, gradient)
 
-    def _used(self, number: int) -> bool:
-        """Whether this pass has a gradient for it. DDP fills in zeros, and drops what comes back for what nobody used."""
-        return self._outcome is None or not self._outcome.watching or number in self._outcome.touched
-
-    def _units(self, worker: Worker) -> None:
-        worker.scale = loss_scale(self._scaler)
-        worker.rate = learning_rate(self._optimizer, worker.rate)
+    def _averaging(self) -> StepLoop | None:
+        """If there is anybody to average with."""
+        return None if self.connection.worker is None else self._loop
 
     def drain(self, parameters: list[torch.nn.Parameter]) -> bool:
         """See Session.drain. The parameters are the model's, in any order."""
-        worker = self.connection.worker
-        if worker is None:
-            return False
-        self._units(worker)
         mine = [p for p in parameters if id(p) in self._numbers]
-        return hand_out(worker, sorted(mine, key=lambda p: self._numbers[id(p)]))
+        return self._loop is not None and self._loop.drain(sorted(mine, key=lambda p: self._numbers[id(p)]))
 
     def _finish(self, step: list[_Part]) -> None:
         """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
-        worker = self.connection.worker
         try:
-            if worker is not None:
-                targets: list[torch.Tensor | None] = [None] * len(self._numbers)
+            if (loop := self._averaging()) is not None:
+                gradients: list[torch.Tensor | None] = [None] * len(self._numbers)
                 for part in step:
                     for p, gradient in zip(part.parameters, part.gradients, strict=True):
-                        targets[self._numbers[id(p)]] = gradient
-                if self._outcome is not None:
-                    self._outcome.end()
-                worker.finish([g if self._used(n) else None for n, g in enumerate(targets)], self._config.deadline_s)
-                if self._guard is not None:
-                    self._guard.look()
-                worker.commit(targets)
-                besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
-                for after_step in (*besides, *self.connection.watchers):
-                    after_step()
-                    assert self.connection.worker is not None
-                    self.connection.worker.stopwatch.start()  # what it took is no computing
+                        gradients[self._numbers[id(p)]] = gradient
+                loop.average([g if loop.has_gradient(n) else None for n, g in enumerate(gradients)], lambda: gradients)
+                loop.observe()
         except BaseException as error:
             self._latch(error)
         finally:
@@ -263,36 +207,27 @@ class HookState:
 
     def _end(self) -> None:
         """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
-        if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.verdict_s):
+        if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.waits.verdict_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._attached is not None and self.connection.worker is not None:
             self._attached.check(self._latch)
         if self._error is not None:
             raise self._error
-        if self._outcome is not None and torch._C._current_graph_task_id() >= 0:
+        if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:
             # Behind DDP's own end of the pass, which puts averages into `.grad`.
-            torch.autograd.Variable._execution_engine.queue_callback(self._wrote)
-
-    def _wrote(self) -> None:
-        assert self._outcome is not None
-        self._outcome.wrote(keeps=self._worker().keeps)
-
-    def _worker(self) -> Worker:
-        assert self.connection.worker is not None
-        return self.connection.worker
+            torch.autograd.Variable._execution_engine.queue_callback(loop.written)
 
     def _latch(self, error: BaseException) -> None:
         self._error = self._error or error
 
     def weight(self, n: float, total: float | None = None) -> None:
         """See Session.weight."""
-        batch = self._config.batch
-        self._weight = n / batch, None if total is None else total / batch
+        self._weight = n, total
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""
-        if self._guard is not None:
-            self._guard.report(loss)
+        if self._loop is not None:
+            self._loop.report(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """See Session.state_dict. Before the first backward pass what is to be loaded then."""
@@ -326,44 +261,3 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if state.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     return state.take(bucket)
-
-
-class DDPDriver:
-    """A session's way to the gradients of a DistributedDataParallel module: the hook above."""
-
-    def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
-        self._model, self._state = model, state
-        state.claim(parameters_of(model.module))
-        try:
-            model.register_comm_hook(state, comm_hook)
-        except BaseException:
-            state.release()
-            raise
-        self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
-
-    @property
-    def connection(self) -> Connection:
-        return self._state.connection
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync()
-
-    def weight(self, n: float, total: float | None) -> None:
-        self._state.weight(n, total)
-
-    def report(self, loss: float | torch.Tensor) -> None:
-        self._state.report(loss)
-
-    def synchronize(self) -> None:
-        """Nothing to do: DDP ends every backward pass with the averages in place."""
-
-    def drain(self) -> bool:
-        return self._state.drain(list(self._model.parameters()))
-
-    def when_connected(self, action: Callable[[], None]) -> None:
-        self._state.when_connected(action)
-
-    def detach(self) -> None:
-        """DDP has no way to take a hook out again."""
-        self._averaged.remove()
-        self._state.release()

@@ -111,6 +111,15 @@ class Why(Record, frozen=True):
     """How much longer the whole step would take with the runner-up."""
 
 
+def over_server(path: str) -> bool:
+    """Whether a summation server takes part in a path, as a bucket spells it: the one rule for that.
+
+    >>> over_server("service"), over_server("encode@cpu net.push net.pull decode@cpu"), over_server("allreduce")
+    (True, True, False)
+    """
+    return path == "service" or "net.push" in path
+
+
 class Bucket(Record, frozen=True):
     """What is planned and sent as one: a slice of a big tensor or several small tensors."""
 
@@ -143,6 +152,11 @@ class Bucket(Record, frozen=True):
     @property
     def spec(self) -> Spec:
         return Spec(self.shape or (self.numel,))
+
+    @property
+    def served(self) -> bool:
+        """Whether it goes over a summation server."""
+        return over_server(self.path)
 
 
 class Plan(Record, frozen=True):

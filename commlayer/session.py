@@ -1,9 +1,8 @@
-"""attach(): a PyTorch model trains through commlayer. The PyTorch surface; everything below it knows no model."""
+"""attach() and what it returns: a PyTorch model trains through commlayer. Public methods; each step is job/step_loop.py's."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,59 +12,48 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
-from commlayer.ddp import DDPDriver, HookState
+from commlayer.ddp import HookState, comm_hook
 from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_ddp_around
-from commlayer.job.accuracy.driver import guard_of
-from commlayer.job.attached_model import AttachedModel
-from commlayer.job.autoplan.driver import auto_of
-from commlayer.job.exchange_schedule import ExchangeSchedule
-from commlayer.job.parameter_drift import watch_drift
+from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
+from commlayer.job.connection import Connection
+from commlayer.job.inspection import Inspected, Inspection
+from commlayer.job.module_driver import ModuleDriver
+from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
-from commlayer.job.stale_plan import watch
-from commlayer.job.start import Connection, connect, switch
-from commlayer.job.step_in_backward import refuse
-from commlayer.job.trace import STEPS, trace, trace_once
-from commlayer.observe import StalePlan
+from commlayer.job.start import connect
+from commlayer.job.step_in_backward import Averaged, refuse
+from commlayer.job.switch import switch as go_over
 from commlayer.optim import Outer
 from commlayer.records import Plan
-from commlayer.runtime.abandoned_step import abandon
-from commlayer.runtime.average_use import AverageUse
-from commlayer.runtime.forward_order import ForwardOrder
-from commlayer.runtime.hooks import Hooks
-from commlayer.runtime.model_job import buffers_of, job_of, learning_rate, loss_scale, parameters_of
-from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.stopwatch import Lap
-from commlayer.runtime.worker import Worker
-from commlayer.runtime.write_gradients import hand_out, targets_of
+from commlayer.runtime.model_job import job_of, parameters_of
 
 
-class Driver(Protocol):
+class Driver(Inspected, Protocol):
     """How a session gets at gradients: hooks on the parameters, or DDP's communication hook."""
-
-    @property
-    def connection(self) -> Connection: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
     def weight(self, n: float, total: float | None) -> None: ...
 
+    def report(self, loss: float | torch.Tensor) -> None: ...
+
     def synchronize(self) -> None: ...
 
     def drain(self) -> bool: ...
-
-    def report(self, loss: float | torch.Tensor) -> None: ...
-
-    def when_connected(self, action: Callable[[], None]) -> None: ...
 
     def detach(self) -> None: ...
 
 
 class Session:
-    """One attached model. Made by `attach`."""
+    """One attached model. Made by `attach`; `switch` goes over to another plan."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        self._driver, self._inspection = driver, Inspection(driver)
+
+    @property
+    def inspect(self) -> Inspection:
+        """The plan in force, what was decided and why, traces, and what else is not needed every day."""
+        return self._inspection
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate locally; the next one outside synchronises what has gathered."""
@@ -126,51 +114,6 @@ class Session:
         """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
         return self._driver.connection.stats()
 
-    def laps(self) -> list[Lap]:
-        """How long this worker computed in each step since the last call, without waiting for others."""
-        worker = self._driver.connection.worker
-        return [] if worker is None else worker.stopwatch.take()
-
-    def decisions(self) -> list[str]:
-        """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
-        return list(self._driver.connection.decisions)
-
-    def events(self) -> list[StalePlan]:
-        """What happened that asks for another plan, as records. Rank 0 has all of it."""
-        return list(self._driver.connection.events)
-
-    def trace(self, path: str | Path, steps: int = STEPS) -> None:
-        """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
-
-        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares op by op. The setting `trace` does it by itself.
-        """
-        self._driver.when_connected(lambda: trace(self._driver.connection, Path(path), steps))
-
-    @property
-    def connection(self) -> Connection:
-        """For the parts that work beside a session. With DDP there is nobody in it before the first backward pass."""
-        return self._driver.connection
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force, None where there is nobody to talk to."""
-        return self._driver.connection.plan
-
-    def switch(self, plan: Plan) -> None:
-        """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
-
-        What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
-        """
-        self._driver.when_connected(lambda: self._switch(plan))
-
-    def _switch(self, plan: Plan) -> None:
-        connection = self._driver.connection
-        switch(connection, plan)
-        connection.auto = False  # a plan that somebody asked for is kept
-        watch(connection)
-        assert connection.worker is not None
-        connection.worker.recorder.switch(on=False)
-
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
         self._driver.detach()
@@ -181,156 +124,6 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
-
-
-def _amount(what: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"{what} {value!r}: allowed is a finite number >= 0")
-    return number
-
-
-class _ModuleDriver:
-    """Hooks on a plain module's parameters."""
-
-    def __init__(
-        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer
-    ) -> None:
-        self.connection, self._optimizer, self._scaler = connection, optimizer, scaler
-        self._deadline_s, self._batch = config.deadline_s, config.batch
-        self._parameters = [p for _, p in parameters_of(model)]
-        self._model = model
-        self._buffers = [name for name, _ in buffers_of(model)]
-        self._syncing = True
-        self._order: ForwardOrder | None = None
-        self._hooks: Hooks | None = None
-        self._outcome: AverageUse | None = None
-        self._left: list[tuple[int, int, int] | None] = []
-        """The gradients that the last step wrote."""
-        self._auto = auto_of(connection)
-        self._exchanges = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
-                                    connection=connection, deadline_s=config.deadline_s)
-        trace_once(connection, config.trace, planning=self._auto is not None)
-        watch(connection)
-        watch_drift(connection, list(model.named_parameters()), optimizer, config)
-        self._guard = guard_of(connection, config)
-        self._attached: AttachedModel | None = None
-        if connection.worker is not None:
-            self._attached = AttachedModel(model, parameters_of(model), optimizer)
-            connection.beside.append(self._attached.remove)
-            agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
-            self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            refuse_ddp_around(model)
-            # Compiled modules pass attributes on to the one that they are made from.
-            plain = vars(getattr(model, "_orig_mod", model))
-            # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
-            self._hooks = Hooks(self._parameters, self._worker, self._ready, self._end,
-                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._broke_off)
-            self._outcome = AverageUse(self._parameters, optimizer, lambda number: self._worker().cleared(number),
-                                    lambda numbers: self._worker().applied(numbers))
-            self._worker().settle = self._outcome.settle
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    def weight(self, n: float, total: float | None) -> None:
-        if self.connection.worker is not None:
-            self.connection.worker.weigh(n / self._batch, None if total is None else total / self._batch)
-
-    def report(self, loss: float | torch.Tensor) -> None:
-        if self._guard is not None:
-            self._guard.report(loss)
-
-    def when_connected(self, action: Callable[[], None]) -> None:
-        action()
-
-    def detach(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._outcome is not None:
-            self._outcome.detach()
-        self._exchanges.detach()
-
-    def synchronize(self) -> None:
-        if self._left != self._gradients():
-            self._end()
-
-    def _gradients(self) -> list[tuple[int, int, int] | None]:
-        """What tells whether gradients are what they were, and nobody has stepped with them."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
-
-    def _end(self) -> None:
-        """A backward pass is over, or the script asks for it."""
-        worker = self.connection.worker
-        if worker is not None and self._attached is not None:
-            self._attached.check(worker.latch)
-        if worker is None or self._exchanges.count():
-            return
-        if worker.begins():
-            self._units(worker)
-        if self._outcome is not None:
-            self._outcome.end()
-        buffers = self._buffers_now()
-        worker.finish([*(p.grad for p in self._parameters), *buffers], self._deadline_s)
-        if self._guard is not None:
-            self._guard.look()
-        grads = targets_of(worker, self._parameters)
-        worker.commit([*grads, *buffers])
-        for p, grad in zip(self._parameters, grads, strict=True):
-            p.grad = grad
-        self._left = self._gradients()
-        if self._outcome is not None:
-            self._outcome.wrote(keeps=worker.keeps)
-        besides = [beside.after_step for beside in (self._auto, self._guard) if beside is not None]
-        for after_step in (*besides, *self.connection.watchers):
-            after_step()
-            self._worker().stopwatch.start()  # what it took is no computing
-
-    def _broke_off(self) -> None:
-        """An exception ended the last backward pass, and the script went on."""
-        if self._exchanges.local is None:
-            if self._outcome is not None:
-                self._outcome.end()
-            abandon(self._worker(), self._deadline_s)
-
-    def drain(self) -> bool:
-        worker = self.connection.worker
-        if worker is None:
-            return False
-        self._exchanges.drain()
-        self._units(worker)
-        return hand_out(worker, self._parameters)
-
-    def _buffers_now(self) -> list[torch.Tensor]:
-        # By name: a module may have put another tensor in a buffer's place.
-        named = dict(self._model.named_buffers())
-        return [named[name] for name in self._buffers]
-
-    def _worker(self) -> Worker:
-        assert self.connection.worker is not None
-        return self.connection.worker
-
-    def _units(self, worker: Worker) -> None:
-        worker.scale = loss_scale(self._scaler)
-        worker.rate = learning_rate(self._optimizer, worker.rate)
-
-    def _ready(self, tensor: int, gradient: torch.Tensor) -> None:
-        worker = self._worker()
-        if self._order is not None:
-            worker.reorder(self._order.take())
-            self._order = None
-        if self._exchanges.local is None and worker.begins():
-            self._units(worker)
-        if self._exchanges.local is None:
-            worker.ready(tensor, gradient)
 
 
 def attach(
@@ -360,7 +153,7 @@ def attach(
         check_model(model)
         refuse(model.named_parameters())
         if isinstance(model, DistributedDataParallel):
-            return Session(DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
+            return Session(_DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise ValueError("the model has no parameters")
@@ -373,5 +166,75 @@ def attach(
         except BaseException:
             claim.release()
             raise
-    connection.beside.append(claim.release)
-    return Session(_ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))
+    connection.on_close.append(claim.release)
+    return Session(ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))
+
+
+def switch(session: Session, plan: Plan) -> None:
+    """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+
+    What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
+    """
+    session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
+
+
+def _switch(connection: Connection, plan: Plan) -> None:
+    go_over(connection, plan)
+    connection.auto = False  # a plan that somebody asked for is kept
+    assert connection.worker is not None
+    connection.worker.recorder.switch(on=False)
+
+
+class _DDPDriver:
+    """A session's way to the gradients of a DistributedDataParallel module: the hook above."""
+
+    def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
+        self._model, self._state = model, state
+        state.claim(parameters_of(model.module))
+        try:
+            model.register_comm_hook(state, comm_hook)
+        except BaseException:
+            state.release()
+            raise
+        self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
+
+    @property
+    def connection(self) -> Connection:
+        return self._state.connection
+
+    @property
+    def observers(self) -> Observers:
+        return self._state.observers
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._model.no_sync()
+
+    def weight(self, n: float, total: float | None) -> None:
+        self._state.weight(n, total)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        self._state.report(loss)
+
+    def synchronize(self) -> None:
+        """Nothing to do: DDP ends every backward pass with the averages in place."""
+
+    def drain(self) -> bool:
+        return self._state.drain(list(self._model.parameters()))
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        self._state.when_connected(action)
+
+    def detach(self) -> None:
+        """DDP has no way to take a hook out again."""
+        self._averaged.remove()
+        self._state.release()
+
+
+def _amount(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{what} {value!r}: allowed is a finite number >= 0")
+    return number

@@ -48,7 +48,7 @@ def main() -> None:
         losses.append(loss.item())
     seconds = time.perf_counter() - begin
     if rank == 0:
-        print("\n".join(session.decisions()))
+        print("\n".join(session.inspect.decisions()))
         last = losses[-LAST:]
         print(f"loss {sum(last) / len(last):.4f}, {1e3 * seconds / asked.steps:.1f} ms a step, the guard took "
               f"{session.stats().get('guard_s', 0.0) / seconds:.2%} of the time")

@@ -14,6 +14,10 @@ class Noted:
         self.n = 0.0
         self.plan: Plan | None = None
 
+    @property
+    def inspect(self) -> Noted:
+        return self
+
     def weight(self, n: float, total: float | None = None) -> None:
         self.n = n
 

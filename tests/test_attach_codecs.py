@@ -69,7 +69,7 @@ def scheduled(run: Run) -> dict[str, Any]:
         loss_of(run, wrapped, step).backward()
         optimizer.step()
         schedule.step()
-        rates.append(run.sessions[0]._driver.connection.worker.rate)
+        rates.append(run.sessions[0].inspect.connection.worker.rate)
     return {"rates": rates}
 
 
@@ -120,7 +120,7 @@ def pass_on(run: Run) -> dict[str, Any]:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    worker = run.sessions[0]._driver.connection.worker
+    worker = run.sessions[0].inspect.connection.worker
     residuals = {bucket.id: bucket.state["residual"].clone() for bucket in worker.coded}
     return {"applied": [-p.detach() for p in model.parts], "scales": scales, "residuals": residuals, "undone": worker.undone(),
             "buckets": {b.id: [(s.tensor, s.start, s.stop) for s in b.slices] for b in worker.plan.buckets}}

@@ -26,7 +26,7 @@ from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, SharesMoved
 from commlayer.job.autoplan.lead import PLAIN, SHARES_WORTH, STALE, TRIED, WORSE, WORTH
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import FIRST_S

@@ -81,7 +81,7 @@ def train(run: Run) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             sent.append(session.stats()["sent_nbytes"] - before)
-            digests.append(digest(session.plan))
+            digests.append(digest(session.inspect.plan))
 
         step(0.03)
         for bps, sleep_s in ((HIGH_BPS, 0.03), (LOW_BPS, 1.1 * CONFIRMED_S), (HIGH_BPS, 0.03)):
@@ -93,7 +93,7 @@ def train(run: Run) -> dict[str, Any]:
             line.change(HIGH_BPS)  # and steps show how long they take on it
             for _ in range(SETTLED + 1):
                 step(0.03)
-        return {"decisions": session.decisions(), "digests": digests, "decided": decided, "sent": sent,
+        return {"decisions": session.inspect.decisions(), "digests": digests, "decided": decided, "sent": sent,
                 "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
 
 

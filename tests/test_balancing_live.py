@@ -72,7 +72,7 @@ def train(run: Run, *, workers: int = 0, cap: tuple[int, ...] = (0, 0, 0), leave
     assert sampler.step == EPOCHS * -(-LENGTH // BATCH)
     found = weights(model) | {"trained": trained}
     if controller is not None:
-        found |= {"events": controller.events, "lines": session.decisions(), "shares": controller.shares}
+        found |= {"events": controller.events, "lines": session.inspect.decisions(), "shares": controller.shares}
     return found
 
 

@@ -59,8 +59,12 @@ class Session:
     def __init__(self) -> None:
         self.steps = 0
         groups = SimpleNamespace(timeout_s=1.0, members=None)
-        self.connection = SimpleNamespace(groups=groups, beside=[], on_shares=[], price=None, decisions=[],
+        self.connection = SimpleNamespace(groups=groups, on_close=[], on_shares=[], price=None, decisions=[],
                                           explain=lambda error: error)
+
+    @property
+    def inspect(self) -> Session:
+        return self
 
     def weight(self, n: float, total: float | None = None) -> None:
         pass
@@ -95,7 +99,7 @@ def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
             session.steps += 1
             if rank == 0 and sampler.step >= first:
                 sampler.state_dict()
-        return controller, session.connection.decisions
+        return controller, session.inspect.connection.decisions
 
     with ThreadPoolExecutor(WORLD) as threads:
         (saves, said), (other, heard) = threads.map(train, range(WORLD))

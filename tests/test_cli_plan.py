@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,11 @@ def test_what_cannot_be_written_leaves_nothing_behind(commlayer, tmp_path: Path)
     (tmp_path / "plan.inputs.json").mkdir()
     code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert (code, out, errors) == (2, "", "commlayer: plan.inputs.json: is a folder, allowed: the name of a file\n")
-    (tmp_path / "next.inputs.json.part").mkdir()
+    obstacle = f"next.inputs.json.{os.getpid()}.part"
+    (tmp_path / obstacle).mkdir()
     code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "next.json")
     assert (code, out, errors) == (2, "", "commlayer: next.inputs.json: Is a directory\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["next.inputs.json.part", "plan.inputs.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [obstacle, "plan.inputs.json"]
 
 
 @pytest.mark.parametrize("width", [80, 120])

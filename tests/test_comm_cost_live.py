@@ -15,6 +15,7 @@ from commlayer.balance import Decision, Line, Sampler
 from commlayer.job.autoplan import lead
 from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS
 from commlayer.job.autoplan.driver import AutoPlan
+from commlayer.job.observers import Place
 from commlayer.job.shares.driver import Controller
 from commlayer.observe import link_watch
 
@@ -55,15 +56,16 @@ def balanced(run: Run) -> dict[str, Any]:
     for batch in controller.follow(loader):
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
-        auto: AutoPlan = (session._driver._state if run.setting and run.setting.how == "ddp" else session._driver)._auto
+        auto: AutoPlan
+        (auto,) = session.inspect.observers.at(Place.AUTO_PLAN)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:
-            planned_price = session.connection.price
+            planned_price = session.inspect.connection.price
         if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
-            session.connection.price = (COMM_S, 0.0)  # so much that expectations show it
+            session.inspect.connection.price = (COMM_S, 0.0)  # so much that expectations show it
     return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
-            "shares": controller.shares, "lines": [line for line in session.decisions() if "new shares" in line]}
+            "shares": controller.shares, "lines": [line for line in session.inspect.decisions() if "new shares" in line]}
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])

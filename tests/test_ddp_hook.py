@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
+from commlayer.job.observers import Observer, Place
 
 WORLD = 2
 
@@ -139,8 +141,9 @@ def watched(run: Run) -> Any:
     for step in range(4):
         wrapped(torch.ones(2, 12)).sum().backward()
         if step == 0:
-            session.connection.watchers.append(lambda: session.connection.worker.stopwatch.stop(-1))
-    return [lap.step for lap in session.laps() if lap.step >= 0]
+            worker = session.inspect.connection.worker
+            session.inspect.observers.add(Observer(Place.OTHER, run, functools.partial(worker.stopwatch.stop, -1)))
+    return [lap.step for lap in session.inspect.laps() if lap.step >= 0]
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])

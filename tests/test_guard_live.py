@@ -16,13 +16,14 @@ from fidelity_kit import measure
 from pool_kit import pool
 from torch import nn
 
+import commlayer
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
 from commlayer.job.accuracy import decide
 from commlayer.job.accuracy.state import SETTLE
 from commlayer.job.autoplan import loss_limits
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
@@ -54,9 +55,9 @@ def train(run: Run, steps: int) -> dict[str, Any]:
         loss.backward()
         session.report(loss)
         optimizer.step()
-        levels.append(codec_floor.lowest(session.plan))
+        levels.append(codec_floor.lowest(session.inspect.plan))
         sent.append(session.stats()["sent_nbytes"])
-    return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "said": session.decisions(),
+    return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "said": session.inspect.decisions(),
             "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "stats": session.stats()}
 
 
@@ -121,14 +122,14 @@ def dense_then_coarser(run: Run) -> Any:
     session, seen = run.sessions[0], []
     for codec in ("", "int8()", "topk(ratio=0.3)"):
         if codec:
-            session.switch(default_plan(job_of(model), codec=codec, path="service", servers=SERVERS, ranks_per_node=1,
-                                        fuse_nbytes=2048, cut_nbytes=4096))
+            commlayer.switch(session, default_plan(job_of(model), codec=codec, path="service", servers=SERVERS,
+                                                   ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096))
         for step in range(16):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
             model.zero_grad()
             nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
-        seen.append({b.codec for b in session.plan.buckets})
-    return seen, session.decisions(), session.stats()["guard_s"] > 0
+        seen.append({b.codec for b in session.inspect.plan.buckets})
+    return seen, session.inspect.decisions(), session.stats()["guard_s"] > 0
 
 
 def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
@@ -153,7 +154,7 @@ def with_losses(run: Run) -> Any:
         model.zero_grad()
         nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
         session.report(1.0 + (run.rank == 1 and step > 80))
-    return session.decisions(), [b.codec for b in session.plan.buckets]
+    return session.inspect.decisions(), [b.codec for b in session.inspect.plan.buckets]
 
 
 def look_closely(run: Run, codec: str) -> dict[str, Any]:
@@ -245,8 +246,8 @@ def left_to_it_then_asked_for(run: Run) -> Any:
     session = run.sessions[0]
 
     def levels() -> list[float]:
-        assert session.plan is not None
-        return [codec_floor.level(parse(b.codec)) for b in session.plan.buckets]
+        assert session.inspect.plan is not None
+        return [codec_floor.level(parse(b.codec)) for b in session.inspect.plan.buckets]
 
     def steps(count: int) -> None:
         for step in range(count):
@@ -255,12 +256,12 @@ def left_to_it_then_asked_for(run: Run) -> Any:
             nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
 
     steps(60)
-    before, said = levels(), len(session.decisions())
+    before, said = levels(), len(session.inspect.decisions())
     asked = default_plan(job_of(model), codec="topk(ratio=0.001)", path="service", servers=SERVERS, ranks_per_node=1,
                          fuse_nbytes=2048, cut_nbytes=4096)
-    session.switch(asked)
+    commlayer.switch(session, asked)
     steps(20)
-    return before, levels(), session.decisions()[said:], session.connection.floor
+    return before, levels(), session.inspect.decisions()[said:], session.inspect.connection.floor
 
 
 # ---- plans made finer

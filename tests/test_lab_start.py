@@ -26,9 +26,10 @@ def main() -> None:
 
     model = mlp()
     with commlayer.attach(model, plan=commlayer.compressors.identity(), config={"join_deadline_s": 60.0}) as session:
-        model(data(session.connection.rank, 0)[0]).sum().backward()
+        model(data(session.inspect.connection.rank, 0)[0]).sum().backward()
         gradient = float(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]).double().norm())
-        print(json.dumps({"norm": gradient, "world": session.connection.world, "said": session.decisions()}), flush=True)
+        told = {"norm": gradient, "world": session.inspect.connection.world, "said": session.inspect.decisions()}
+        print(json.dumps(told), flush=True)
 
 
 def launched(lab: Lab, port: int, settings: list[dict[str, str]]) -> list[tuple[int, str, str]]:

@@ -56,7 +56,7 @@ def applied_to(model: Given) -> list[torch.Tensor]:
 
 def owed_by(session: Any) -> list[torch.Tensor]:
     """What this rank still owes, by tensor, after all has been taken back that was not applied."""
-    worker = session.connection.worker
+    worker = session.inspect.connection.worker
     worker.undone()
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
     for bucket in worker.buckets:
@@ -183,11 +183,11 @@ def gathered(s: Script) -> None:
 
 def there_and_back(s: Script) -> None:
     """To a plan that keeps nothing, whose first averages, old debts in them, are thrown away; and back to the first plan."""
-    first = s.session.plan
+    first = s.session.inspect.plan
     assert first is not None
     for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
                               ranks_per_node=first.ranks_per_node, fuse_nbytes=2048, cut_nbytes=4096), first):
-        s.session.switch(plan)
+        commlayer.switch(s.session, plan)
         for _ in range(2):
             probe(s)
             plain(s)

@@ -14,6 +14,7 @@ from commlayer.planner.model.grammar import KINDS, Kind, check, encodes, kind, o
 from commlayer.planner.model.paths import Op, Path, parse, spell
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.prune import alone_s, unbeaten
+from commlayer.records import over_server
 
 UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))
 
@@ -50,6 +51,13 @@ def test_spelling_is_one_to_one() -> None:
     every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
     assert len({spell(path) for path in every}) == len(every)
     assert all(parse(spell(path)) == path for path in every)
+
+
+def test_what_goes_over_a_server_shows_in_the_spelling() -> None:
+    every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
+    assert {over_server(spell(path)) for path in every} == {True, False}
+    assert all(over_server(spell(path)) == served(path) for path in every)
+    assert [over_server(name) == served(parse(name)) for name in ("allreduce", "service")] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["allreduce", "service"])

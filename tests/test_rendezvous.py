@@ -177,9 +177,9 @@ def under(changes: dict[str, str | None]) -> tuple[int, int, int]:
             os.environ[name] = value
     try:
         with commlayer.attach(mlp(), config=quick()) as session:
-            made = session.connection
-            assert session.plan is not None
-            return made.rank, made.world, session.plan.ranks_per_node
+            made = session.inspect.connection
+            assert session.inspect.plan is not None
+            return made.rank, made.world, session.inspect.plan.ranks_per_node
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -244,14 +244,14 @@ def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str
         if how == "module":
             session = commlayer.attach(model, plan=plan_of(model, path), process_group=group, config=config)
             got.append(gradient(model, model, rank, 0))
-            place = session.connection
+            place = session.inspect.connection
             close: Callable[[], None] = session.close
         else:
             wrapped = DistributedDataParallel(model, process_group=group)
             if how == "ddp":
                 session = commlayer.attach(wrapped, plan=plan_of(model, path), config=config)
                 got.append(gradient(model, wrapped, rank, 0))
-                place, close = session.connection, session.close
+                place, close = session.inspect.connection, session.close
             else:
                 state = commlayer.HookState(plan_of(model, path), config=config)
                 wrapped.register_comm_hook(state, commlayer.comm_hook)

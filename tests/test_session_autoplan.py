@@ -34,9 +34,9 @@ def train(run: Run) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            digests.append(digest(session.plan))
+            digests.append(digest(session.inspect.plan))
             sent.append(session.stats()["sent_nbytes"])
-    return {"losses": losses, "digests": digests, "decisions": session.decisions(),
+    return {"losses": losses, "digests": digests, "decisions": session.inspect.decisions(),
             "sent": [after - before for before, after in itertools.pairwise(sent)],
             "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
 

@@ -63,7 +63,7 @@ def save_and_go_on(rank: int, setting: Setting, directory: str, skip: int) -> tu
     if directory:
         training.session.save(directory)
     state = training.state()
-    assert len(training.session.plan.buckets) > 4
+    assert len(training.session.inspect.plan.buckets) > 4
     training.train(HALF, 2 * HALF)
     run.close()
     return state, training.weights()

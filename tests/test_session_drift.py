@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.config import read_config
 from commlayer.errors import RecordError
+from commlayer.job.observers import Place
 from commlayer.job.parameter_drift import FIRST, spacing
 from commlayer.planner import default_plan
 from commlayer.runtime.model_job import job_of
@@ -56,7 +57,7 @@ def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> 
             optimizer.step()
     except commlayer.CommError as error:
         said = str(error)
-    decisions = session.decisions()
+    decisions = session.inspect.decisions()
     session.close()
     return {"said": said, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
             "momentum": momentum(optimizer)}
@@ -122,7 +123,7 @@ def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-        return session.decisions()
+        return session.inspect.decisions()
 
 
 @pytest.mark.parametrize(("plan", "stale"), [("error_feedback(topk(ratio=0.1))", False), ("error_feedback(int8())", True)])
@@ -148,7 +149,7 @@ def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str
                 optimizer.zero_grad()
     except commlayer.CommError as error:
         said = str(error)
-    decisions = session.decisions()
+    decisions = session.inspect.decisions()
     session.close()
     return said, decisions
 
@@ -176,7 +177,7 @@ def test_one_step_left_out_is_told_and_ends_nothing() -> None:
 def watched(rank: int, drift_steps: int) -> int:
     model = mlp()
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, drift_steps=drift_steps)) as session:
-        return len(session.connection.exchanged)
+        return len(session.inspect.observers.at(Place.PARAMETER_DRIFT))
 
 
 def test_zero_turns_it_off() -> None:

@@ -225,8 +225,8 @@ def gone_over(rank: int) -> tuple[bool, torch.Tensor]:
         session.weight(3 + 4 * rank)
         for step in range(6):
             if step == 3:
-                assert session.plan is not None
-                session.switch(halves(session.plan))
+                assert session.inspect.plan is not None
+                commlayer.switch(session, halves(session.inspect.plan))
             nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
     return torch.equal(model.f64, Still().f64), model.norm.running_var
 

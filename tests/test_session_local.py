@@ -174,11 +174,11 @@ def known_changes(rank: int, address: str, how: dict[str, Any]) -> tuple[torch.T
             total += p.grad
         training.session.synchronize()  # counts the step
         plain.step()
-        if training.session.connection.local.due:
+        if training.session.inspect.connection.local.due:
             for p in parameters:
                 p.grad = None
             training.optimizer.step()
-    worker = training.session.connection.worker
+    worker = training.session.inspect.connection.worker
     owed = [torch.zeros(p.numel()) for p in parameters]
     for bucket in worker.buckets:
         for debt in bucket.debts():
@@ -277,8 +277,8 @@ def change_over(rank: int, address: str) -> list[list[torch.Tensor]]:
     for number, every in enumerate((1, 2, H)):
         training.train(3 * number, 3 * number + 3)
         with pytest.raises(ValueError, match="a step late, behind local steps"):
-            training.session.switch(late)
-        training.session.switch(plan(job, every))
+            commlayer.switch(training.session, late)
+        commlayer.switch(training.session, plan(job, every))
         found.append(training.tensors())
     training.train(9, 11)
     training.session.drain()
@@ -305,7 +305,7 @@ def refused(rank: int, address: str) -> list[str]:
     session = commlayer.attach(wrapped, optimizer, plan=commlayer.compressors.identity(), config=config)
     loss_of(wrapped, rank, 0).backward()
     with pytest.raises(ValueError) as through_ddp:
-        session.switch(plan(session.connection.worker.job))
+        commlayer.switch(session, plan(session.inspect.connection.worker.job))
     loss_of(wrapped, rank, 1).backward()
     session.close()
     return [str(alone.value), str(through_ddp.value)]

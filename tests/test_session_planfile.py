@@ -90,7 +90,7 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
     session = commlayer.attach(model, optimizer, plan=plan, config=config) if plan else None
     try:
         if session is not None and traced:
-            session.trace(traced, steps=2)
+            session.inspect.trace(traced, steps=2)
         for step in range(STEPS):
             optimizer.zero_grad()
             pairs = [data(part, step) for part in parts]
@@ -98,9 +98,9 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
             optimizer.step()
         told: dict[str, Any] = {"weights": weights(model)}
         if session is not None:
-            assert session.connection.uplink is not None
-            told |= {"servers": [s.node for s in session.connection.uplink.view.servers], "decisions": session.decisions(),
-                     "children": len(session.connection.embedded)}
+            assert session.inspect.connection.uplink is not None
+            told |= {"servers": [s.node for s in session.inspect.connection.uplink.view.servers],
+                     "decisions": session.inspect.decisions(), "children": len(session.inspect.connection.embedded)}
         return told
     finally:
         if session is not None:
@@ -132,7 +132,7 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
         torch.testing.assert_close(result["weights"], alone["weights"])
         assert all(torch.equal(w, results[0]["weights"][name]) for name, w in result["weights"].items())
     assert [r["decisions"] for r in results] == [[]] * WORLD
-    # one by session.trace() before the first step, whose begin nobody saw; one by the setting, when steps are warm
+    # one by session.inspect.trace() before the first step, whose begin nobody saw; one by the setting, when steps are warm
     for file, begins in ((second, 1), (first, 2)):
         code, _, errors = call("trace", file, "--json", "told.json")
         assert (code, errors) == (0, "")
@@ -194,8 +194,8 @@ def under_ddp(rank: int, plan: str, address: str) -> dict[str, Any]:
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-        assert session.plan is not None
-        return {"weights": weights(model), "slices": [len(b.slices) for b in session.plan.buckets]}
+        assert session.inspect.plan is not None
+        return {"weights": weights(model), "slices": [len(b.slices) for b in session.inspect.plan.buckets]}
 
 
 def test_ddp_runs_the_plan_of_what_it_wraps_and_leaves_out_its_buffers(call: Callable[..., Any]) -> None:

@@ -48,7 +48,7 @@ def main(how: str, fail_on: int) -> None:
             optimizer.step()
             step += 1
             if step == 3:
-                tell(pid=os.getpid(), embedded=[child.pid for child in session._driver.connection.embedded])
+                tell(pid=os.getpid(), embedded=[child.pid for child in session.inspect.connection.embedded])
             if step == 10 and rank == fail_on:
                 raise ValueError("the script's own mistake")
 

@@ -47,7 +47,7 @@ class Job:
             self.optimizer.step()
 
     def kept(self) -> Kept:
-        state, connection = self.session.state_dict(), self.session.connection
+        state, connection = self.session.state_dict(), self.session.inspect.connection
         tensors: Kept = {"step": torch.tensor(state["step"]), **{n: t.clone() for n, t in state["tensors"].items()}}
         for server in range(SERVERS):
             for bucket in connection.plan.buckets:

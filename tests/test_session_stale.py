@@ -113,7 +113,7 @@ def delayed(rank: int, address: str, late: str, optimizer: str, how: str) -> tup
     begin = int(how == "ddp")
     training.train(0, begin)
     if begin:  # the order of DDP's parameters is known now
-        training.session.switch(plan(training.session.connection.worker.job, late=late))
+        commlayer.switch(training.session, plan(training.session.inspect.connection.worker.job, late=late))
     training.train(begin, STEPS)
     drained = training.drain(), training.session.drain()
     training.session.close()
@@ -190,7 +190,7 @@ def change_over(rank: int, address: str) -> list[torch.Tensor]:
     for group in training.optimizer.param_groups:
         group["lr"] = 1.0
     for number, kind in enumerate(KINDS):
-        training.session.switch(plan(job_of(training.model), late=kind))
+        commlayer.switch(training.session, plan(job_of(training.model), late=kind))
         for step in range(2 * number, 2 * number + 2):
             training.optimizer.zero_grad()
             rows = zip(training.model.parameters(), slopes(rank, step, training.model), strict=True)

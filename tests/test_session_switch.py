@@ -1,4 +1,4 @@
-"""session.switch(): from one plan to another in mid-training. What was owed is paid; what does not fit changes nothing."""
+"""commlayer.switch(): from one plan to another in mid-training. What was owed is paid; what does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from attach_kit import Run, Setting, coordinators, loss_of, mlp, play, weights
 from pool_kit import pool
 from torch import nn
 
+import commlayer
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
@@ -51,13 +52,13 @@ def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = 0
     for kind in kinds:
-        session.switch(plan(job_of(model), kind))
+        commlayer.switch(session, plan(job_of(model), kind))
         for _ in range(STEPS):
             optimizer.zero_grad()
             sum((p * s).sum() for p, s in zip(model.parameters(), slopes(run.rank, step, model), strict=True)).backward()
             optimizer.step()
             step += 1
-    worker = session._driver.connection.worker
+    worker = session.inspect.connection.worker
     owed = [torch.zeros(p.numel()) for p in model.parameters()]
     for bucket in worker.buckets:
         for debt in bucket.debts():
@@ -93,7 +94,7 @@ def misfit(run: Run) -> dict[str, Any]:
                 msgspec.structs.replace(good, buckets=good.buckets[:-1]),
                 msgspec.structs.replace(good, job="0" * 16)):
         with pytest.raises(ValueError) as caught:
-            session.switch(bad)
+            commlayer.switch(session, bad)
         said.append(str(caught.value))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(2, 12)).sum().backward()
@@ -121,7 +122,7 @@ def half_announced(run: Run) -> list[str]:
 
     def ask(_: torch.Tensor) -> None:
         try:
-            session.switch(good)
+            commlayer.switch(session, good)
         except ValueError as error:
             said.append(str(error))
 
@@ -132,7 +133,7 @@ def half_announced(run: Run) -> list[str]:
     model(torch.ones(2, 12)).sum().backward()
     if run.rank == 1:
         handle.remove()
-    session.switch(good)
+    commlayer.switch(session, good)
     model(torch.ones(2, 12)).sum().backward()
     return [*said, str(session.stats()["steps"])]
 
@@ -150,7 +151,8 @@ def refused(run: Run) -> list[str]:
     model = mlp()
     run.wrap(model)
     session, said = run.sessions[0], []
-    for act in (lambda: session.switch(plan(job_of(model), "topk")), lambda: model(torch.ones(2, 12)).sum().backward()):
+    again = plan(job_of(model), "topk")
+    for act in (lambda: commlayer.switch(session, again), lambda: model(torch.ones(2, 12)).sum().backward()):
         try:
             act()
         except CommError as error:
@@ -175,9 +177,9 @@ def again_and_again(run: Run) -> dict[str, Any]:
     run.wrap(model)
     session, seen, threads = run.sessions[0], [], []
     for number in range(6):
-        session.switch(plan(job_of(model), ("staged topk", "small int8")[number % 2]))
+        commlayer.switch(session, plan(job_of(model), ("staged topk", "small int8")[number % 2]))
         model(torch.ones(2, 12)).sum().backward()
-        seen.append(weakref.ref(session._driver.connection.worker))
+        seen.append(weakref.ref(session.inspect.connection.worker))
         threads.append(threading.active_count())
     gc.collect()
     return {"alive": [worker() is not None for worker in seen], "threads": threads}
@@ -197,9 +199,9 @@ def kept(run: Run) -> dict[str, Any]:
     session = run.sessions[0]
     for number in range(24):
         if number == 4:
-            session.switch(plan(job_of(model), "small topk"))
+            commlayer.switch(session, plan(job_of(model), "small topk"))
         model(torch.ones(2, 12)).sum().backward()
-    return {"decisions": session.decisions(), "buckets": len(session.plan.buckets)}
+    return {"decisions": session.inspect.decisions(), "buckets": len(session.inspect.plan.buckets)}
 
 
 def test_a_plan_that_somebody_asked_for_is_kept() -> None:
@@ -226,13 +228,13 @@ def save_under_another(run: Run, directory: str) -> dict[str, Any]:
         session.load(directory)
     else:
         some(0)
-        session.switch(plan(job_of(model), "small topk"))
+        commlayer.switch(session, plan(job_of(model), "small topk"))
         some(STEPS)
         session.save(directory)
     middle = [p.detach().clone() for p in model.parameters()]
     some(2 * STEPS)
     moved = [p.detach() - m for p, m in zip(model.parameters(), middle, strict=True)]
-    return {"moved": torch.cat([m.view(-1) for m in moved]), "buckets": len(session.plan.buckets)}
+    return {"moved": torch.cat([m.view(-1) for m in moved]), "buckets": len(session.inspect.plan.buckets)}
 
 
 def test_a_resumed_run_goes_over_to_the_plan_of_the_save(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def descend(run: Run) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(2 * STEPS):
         if step == STEPS and not run.alone:
-            run.sessions[0].switch(plan(run.sessions[0]._driver.connection.worker.job, "staged exact"))
+            commlayer.switch(run.sessions[0], plan(run.sessions[0].inspect.connection.worker.job, "staged exact"))
         with run.no_sync(called):
             (loss_of(run, called, step + 100) / 2).backward()
         (loss_of(run, called, step) / 2).backward()

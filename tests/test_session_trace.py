@@ -14,7 +14,8 @@ from torch import nn
 
 import commlayer
 from commlayer.job import trace
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
+from commlayer.job.observers import Observers, Place
 from commlayer.observe import read_comparison
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Basis, PlanInputs
@@ -28,7 +29,8 @@ WORLD = 2
 def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
     job = job_of(mlp())
     zeros = (0.0,) * len(job.tensors)
-    return Basis(session.plan, PlanInputs(Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3)), cluster_from_line(nodes)))
+    timed = Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3))
+    return Basis(session.inspect.plan, PlanInputs(timed, cluster_from_line(nodes)))
 
 
 def train(rank: int, address: str, file: str, changes: dict[int, str], steps: int) -> int:
@@ -36,22 +38,22 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
-        session.connection.auto = True  # as if somebody were looking for a plan
-        trace.trace_once(session.connection, file, planning=True)
+        session.inspect.connection.auto = True  # as if somebody were looking for a plan
+        trace.trace_once(session.inspect.connection, session.inspect.observers, file, planning=True)
         for done in range(steps):
             what = changes.get(done)
             if what == "basis" and rank == 0:
-                session.connection.basis = basis_of(session)
+                session.inspect.connection.basis = basis_of(session)
             if what == "basis of three" and rank == 0:
-                session.connection.basis = basis_of(session, "3xcpu@10g")
+                session.inspect.connection.basis = basis_of(session, "3xcpu@10g")
             if what == "switch":
-                assert session.plan is not None
-                session.switch(msgspec.structs.replace(session.plan, step_s=1.0))
+                assert session.inspect.plan is not None
+                commlayer.switch(session, msgspec.structs.replace(session.inspect.plan, step_s=1.0))
             optimizer.zero_grad()
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            if not any(isinstance(getattr(w, "__self__", None), trace.Tracer) for w in session.connection.watchers):
+            if not session.inspect.observers.at(Place.TRACE):
                 return done + 1
     return 0
 
@@ -90,9 +92,9 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
 def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
     with commlayer.attach(mlp()) as session:
         with pytest.raises(ValueError, match="this process trains alone"):
-            session.trace(tmp_path / "t.json")
+            session.inspect.trace(tmp_path / "t.json")
         with pytest.raises(ValueError, match="steps is 0, allowed: 1 or more"):
-            session.trace(tmp_path / "t.json", steps=0)
+            session.inspect.trace(tmp_path / "t.json", steps=0)
 
 
 def refused(rank: int, address: str, file: str) -> str:
@@ -103,7 +105,7 @@ def refused(rank: int, address: str, file: str) -> str:
     with commlayer.attach(model, optimizer, plan=msgspec.structs.replace(plan, local_steps=4),
                           config=quick(join=address, trace=file)) as session:
         try:
-            session.trace(file)
+            session.inspect.trace(file)
         except ValueError as error:
             return str(error)
         finally:
@@ -124,6 +126,6 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
     connection = Connection()
-    trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
+    trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
     connection.close()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]

@@ -14,8 +14,8 @@ from torch import nn
 
 import commlayer
 from commlayer.job import stale_plan
+from commlayer.job.connection import Connection
 from commlayer.job.requested_plan import housed
-from commlayer.job.start import Connection
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
@@ -117,7 +117,7 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-        return session.events(), session.decisions()
+        return session.inspect.events(), session.inspect.decisions()
 
 
 def awake(rank: int) -> int:

@@ -54,7 +54,7 @@ def script(
         def seconds(step: int, samples: int) -> float:
             return LINES[2 if step >= slow_from and rank == 0 else rank].time_s(samples)
 
-        connection = run.sessions[0].connection
+        connection = run.sessions[0].inspect.connection
         connection.on_shares.append(lambda part: heard.append((sampler.step, part)))
         connection.price = price if rank == 0 else None
         controller = Controller(run.sessions[0], sampler, every=1, measure=seconds, **fields)
@@ -70,7 +70,9 @@ def script(
                 optimizer.step()
                 optimizer.zero_grad()
     result = weights(model) | {"first": first, "cap": sampler.cap, "found": found, "most": max(sizes), "heard": heard}
-    return result if controller is None else result | {"events": controller.events, "lines": run.sessions[0].decisions()}
+    if controller is None:
+        return result
+    return result | {"events": controller.events, "lines": run.sessions[0].inspect.decisions()}
 
 
 def play_all(run: Any, how: str = "module", *args: Any) -> list[dict[str, Any]]:

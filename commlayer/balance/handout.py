@@ -12,11 +12,18 @@ from commlayer.records import Plan
 T = TypeVar("T")
 
 
+class Planned(Protocol):
+    """What it averages under."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+
 class Averaging(Protocol):
     """What is needed of a session."""
 
     @property
-    def plan(self) -> Plan | None: ...
+    def inspect(self) -> Planned: ...
 
     def weight(self, n: float, total: float | None = None) -> None: ...
 
@@ -84,7 +91,7 @@ class Handout:
 
 def check_plan(session: Averaging | None) -> None:
     """Refuses local steps: shares weigh gradients, of which such a plan averages none, and a session then counts exchanges."""
-    plan = None if session is None else session.plan
+    plan = None if session is None else session.inspect.plan
     if plan is not None and plan.local_steps > 1:
         raise ValueError(f"follow: the plan averages weights every {plan.local_steps} steps (local_steps), allowed: 1, because "
                          "shares weigh the gradients of each step; make the plan with max_local_steps=1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from msgspec import structs
 from commlayer import records
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
+from commlayer.files import write_whole
 from commlayer.plan_file import text_of
 from commlayer.planner.model.cluster import Cluster, Profile
 from commlayer.planner.pricing.path_cost import bare
@@ -99,16 +99,7 @@ def write(texts: Mapping[Path, str]) -> None:
     """All of them whole, or none."""
     for path in texts:
         check_out(path)
-    parts = {path: path.with_name(path.name + ".part") for path in texts}
-    path = next(iter(texts))
     try:
-        for path, part in parts.items():
-            part.write_text(texts[path], "utf-8")
-        for path, part in parts.items():
-            part.replace(path)
+        write_whole({path: text.encode() for path, text in texts.items()})
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    finally:
-        for part in parts.values():
-            with contextlib.suppress(OSError):
-                part.unlink()
+        raise ValueError(f"{error.filename}: {error.strerror}") from None

@@ -107,8 +107,7 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
     bucket, why = told.bucket, told.bucket.why
     names = ", ".join(told.tensors[:6]) + (f" and {len(told.tensors) - 6} more" if len(told.tensors) > 6 else "")
     yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
-    served = bucket.path == "service" or "net.push" in bucket.path
-    yield f"goes as {spelled(bucket)}" + (f", to server {bucket.server}" if served else "")
+    yield f"goes as {spelled(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
     if why is not None:
         yield f"because: {why.reason}"
         if why.runner_up:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="What attach(config={'trace': FILE}) or session.trace(FILE) wrote.")],
+    file: Annotated[Path, typer.Argument(help="What attach(config={'trace': FILE}) or session.inspect.trace(FILE) wrote.")],
     json: Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")] = None,
 ) -> None:
     """Say how far each op of a recorded step lies from its prediction. The drawing: open FILE in ui.perfetto.dev."""

@@ -73,7 +73,7 @@ class CodecOps:
 
 def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:
     """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements."""
-    mine = (b for b in plan.buckets if b.path == "service" and b.server == server)
+    mine = (b for b in plan.buckets if b.served and b.server == server)
     made = {b.id: CodecOps(codec_of(b), b, plan.job) for b in mine}
     olds = list(before)
     for ops in made.values():
@@ -85,4 +85,4 @@ def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:
     """Per bucket the ranks that contribute, in the order of their sum: the owner on each node."""
     nodes = range(world // plan.ranks_per_node)
-    return {b.id: tuple(n * plan.ranks_per_node + b.owner for n in nodes) for b in plan.buckets if b.path == "service"}
+    return {b.id: tuple(n * plan.ranks_per_node + b.owner for n in nodes) for b in plan.buckets if b.served}

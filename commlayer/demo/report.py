@@ -15,6 +15,7 @@ from rich.table import Table
 
 from commlayer.demo.screen import link, size, span
 from commlayer.demo.settings import Settings
+from commlayer.files import write_whole
 
 COLUMNS = ("steps", "sent in\nall", "sent a\nstep", "test\naccuracy", "step\ntime", "exposed\ncomm.", "speed-\nup")
 NONE = "-"
@@ -80,9 +81,4 @@ def write_json(path: Path, results: Mapping[str, Any], *, native: bool) -> None:
         "system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": version("torch"),
         "backend": "native" if native else "reference",
     }
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps({"name": "demo", "machine": machine, **results}, indent=1) + "\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole({path: (json.dumps({"name": "demo", "machine": machine, **results}, indent=1) + "\n").encode()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,12 +72,6 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
         raise ValueError(f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
     return tensors[0].device
-
-
-def wrappers_of(state: object) -> list[DistributedDataParallel]:
-    """The DDP modules that a communication hook's state is registered with. DDP does not tell its hook who it is."""
-    wrapped = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
-    return [ddp for ddp in wrapped if any(theirs is state for _, theirs in getattr(ddp, "_comm_hooks", ()))]
 
 
 def refuse_ddp_around(model: nn.Module) -> None:

@@ -15,7 +15,8 @@ from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.errors import CommError
 from commlayer.job import checkpoint_files
-from commlayer.job.start import Connection, switch
+from commlayer.job.connection import Connection
+from commlayer.job.switch import switch
 from commlayer.records import Bucket, Plan
 from commlayer.runtime import shared_buffers
 from commlayer.runtime.worker import Worker
@@ -49,7 +50,7 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     if worker is None:
         return
     step = int(state["step"])
-    summed = any(b.path == "service" for b in worker.plan.buckets)
+    summed = any(b.served for b in worker.plan.buckets)
     if summed and worker.counters.steps > 0 and step != worker.step:
         raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
                          "with session.load(), which takes what session.save() wrote and resets the servers, too")
@@ -169,7 +170,7 @@ def _servers_of(connection: Connection) -> list[int]:
 
 
 def _summed_by(plan: Plan, server: int) -> list[Bucket]:
-    return [b for b in plan.buckets if b.path == "service" and b.server == server]
+    return [b for b in plan.buckets if b.served and b.server == server]
 
 
 def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:

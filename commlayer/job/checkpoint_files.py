@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from commlayer import records
+from commlayer import files, records
 from commlayer.errors import RecordError
 from commlayer.records import Record
 
@@ -96,29 +96,26 @@ def mine(rank: int, world: int, servers: int) -> list[str]:
     return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
 
 
-def write(folder: Path, files: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
+def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
     """One rank's files, on its disk when this returns. `plan` is rank 0's to write; empty elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
-    for name, tensors in files.items():
+    for name, tensors in states.items():
         path = _path(folder, name)
         try:
             safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata=meta)
         except SafetensorError as error:
             raise OSError(f"{path}: cannot be written: {error}") from None
-        _sync(path)
+        files.sync(path)
     if plan:
-        _write(folder / PLAN, plan)
-    _sync(folder)
-    _sync(folder.parent)
+        files.write_whole({folder / PLAN: plan}, durable=True)
+    files.sync(folder)
+    files.sync(folder.parent)
 
 
 def seal(folder: Path, mark: Mark) -> None:
     """From here on it is a whole save. Rank 0 does it, once all ranks have written."""
-    part = folder / f"{MANIFEST}.part"
-    _write(part, records.encode(mark))
-    os.replace(part, folder / MANIFEST)
-    _sync(folder)
+    files.write_whole({folder / MANIFEST: records.encode(mark)}, durable=True)
 
 
 def remove(folder: Path) -> None:
@@ -229,17 +226,3 @@ def _sealed(path: Path, mark: Mark) -> None:
 
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{name}.safetensors"
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """To the disk, so that no power failure leaves a name without its contents."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

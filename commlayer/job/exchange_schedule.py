@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
+from commlayer.job.observers import Observers
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps
 
@@ -28,12 +29,13 @@ class ExchangeSchedule:
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        optimizer: Any, outer: Outer, connection: Connection, deadline_s: float,
+        optimizer: Any, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
     ) -> None:
         self._model, self._parameters, self._buffers, self._optimizer = model, parameters, buffers, optimizer
-        self._outer, self._connection, self._deadline_s = outer, connection, deadline_s
+        self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._handles: list[Any] = []
-        connection.leaving, connection.entered = self.drain, self._enter
+        connection.before_switch.append(self.drain)
+        connection.after_switch.append(self._enter)
         self._enter()
 
     @property
@@ -87,5 +89,5 @@ class ExchangeSchedule:
         assert worker is not None
         # Ranks that differ in speed drift apart for all of the steps between.
         local.exchange(worker, self._buffers(), self._deadline_s * local.every)
-        for after in self._connection.exchanged:
-            after()
+        for observer in self._observers:
+            observer.after_exchange()

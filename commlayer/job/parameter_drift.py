@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from commlayer.config import Config
 from commlayer.errors import CommError
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.runtime.ended import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather
@@ -45,13 +45,13 @@ HEAD = 5
 """Numbers of a row ahead of the digests: which kind they are, what they cost, what a step takes, and two of the steps made."""
 
 
-def watch_drift(connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config) -> None:
-    """From now on, if there are others to compare with."""
+def drift_of(
+    connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+) -> ParameterDrift | None:
+    """If there are others to compare with."""
     if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
-        return
-    drift = ParameterDrift(connection, named, optimizer, config)
-    connection.watchers.append(drift)
-    connection.exchanged.append(drift)
+        return None
+    return ParameterDrift(connection, named, optimizer, config)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
@@ -85,7 +85,7 @@ class ParameterDrift:
         """How often the optimizer has stepped in this round, and a check sum of behind which exchanges."""
         self._apart = False
         """Whether that was not alike in the last round."""
-        connection.beside.append(register_optimizer_step_post_hook(self._stepped).remove)
+        connection.on_close.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def __call__(self) -> None:
         if self._rows is None and self._place + 1 == self._span:  # not at the start, which has enough to do
@@ -111,7 +111,7 @@ class ParameterDrift:
         made = self._connection
         assert made.groups is not None
         rows = Rows(made.groups.members, made.groups.timeout_s, "parameters' digests")
-        made.beside.append(lambda: rows.close(CLOSE_S))
+        made.on_close.append(lambda: rows.close(CLOSE_S))
         return rows
 
     def _tell(self, rows: Rows) -> None:

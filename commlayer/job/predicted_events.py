@@ -9,10 +9,8 @@ from msgspec import structs
 
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
 from commlayer.planner import lower
-from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Basis
 from commlayer.planner.model.equal_nodes import Group, fold
-from commlayer.planner.model.paths import parse
 from commlayer.planner.simulation.timeline import Span, Timeline, hosts_of, per_step, simulate
 from commlayer.records import Plan
 
@@ -33,7 +31,6 @@ def predict(basis: Basis) -> Prediction:
     timeline = simulate(plan, made_of.job, cluster, made_of.profile, made_of.policy)
     groups = fold(cluster, hosts_of(plan, cluster))
     trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
-    served = [grammar.served(parse(b.path)) for b in plan.buckets]
     by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
     for span in timeline.spans:
         by_bucket[span.bucket].append(span)
@@ -41,8 +38,8 @@ def predict(basis: Basis) -> Prediction:
     for group in groups:
         if group.workers:
             events = [*_compute(basis, group, timeline)]
-            for spans, over_server in zip(by_bucket, served, strict=True):
-                events += _over_server(spans, group.name) if over_server else _own(spans, group.name)
+            for bucket, spans in zip(plan.buckets, by_bucket, strict=True):
+                events += _over_server(spans, group.name) if bucket.served else _own(spans, group.name)
             made.update((trained.index(place), events) for place in group.members)
     return Prediction(timeline, made)
 

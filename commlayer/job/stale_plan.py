@@ -12,7 +12,7 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.observe import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
 
@@ -52,12 +52,9 @@ def decide(state: State, plan: Plan | None, step_s: float) -> tuple[State, Stale
     return structs.replace(state, recent=recent, check=check), stale
 
 
-def watch(connection: Connection) -> None:
-    """From now on, on rank 0, if there is a prediction to watch and nobody does."""
-    predicted = connection.plan is not None and connection.plan.step_s > 0
-    mine = connection.rank == 0 and connection.worker is not None
-    if predicted and mine and not any(isinstance(each, StalePlanWatch) for each in connection.watchers):
-        connection.watchers.append(StalePlanWatch(connection))
+def watch_of(connection: Connection) -> StalePlanWatch | None:
+    """On rank 0: plans come and go, and it watches each that has a prediction."""
+    return StalePlanWatch(connection) if connection.rank == 0 and connection.worker is not None else None
 
 
 class StalePlanWatch:

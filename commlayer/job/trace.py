@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from commlayer.errors import CommError
+from commlayer.job.connection import Connection
+from commlayer.job.observers import Observer, Observers, Place
 from commlayer.job.predicted_events import Prediction, origins, predict
-from commlayer.job.start import Connection
 from commlayer.observe import NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
 from commlayer.records import Plan, digest
 from commlayer.runtime.worker import Worker
@@ -37,21 +38,21 @@ APART = 1.05
 """From one step of the drawing to the next, in lengths of the longest, whether predicted or measured."""
 
 
-def trace_once(connection: Connection, file: str, *, planning: bool) -> None:
+def trace_once(connection: Connection, observers: Observers, file: str, *, planning: bool) -> None:
     """Once the plan stands. `planning`: commlayer is looking for one."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
     elif file:
-        Tracer(connection, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
+        Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
 
-def trace(connection: Connection, path: Path, steps: int) -> None:
+def trace(connection: Connection, observers: Observers, path: Path, steps: int) -> None:
     """The next steps."""
     if steps < 1:
         raise ValueError(f"steps is {steps}, allowed: 1 or more")
     if why := _untraceable(connection):
         raise ValueError(f"there is nothing to trace: {why}")
-    Tracer(connection, path, steps, planning=False, warm=0)
+    Tracer(connection, observers, path, steps, planning=False, warm=0)
 
 
 def _untraceable(connection: Connection) -> str:
@@ -66,22 +67,28 @@ def _untraceable(connection: Connection) -> str:
 class Tracer:
     """Watches a connection from its making until the file is written."""
 
-    def __init__(self, connection: Connection, path: Path, steps: int, *, planning: bool, warm: int) -> None:
-        self._connection, self._path, self._wanted = connection, path, steps
-        self._planning, self._done, self._ask = planning, 0, WARM_STEPS
+    def __init__(
+        self, connection: Connection, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
+    ) -> None:
+        self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
+        self._before, self._planning, self._ask = connection.steps, planning, WARM_STEPS
         self._first = warm
         """After so many steps it begins to record, at the earliest."""
         self._steps: list[RecordedStep] = []
         self._recording: Worker | None = None
         self._plan: Plan | None = None
-        connection.watchers.append(self._after_step)
-        connection.beside.append(self._ended)
+        observers.add(Observer(Place.TRACE, self, self._after_step))
+        connection.on_close.append(self._ended)
         self._look()
+
+    @property
+    def _done(self) -> int:
+        """Steps since it was made."""
+        return self._connection.steps - self._before
 
     def _after_step(self) -> None:
         worker = self._connection.worker
         assert worker is not None
-        self._done += 1
         try:
             self._look()
         except CommError as error:
@@ -89,7 +96,7 @@ class Tracer:
             worker.check()
 
     def _ended(self) -> None:
-        if self._after_step in self._connection.watchers and self._connection.rank == 0:
+        if self in self._observers.at(Place.TRACE) and self._connection.rank == 0:
             log.warning("no trace in %s: the job ended after %d steps, before %d were recorded", self._path,
                         self._done, self._wanted)
 
@@ -102,7 +109,7 @@ class Tracer:
             self._steps.clear()
         elif len(self._steps) >= self._wanted:
             self._recording.recorder.unfollow(self._steps.append)
-            self._connection.watchers.remove(self._after_step)
+            self._observers.remove(self)
             self._write(self._steps[: self._wanted])
 
     def _begin(self) -> None:

@@ -32,7 +32,7 @@ def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost
     numel, encode, decode = {}, {}, {}
     for bucket in plan.buckets:
         up, down = of.get(bare(bucket.codec)), of.get(bare(bucket.down or bucket.codec))
-        if bucket.path == "service" and up and down and up.rounds == 1:
+        if bucket.served and up and down and up.rounds == 1:
             numel[bucket.id] = bucket.numel
             encode[bucket.id], decode[bucket.id] = up.encode(bucket.numel), down.decode(bucket.numel)
     return Load(_more(steps, "encode@cpu", encode, numel), _more(steps, "decode@cpu", decode, numel))

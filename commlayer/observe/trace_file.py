@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from commlayer.errors import RecordError
+from commlayer.files import write_whole
 from commlayer.observe.deviation import Comparison
 from commlayer.observe.events import NO_BUCKET, Event
 
@@ -44,9 +45,7 @@ def write_trace(path: Path, tracks: Mapping[str, Lanes], comparison: Comparison 
     document: dict[str, Any] = {"traceEvents": entries, "displayTimeUnit": "ms"}
     if comparison is not None:
         document["otherData"] = {KEY: msgspec.to_builtins(comparison)}
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(document))
-    part.replace(path)
+    write_whole({path: json.dumps(document).encode()})
 
 
 def read_comparison(path: Path) -> Comparison:

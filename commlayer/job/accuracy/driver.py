@@ -17,7 +17,8 @@ from commlayer.job.accuracy import decide
 from commlayer.job.accuracy.codec_level import AccuracyLimits
 from commlayer.job.accuracy.own_measurements import OwnMeasurements
 from commlayer.job.accuracy.state import Action, BoundPlanner, ChangeCodecs, CodecChange, GradientError, PlanLevels, Tell
-from commlayer.job.start import Connection, switch
+from commlayer.job.connection import Connection
+from commlayer.job.switch import switch
 from commlayer.observe.fidelity import Dots
 from commlayer.records import Plan
 from commlayer.runtime import codec_floor, gradient_comparison

@@ -20,7 +20,7 @@ class Word(IntEnum):
 
 
 class Say(Record, frozen=True):
-    """A line for session.decisions(), and for rank 0's log."""
+    """A line for session.inspect.decisions(), and for rank 0's log."""
 
     text: str
 
@@ -94,7 +94,7 @@ class Describe(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
-    """An event for session.events()."""
+    """An event for session.inspect.events()."""
 
     event: StalePlan
 

@@ -52,7 +52,8 @@ from commlayer.job.autoplan.measuring import PROBE_AGAIN_S, PROBE_S, measured
 from commlayer.job.autoplan.replan import Replanner
 from commlayer.job.autoplan.state import Proposing
 from commlayer.job.autoplan.step_reports import StepReports
-from commlayer.job.start import Connection, switch
+from commlayer.job.connection import Connection
+from commlayer.job.switch import switch
 from commlayer.records import Job
 from commlayer.transport.groups import Groups
 
@@ -161,7 +162,7 @@ class AutoPlan:
         if self._reports is None and not self._state.keep:
             groups = self._groups()
             self._reports = StepReports(groups.members, groups.timeout_s, meter_of(made))
-            made.beside.append(self._reports.close)
+            made.on_close.append(self._reports.close)
 
     def _hear(self) -> None:
         assert self._reports is not None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.config import host_port
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.measure import link_rates
 from commlayer.observe import InterfaceCounters, counters_towards
 from commlayer.planner.model.cluster import Link

@@ -10,7 +10,7 @@ from commlayer import loss_budget
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
 from commlayer.compressors import parse
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.runtime import codec_floor
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from commlayer.job.autoplan.link_probes import RankMeasurement, gathered, probed
-from commlayer.job.start import Connection
+from commlayer.job.connection import Connection
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
 from commlayer.measure.recorded_times import timing_of

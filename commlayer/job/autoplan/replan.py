@@ -15,8 +15,8 @@ from commlayer.job.autoplan.candidate import Candidate, Price
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.autoplan.link_probes import RankMeasurement, homes_of
 from commlayer.job.autoplan.measuring import Measurements
+from commlayer.job.connection import Connection
 from commlayer.job.shares.comm_cost import communication
-from commlayer.job.start import Connection
 from commlayer.measure import bucket_overheads, codec_costs
 from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped

@@ -140,7 +140,7 @@ class Controller:
         if self._state is None:  # not before: with DDP the first backward pass makes the connection
             self._state = self._begin(step)
         begin_s = time.perf_counter()
-        for lap in self.session.laps():
+        for lap in self.session.inspect.laps():
             self._own.took(lap.step, lap.seconds)
         # With shallow queues between sampler and loop that nobody told us of.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
@@ -157,7 +157,7 @@ class Controller:
         assert self._rows is not None
         if self._measure is not None:
             self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
-        price = self.session.connection.price or (0.0, 0.0)
+        price = self.session.inspect.connection.price or (0.0, 0.0)
         row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=decide.checksum(state))
         with self._explained():
             self._rows.start(*row)
@@ -179,7 +179,7 @@ class Controller:
                 case Announce(decision):
                     self.sampler.announce(decision.from_step, decision.by_worker)
                 case WorkMoves(part):
-                    for hear in self.session.connection.on_shares:
+                    for hear in self.session.inspect.connection.on_shares:
                         hear(part)
                 case Say(event):
                     self._say(event)
@@ -188,7 +188,7 @@ class Controller:
         self.events.append(event)
         if isinstance(event, Decision | Outcome):
             line = f"step {event.step}: {said(event)}"
-            self.session.connection.decisions.append(line)
+            self.session.inspect.connection.decisions.append(line)
             if self.sampler.rank == 0:
                 log.info("%s", line)
 
@@ -198,16 +198,16 @@ class Controller:
         try:
             yield
         except CommError as error:
-            raise self.session.connection.explain(error) from None
+            raise self.session.inspect.connection.explain(error) from None
 
     # ---- at the start
 
     def _begin(self, step: int) -> SharesState:
         """All ranks tell each other what they start from. `step`: the one that is over."""
-        sampler, connection = self.sampler, self.session.connection
+        sampler, connection = self.sampler, self.session.inspect.connection
         assert connection.groups is not None
         self._rows = Rows(connection.groups.members, connection.groups.timeout_s)
-        connection.beside.append(self._rows.close)
+        connection.on_close.append(self._rows.close)
         from_step, shares = sampler.announced
         line = self._line or Line(1.0)
         self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),

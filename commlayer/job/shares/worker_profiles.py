@@ -64,7 +64,7 @@ def together(
 
 def _members(session: Session) -> Members:
     """With DDP there may be no connection yet."""
-    groups = session.connection.groups
+    groups = session.inspect.connection.groups
     return Members() if groups is None else groups.members
 
 
@@ -84,7 +84,7 @@ def _exchanged(
                    *(times.get(rung, 0.0) for rung in rungs))
         told = rows.read()
     except CommError as error:
-        raise session.connection.explain(error) from None
+        raise session.inspect.connection.explain(error) from None
     found = []
     for rank, (number, batch, finished, _, cap, ended, *seconds) in enumerate(told):
         if (number, batch) != (rank, sampler.batch):

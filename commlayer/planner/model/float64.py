@@ -20,7 +20,7 @@ def unrounded(plan: Plan, job: Job) -> Plan:
     )
     if buckets == plan.buckets:
         return plan
-    served = any(b.path == "service" or "net.push" in b.path for b in buckets)
+    served = any(b.served for b in buckets)
     return structs.replace(plan, buckets=buckets, servers=plan.servers if served else 0, hosts=plan.hosts if served else ())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from commlayer.records import over_server
+
 DENSE = "identity()"
 
 
@@ -18,7 +20,7 @@ class Option(NamedTuple):
     @property
     def served(self) -> bool:
         """Whether a summation server takes part."""
-        return self.path == "service" or "net.push" in self.path
+        return over_server(self.path)
 
     def __str__(self) -> str:
         extra = [f"down {self.down}"] if self.down else []

@@ -55,7 +55,6 @@ def _buffers(plan: Plan, job: Job) -> Iterator[str]:
 
 def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
-    served = bucket.path == "service" or "net.push" in bucket.path
     if bucket.id != place:
         yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
     try:
@@ -66,7 +65,7 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
         yield f"{name}: coder {bucket.coder!r}, allowed: 'gpu', or nothing for the host"
     if not bucket.codec.strip():
         yield f"{name}: no codec"
-    if served and not 0 <= bucket.server < plan.servers:
+    if bucket.served and not 0 <= bucket.server < plan.servers:
         yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
     if bucket.path != "allreduce" and not 0 <= bucket.owner < plan.ranks_per_node:
         yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
@@ -77,10 +76,10 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
     for part in backward:
         yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
-    if not backward and served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
+    if not backward and bucket.served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
         yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
-    if not backward and served:
+    if not backward and bucket.served:
         yield from (f"{name}: {line}" for text in dict.fromkeys((bucket.codec, bucket.down, *bucket.by_node)) if text
                     for line in _kept(text, bucket.numel))
 

@@ -13,7 +13,6 @@ from itertools import pairwise
 from msgspec import structs
 
 from commlayer.codec_name import named
-from commlayer.planner.model import grammar
 from commlayer.planner.model.paths import parse, spell
 from commlayer.records import Bucket, Plan, Slice
 
@@ -34,7 +33,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
     if path == parse("allreduce"):
         yield structs.replace(bucket, path="allreduce")
         return
-    if bucket.path == "service" or not grammar.served(path):
+    if bucket.path == "service" or not bucket.served:
         yield bucket
         return
     coders = {op.where for op in path if op.name in ("encode", "decode")}

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.planner.model import buckets, grammar
+from commlayer.planner.model import buckets
 from commlayer.planner.model.cluster import Cluster, Node, Policy, Profile
 from commlayer.planner.model.option import DENSE
-from commlayer.planner.model.paths import parse
 from commlayer.planner.model.similar_nodes import condensed
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices, bare
@@ -219,7 +218,7 @@ def _stale(plan: Plan, inputs: SearchInputs) -> Plan:
     job, _, cluster, profile, policy = inputs
     if plan.ranks_per_node > 1:
         return plan  # ranks of a node share a result in its own step
-    served = [b for b in plan.buckets if grammar.served(parse(b.path))]
+    served = [b for b in plan.buckets if b.served]
     gradients = [b.id for b in served if not job.tensors[b.slices[0].tensor].buffer]
     best, best_s = plan, exact_s(plan, job, cluster, profile, policy)
     for share in (8, 4, 2, 1):

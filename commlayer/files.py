@@ -1,0 +1,43 @@
+"""Files that are there whole or not at all, whatever breaks off while they are written. Knows bytes; no formats."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False) -> None:
+    """All of them, each in place of what was there, or none. OSError with the name of the one that cannot be written.
+
+    `durable`: they outlast a power failure when this returns.
+    """
+    # By process, so that two that write the same file do not mix: the last one's stays.
+    parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in contents}
+    path = next(iter(parts))
+    try:
+        for path, part in parts.items():
+            part.write_bytes(contents[path])
+            if durable:
+                sync(part)
+        for path, part in parts.items():
+            part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        for part in parts.values():
+            with contextlib.suppress(OSError):
+                part.unlink()
+    if durable:
+        for folder in {path.parent for path in parts}:
+            sync(folder)
+
+
+def sync(path: Path) -> None:
+    """A file's contents, or a folder's names, to the disk: no power failure leaves a name without its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

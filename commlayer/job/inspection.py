@@ -1,0 +1,68 @@
+"""session.inspect: what a session knows and has decided, for people who want to know and for parts that work beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from commlayer.job.connection import Connection
+from commlayer.job.observers import Observers
+from commlayer.job.trace import STEPS, trace
+from commlayer.observe import StalePlan
+from commlayer.records import Plan
+from commlayer.runtime.stopwatch import Lap
+
+
+class Inspected(Protocol):
+    """What is looked into."""
+
+    @property
+    def connection(self) -> Connection: ...
+
+    @property
+    def observers(self) -> Observers: ...
+
+    def when_connected(self, action: Callable[[], None]) -> None: ...
+
+
+class Inspection:
+    """Of one session. With DDP there is nobody in its connection before the first backward pass."""
+
+    def __init__(self, inspected: Inspected) -> None:
+        self._inspected = inspected
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, None where there is nobody to talk to."""
+        return self.connection.plan
+
+    @property
+    def connection(self) -> Connection:
+        """Groups, coordinator, servers and worker."""
+        return self._inspected.connection
+
+    @property
+    def observers(self) -> Observers:
+        """Who looks on at each step."""
+        return self._inspected.observers
+
+    def decisions(self) -> list[str]:
+        """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
+        return list(self.connection.decisions)
+
+    def events(self) -> list[StalePlan]:
+        """What happened that asks for another plan, as records. Rank 0 has all of it."""
+        return list(self.connection.events)
+
+    def laps(self) -> list[Lap]:
+        """How long this worker computed in each step since the last call, without waiting for others."""
+        worker = self.connection.worker
+        return [] if worker is None else worker.stopwatch.take()
+
+    def trace(self, path: str | Path, steps: int = STEPS) -> None:
+        """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
+
+        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares op by op. The setting `trace` does it by itself.
+        """
+        self._inspected.when_connected(lambda: trace(self.connection, self.observers, Path(path), steps))

@@ -1,0 +1,120 @@
+"""How a session gets at the gradients of a plain module: hooks on its parameters. Runs in every backward pass.
+
+(commlayer/ddp.py is the same for a DistributedDataParallel module. What happens around a step is job/step_loop.py's.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.config import Config
+from commlayer.job.accepted_models import refuse_ddp_around
+from commlayer.job.attached_model import AttachedModel
+from commlayer.job.connection import Connection
+from commlayer.job.exchange_schedule import ExchangeSchedule
+from commlayer.job.observers import Observers
+from commlayer.job.step_loop import StepLoop
+from commlayer.optim import Outer
+from commlayer.runtime.forward_order import ForwardOrder
+from commlayer.runtime.hooks import Hooks
+from commlayer.runtime.model_job import buffers_of, parameters_of
+from commlayer.runtime.shared_buffers import agree
+from commlayer.runtime.write_gradients import targets_of
+
+
+class ModuleDriver:
+    """Hooks on a plain module's parameters."""
+
+    def __init__(
+        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer
+    ) -> None:
+        self.connection, self.observers = connection, Observers()
+        self._model = model
+        self._parameters = [p for _, p in parameters_of(model)]
+        self._buffers = [name for name, _ in buffers_of(model)]
+        self._syncing = True
+        self._written: list[tuple[int, int, int] | None] = []
+        """The gradients that the last step wrote."""
+        self._order: ForwardOrder | None = None
+        self._hooks: Hooks | None = None
+        self._attached: AttachedModel | None = None
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
+                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s)
+        self._loop = StepLoop(connection, self._parameters, list(model.named_parameters()), optimizer=optimizer, scaler=scaler,
+                              config=config, observers=self.observers, schedule=schedule)
+        if connection.worker is not None:
+            self._attached = AttachedModel(model, parameters_of(model), optimizer)
+            connection.on_close.append(self._attached.remove)
+            agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+            self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
+            refuse_ddp_around(model)
+            # Compiled modules pass attributes on to the one that they are made from.
+            plain = vars(getattr(model, "_orig_mod", model))
+            # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
+            self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
+                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._loop.abandon)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def weight(self, n: float, total: float | None) -> None:
+        self._loop.weigh(n, total)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        self._loop.report(loss)
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        action()
+
+    def synchronize(self) -> None:
+        if self._written != self._gradients():
+            self._end()
+
+    def drain(self) -> bool:
+        return self._loop.drain(self._parameters)
+
+    def detach(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._loop.detach()
+
+    def _ready(self, number: int, gradient: torch.Tensor) -> None:
+        if self._order is not None:
+            self._loop.worker.reorder(self._order.take())
+            self._order = None
+        self._loop.ready(number, gradient)
+
+    def _end(self) -> None:
+        """A backward pass is over, or the script asks for it."""
+        if self._attached is None:
+            return
+        self._attached.check(self._loop.worker.latch)
+        if self._loop.count_local():
+            return
+        buffers = self._buffers_now()
+        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers],
+                                      lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
+        for p, average in zip(self._parameters, averages, strict=False):
+            p.grad = average
+        self._written = self._gradients()
+        self._loop.written()
+        self._loop.observe()
+
+    def _gradients(self) -> list[tuple[int, int, int] | None]:
+        """What tells whether gradients are what they were, and nobody has stepped with them."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        # By name: a module may have put another tensor in a buffer's place.
+        named = dict(self._model.named_buffers())
+        return [named[name] for name in self._buffers]

@@ -1,0 +1,165 @@
+"""What happens around a step, once, for hooks and for DDP alike. Knows no autograd and no module.
+
+    begin      ahead of a step's first gradient: the units that it is in
+    ready      each gradient that becomes final
+    average    behind the backward pass: finish, compare with exact gradients, commit
+    written    averages are in `.grad`: from here on it is watched what becomes of them
+    observe    planning, accuracy, trace, stale plan, drift, in the order of job/observers.py
+
+Who calls it (session.py, ddp.py) knows where gradients come from and where averages go. Steps are counted by Connection.steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.config import Config
+from commlayer.job.accuracy.driver import guard_of
+from commlayer.job.autoplan.driver import auto_of
+from commlayer.job.connection import Connection
+from commlayer.job.exchange_schedule import ExchangeSchedule
+from commlayer.job.observers import Observer, Observers, Place
+from commlayer.job.parameter_drift import drift_of
+from commlayer.job.stale_plan import watch_of
+from commlayer.job.trace import trace_once
+from commlayer.runtime.abandoned_step import abandon
+from commlayer.runtime.average_use import AverageUse
+from commlayer.runtime.model_job import learning_rate, loss_scale
+from commlayer.runtime.worker import Worker
+from commlayer.runtime.write_gradients import hand_out
+
+
+class StepLoop:
+    """Of one attached model. Where there is nobody to average with, only `drain`, `weigh`, `report` and `detach` are called."""
+
+    def __init__(
+        self, connection: Connection, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
+        optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
+    ) -> None:
+        """`parameters`: those that are averaged, by number. `compared`: what must be the same on all ranks, by name.
+
+        `schedule`: when local steps are exchanged; None if there cannot be any.
+        """
+        self.connection, self.observers = connection, observers
+        self._optimizer, self._scaler, self._schedule = optimizer, scaler, schedule
+        self._batch, self._deadline_s = config.batch, config.deadline_s
+        self._use: AverageUse | None = None
+        if connection.worker is not None:
+            self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
+                                   lambda numbers: self.worker.applied(numbers))
+            connection.worker.settle = self._use.settle
+            connection.on_close.append(self._use.detach)
+        if (auto := auto_of(connection)) is not None:
+            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step))
+        self._guard = guard_of(connection, config)
+        if self._guard is not None:
+            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look))
+        trace_once(connection, observers, config.trace, planning=auto is not None)
+        if (watch := watch_of(connection)) is not None:
+            observers.add(Observer(Place.STALE_PLAN, watch, watch))
+        if (drift := drift_of(connection, compared, optimizer, config)) is not None:
+            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift))
+
+    @property
+    def worker(self) -> Worker:
+        assert self.connection.worker is not None
+        return self.connection.worker
+
+    @property
+    def local(self) -> bool:
+        """Whether steps are local now: then gradients are not averaged."""
+        return self._schedule is not None and self._schedule.local is not None
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """Ahead of a step's first gradient; afterwards nothing more happens until the next step."""
+        if self.worker.begins():
+            self._units(self.worker)
+
+    def _units(self, worker: Worker) -> None:
+        worker.scale = loss_scale(self._scaler)
+        worker.rate = learning_rate(self._optimizer, worker.rate)
+
+    def ready(self, number: int, gradient: torch.Tensor) -> None:
+        """That parameter's gradient is final for this step."""
+        if not self.local:
+            self.begin()
+            self.worker.ready(number, gradient)
+
+    def has_gradient(self, number: int) -> bool:
+        """Whether this pass has added to that parameter's gradient, as far as anybody sees."""
+        return self._use is None or not self._use.watching or number in self._use.touched
+
+    def count_local(self) -> bool:
+        """A backward pass is over. Whether it was of a local step, which ends with the optimizer's."""
+        return self._schedule is not None and self._schedule.count()
+
+    def average(
+        self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
+    ) -> Sequence[torch.Tensor | None]:
+        """The backward pass is over: waits for all sums and writes the averages into what `targets` gives then, and returns.
+
+        `leftovers[n]`: the gradient of a parameter that was not announced, or None. CommError if somebody is gone or late;
+        then nothing has been written.
+        """
+        self.begin()
+        if self._use is not None:
+            self._use.end()
+        self.worker.finish(leftovers, self._deadline_s)
+        for observer in self.observers:
+            observer.before_commit()
+        into = targets()
+        self.worker.commit(into)
+        return into
+
+    def written(self) -> None:
+        """The averages of the step are in `.grad`."""
+        if self._use is not None:
+            self._use.wrote(keeps=self.worker.keeps)
+
+    def observe(self) -> None:
+        """The step is committed. Who looks on may go over to another plan."""
+        for observer in self.observers:
+            observer.after_step()
+            self.worker.stopwatch.start()  # what it took is no computing
+
+    def abandon(self) -> None:
+        """An exception ended the last backward pass, and the script went on: the step is dropped on all ranks."""
+        if not self.local:
+            if self._use is not None:
+                self._use.end()
+            abandon(self.worker, self._deadline_s)
+
+    # ---- between two steps
+
+    def weigh(self, n: float, total: float | None) -> None:
+        """See Session.weight."""
+        if self.connection.worker is not None:
+            self.connection.worker.weigh(n / self._batch, None if total is None else total / self._batch)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """See Session.report."""
+        if self._guard is not None:
+            self._guard.report(loss)
+
+    def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """See Session.drain. The parameters in order of their numbers."""
+        worker = self.connection.worker
+        if worker is None:
+            return False
+        if self._schedule is not None:
+            self._schedule.drain()
+        self._units(worker)
+        return hand_out(worker, parameters)
+
+    def detach(self) -> None:
+        """No more steps of this model."""
+        if self._use is not None:
+            self._use.detach()
+        if self._schedule is not None:
+            self._schedule.detach()

@@ -1,0 +1,51 @@
+"""Files appear whole or not at all: what is written beside them while that lasts does not stay, and never mixes."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from commlayer.files import write_whole
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_all_are_written_in_place_of_what_was_there(durable: bool, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b"
+    first.write_bytes(b"old")
+    write_whole({first: b"new", second: b""}, durable=durable)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"new", "b": b""}
+
+
+def test_if_one_cannot_be_written_none_is_and_it_is_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "none" / "b"
+    first.write_bytes(b"old")
+    with pytest.raises(FileNotFoundError) as raised:
+        write_whole({first: b"new", second: b"new"})
+    assert (raised.value.filename, raised.value.strerror) == (str(second), "No such file or directory")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole({tmp_path / "a": b"new"})
+    assert [path.is_dir() for path in tmp_path.iterdir()] == [True]
+
+
+def rewrite(path: Path, times: int) -> None:
+    for _ in range(times):
+        write_whole({path: str(os.getpid()).encode() * 4096})
+
+
+def test_processes_that_write_one_file_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        for done in [processes.submit(rewrite, path, 200) for _ in range(2)]:
+            done.result()
+    whole = path.read_bytes()
+    assert whole == whole[: len(whole) // 4096] * 4096
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
