@@ -198,13 +198,18 @@ class Slowed:
     def __init__(self, session: Any, seconds: float) -> None:
         self._session, self._seconds, self.measured = session, seconds, list[Lap]()
 
+    @property
+    def inspect(self) -> Slowed:
+        return self
+
     def laps(self) -> list[Lap]:
-        laps = self._session.laps()
+        laps = self._session.inspect.laps()
         self.measured += laps
         return [lap._replace(seconds=self._seconds) for lap in laps]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
+        inspected = self._session.inspect
+        return getattr(inspected if hasattr(inspected, name) else self._session, name)
 
 
 def really_measured(run: Run) -> dict[str, Any]:
