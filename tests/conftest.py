@@ -5,8 +5,10 @@ A test that is skipped tests nothing, so what may be skipped is listed here, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 from collections import Counter
 
 import pytest
@@ -15,6 +17,11 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True)
 settings.register_profile("new", derandomize=False)
 settings.load_profile("same")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a job in a shell's background. Children would ignore it, too, and some tests press Ctrl-C.
+    with contextlib.suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MACHINE = (
     r"there is no GPU", r"pinned memory needs a GPU", r"no nvcc", r"this CPU cannot flush denormals", r"no default route",

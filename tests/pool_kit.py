@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import logging
 import multiprocessing.connection
 import os
 import pickle
@@ -211,6 +212,7 @@ def _rank(pipe: multiprocessing.connection.Connection) -> None:
         except BaseException as error:
             result = Failed(rank, type(error).__name__, str(error), traceback.format_exc())
         _put(pipe, result)
+        logging.getLogger("commlayer").setLevel(logging.NOTSET)  # what one test has silenced, the next may want to hear
     os._exit(0)
 
 

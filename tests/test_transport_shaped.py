@@ -147,7 +147,7 @@ def test_links_are_shared_through_their_file(tmp_path: Path) -> None:
     assert links.send(0, 10.0, 1000) == 11.0
     program = f"""
 from commlayer.transport.links import *
-links = Links({str(path)!r}, [HostLink(8e3, 8e3)])
+links = ShapedLinks({str(path)!r}, [HostLink(8e3, 8e3)])
 print([links.send(0, 10.0, 1000) for _ in range(50)][-1])
 """
     children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
