@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from commlayer.job.autoplan import lead
+from commlayer.job.autoplan import decide_rank0
 from commlayer.job.autoplan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, Word
 from commlayer.job.autoplan.candidate import Candidate
 from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
@@ -147,5 +147,5 @@ def whatever_steps_take() -> Iterator[None]:
     """All go over to what is found, and stay: what a loaded machine makes of prices and of steps changes no plan."""
     with pytest.MonkeyPatch.context() as patch:
         for rule, value in (("WORTH", -math.inf), ("WORSE", math.inf), ("PLAIN", -math.inf), ("STALE", math.inf)):
-            patch.setattr(lead, rule, value)
+            patch.setattr(decide_rank0, rule, value)
         yield

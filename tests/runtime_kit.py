@@ -15,8 +15,8 @@ from commlayer.records import Job, Plan, TensorInfo
 from commlayer.runtime.worker import Worker
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.service import Summation
-from commlayer.transport.summing import SumServer, follow_stalls
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_server import SumServer, follow_stalls
 
 SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]
 

@@ -53,7 +53,7 @@ from commlayer.planner.model.cluster import Link
 
 QUICK = (row(0.4, bps=6e7, share=0.1), row(0.4, bps=6e7, share=0.1))
 SLOW_BPS = 5e6
-PURE = {"actions", "candidate", "decide", "facts", "lead", "state"}
+PURE = {"actions", "candidate", "decide", "facts", "decide_rank0", "state"}
 
 
 def watching(rank: int = 0) -> Rank:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commlayer.balance import Decision, Line, Sampler
-from commlayer.job.autoplan import lead
+from commlayer.job.autoplan import decide_rank0
 from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.observers import Place
@@ -36,7 +36,7 @@ def longest_s(decision: Decision) -> float:
 def train(run: Run) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         # What steps take, and links carry, on a loaded machine is no part of this.
-        patch.setattr(lead, "STALE", math.inf)
+        patch.setattr(decide_rank0, "STALE", math.inf)
         patch.setattr(link_watch, "FACTOR", math.inf)
         return balanced(run)
 

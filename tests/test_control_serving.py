@@ -25,7 +25,7 @@ from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.summing import Stalled
+from commlayer.transport.summation_server import Stalled
 from commlayer.transport.tcp import TcpTransport
 
 JOB = Job((TensorInfo("weight", (100,)),))
@@ -155,7 +155,7 @@ class Pair:
 def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
         exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
-    monkeypatch.setattr("commlayer.transport.summing.REPEAT_S", 0.05)
+    monkeypatch.setattr("commlayer.transport.summation_server.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
     job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")

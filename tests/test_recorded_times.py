@@ -16,12 +16,12 @@ from commlayer.errors import DeadlineExceeded
 from commlayer.measure import codec_costs, link_rates
 from commlayer.measure.recorded_times import timing_of
 from commlayer.observe import RecordedStep
-from commlayer.transport import summing
+from commlayer.transport import summation_server
 from commlayer.transport.loopback import Hub
 from commlayer.transport.mailbox import sending
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.service import Summation
-from commlayer.transport.summing import SumServer
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_server import SumServer
 
 
 def step(shift: float) -> RecordedStep:
@@ -161,15 +161,16 @@ def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: boo
     server = SumServer(Summation(0, 1, {}, {}), here, [0], stall_s=60.0)
     try:
         for number in range(3):
-            header = Header(Kind.PROBE, 1, step=number, used=summing.MAX_PROBE_NBYTES)
+            header = Header(Kind.PROBE, 1, step=number, used=summation_server.MAX_PROBE_NBYTES)
             answer = member.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
             member.send(SERVER_BASE, header)
             if read:
-                assert len(member.wait(answer, time.monotonic() + 20.0).body) == summing.MAX_PROBE_NBYTES
+                assert len(member.wait(answer, time.monotonic() + 20.0).body) == summation_server.MAX_PROBE_NBYTES
         deadline = time.monotonic() + 20.0
         while not read and not server._dropped and time.monotonic() < deadline:
             time.sleep(0.01)
-        asked = f"asks for probes of {2 * summing.MAX_PROBE_NBYTES} bytes with 1 under way, allowed {summing.MAX_PROBE_NBYTES}"
+        most = summation_server.MAX_PROBE_NBYTES
+        asked = f"asks for probes of {2 * most} bytes with 1 under way, allowed {most}"
         assert [why[: len(asked)] for why in server._dropped.values()] == ([] if read else [asked])
     finally:
         server.close()

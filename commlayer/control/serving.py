@@ -16,8 +16,8 @@ from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, same_job
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.service import Summation
-from commlayer.transport.summing import SumServer
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_server import SumServer
 from commlayer.transport.tcp import Settings, TcpTransport
 
 READY_S = 9.0

@@ -15,7 +15,7 @@ from commlayer.errors import CommError, PeerLost, RecordError
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
-from commlayer.transport.summing import Stalled, follow_stalls
+from commlayer.transport.summation_server import Stalled, follow_stalls
 from commlayer.transport.tcp import Settings, TcpTransport
 
 Fail = Callable[[CommError], None]

@@ -21,8 +21,8 @@ from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo
 from commlayer.runtime.worker import Worker
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, peer_name
-from commlayer.transport.service import Summation
-from commlayer.transport.summing import SumServer
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_server import SumServer
 from commlayer.transport.tcp import TcpTransport
 
 SIZES = (16, 1 << 12, 1 << 16, 1 << 18)

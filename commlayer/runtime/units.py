@@ -13,7 +13,7 @@ import math
 import torch
 
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.transport.service import as_float32
+from commlayer.transport.summation import as_float32
 
 
 class Units:

@@ -2,7 +2,7 @@
 
 Pure: no thread, clock, torch, connection or log. Every rank makes the decisions of this module for itself, from step counts and
 rows that are the same on all ranks; so all take the actions of actions.COLLECTIVE after the same steps, in the same order. What
-rank 0 decides alone is in lead.py; the others learn of it by the word in rank 0's row.
+rank 0 decides alone is in decide_rank0.py; the others learn of it by the word in rank 0's row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.job.autoplan import lead as lead_rules
+from commlayer.job.autoplan import decide_rank0
 from commlayer.job.autoplan.actions import (
     Action,
     Afresh,
@@ -79,7 +79,7 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
             return _switched(state, fact)
         case Refused():
             said = Say(f"kept the plan in force: {fact.why}")
-            return _with(state, state.lead and lead_rules.refused(state.lead)), [said]
+            return _with(state, state.lead and decide_rank0.refused(state.lead)), [said]
 
 
 # ---- steps
@@ -88,7 +88,7 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
 def _step_over(state: State, fact: StepOver) -> Decided:
     state, actions = _meanwhile(structs.replace(state, step=state.step + 1), fact.meanwhile)
     if state.lead is not None and fact.seconds:
-        lead, more = lead_rules.step_over(state.lead, fact.seconds, state.step, _in_force(state))
+        lead, more = decide_rank0.step_over(state.lead, fact.seconds, state.step, _in_force(state))
         state, actions = _with(state, lead), [*actions, *more]
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
@@ -104,9 +104,9 @@ def _meanwhile(state: State, fact: Meanwhile) -> Decided:
     state, actions = structs.replace(state, in_force=fact.in_force), list[Action]()
     for news in fact.news if state.lead is not None else ():
         if isinstance(news, SharesMoved):
-            state = _with(state, lead_rules.shares_moved(_lead(state), news.part))
+            state = _with(state, decide_rank0.shares_moved(_lead(state), news.part))
             continue
-        lead, more = lead_rules.planned(_lead(state), news, _in_force(state), keep=state.keep)
+        lead, more = decide_rank0.planned(_lead(state), news, _in_force(state), keep=state.keep)
         state, actions = _described(_with(state, lead), more), [*actions, *more]
     return state, actions
 
@@ -150,7 +150,7 @@ def _due(state: State, now: float) -> Decided:
     slow_s = state.links.watch.slow_s
     if state.lead is None:
         return state, [Tell(Word.NOTHING, 0.0, slow_s)]
-    lead, word = lead_rules.word(state.lead, state.links, now)
+    lead, word = decide_rank0.word(state.lead, state.links, now)
     return _with(state, lead), [Tell(word, lead.plan_s, slow_s)]
 
 
@@ -207,12 +207,12 @@ def _start_planning(state: State, actions: list[Action], step_s: float) -> Decid
     if state.lead is None:
         return state, actions
     assert state.links is not None
-    lead, more = lead_rules.planning(state.lead, _in_force(state).plan, state.links.links, step_s)
+    lead, more = decide_rank0.planning(state.lead, _in_force(state).plan, state.links.links, step_s)
     return _with(state, lead), [*actions, *more]
 
 
 def _switch(state: State) -> Switch:
-    proposed = None if state.lead is None else lead_rules.proposal(state.lead)
+    proposed = None if state.lead is None else decide_rank0.proposal(state.lead)
     return Switch(None if proposed is None else proposed.candidate)
 
 
@@ -225,9 +225,9 @@ def _switched(state: State, fact: Switched) -> Decided:
     actions: list[Action] = []
     back = False
     if state.lead is not None:
-        proposed = lead_rules.proposal(state.lead)
+        proposed = decide_rank0.proposal(state.lead)
         back = proposed is not None and proposed.back
-        lead, actions = lead_rules.switched(state.lead, fact.plan, fact.left)
+        lead, actions = decide_rank0.switched(state.lead, fact.plan, fact.left)
         state = _described(_with(state, lead), actions)
     return state, [*actions, Afresh(), Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}")]
 

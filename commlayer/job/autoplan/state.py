@@ -1,4 +1,5 @@
-"""What automatic planning knows, by phase. Values only: decide.py and lead.py have the rules, driver.py keeps the present one.
+"""What automatic planning knows, by phase. Values only. The rules are in decide.py and decide_rank0.py; driver.py keeps the
+present state.
 
 All ranks go through the same phases after the same steps:
 

@@ -14,7 +14,7 @@ from commlayer.codec_name import CodecName, named
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Node, Profile, Task
 from commlayer.planner.model.equal_nodes import Group, fold
 from commlayer.planner.model.paths import CODING, Path, parse
-from commlayer.planner.pricing.path_walk import Coded, Walk, WalkedOp
+from commlayer.planner.pricing.path_work import Coded, Walk, WalkedOp
 from commlayer.planner.pricing.template import Template, template
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from commlayer.planner.pricing.path_walk import WalkedOp
+from commlayer.planner.pricing.path_work import WalkedOp
 from commlayer.planner.pricing.problem import COMPUTE, PricedWay, Shape, shape_of
 
 Lines = tuple[tuple[float, float], ...]

@@ -14,7 +14,7 @@ from commlayer.planner.model.cluster import Line
 from commlayer.planner.model.paths import Path
 from commlayer.planner.pricing.lines import plus
 from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.path_walk import WalkedOp
+from commlayer.planner.pricing.path_work import WalkedOp
 
 
 def unbeaten(

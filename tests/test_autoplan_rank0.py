@@ -22,9 +22,9 @@ from autoplan_kit import (
 
 from commlayer.job.autoplan.actions import Describe, Report, Say, StartPlanning, Switch, Word
 from commlayer.job.autoplan.candidate import ReplanVerdict
+from commlayer.job.autoplan.decide_rank0 import PLAIN, SHARES_WORTH, STALE, TRIED, WORSE, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, SharesMoved
-from commlayer.job.autoplan.lead import PLAIN, SHARES_WORTH, STALE, TRIED, WORSE, WORTH
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
 from commlayer.observe import StalePlan

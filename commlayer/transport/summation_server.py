@@ -16,7 +16,7 @@ import msgspec
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport, key, peer_name
-from commlayer.transport.service import Reply, Stall, Summation
+from commlayer.transport.summation import Reply, Stall, Summation
 
 log = logging.getLogger("commlayer")
 
