@@ -41,11 +41,8 @@ class Intake:
         self._order.reset()
         self._seen = [False] * len(self._job.tensors)
         self._opened = self._ending = False
-
-    @property
-    def begun(self) -> bool:
-        """Whether the step has had a gradient."""
-        return any(self._seen)
+        self.begun = False
+        """Whether the step has had a gradient. Asked ahead of each."""
 
     def cut(self, tensor: int) -> bool:
         """Whether several buckets hold parts of it: they read and write it by element ranges."""
@@ -58,7 +55,7 @@ class Intake:
                 f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: activation "
                 "checkpointing with use_reentrant=True does this; pass use_reentrant=False"
             )
-        self._seen[tensor] = True
+        self._seen[tensor] = self.begun = True
         self._step.recorder.tensor(tensor)
         self._feed(tensor, gradient)
 

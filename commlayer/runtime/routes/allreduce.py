@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.routes.route import fill, take_back
+from commlayer.runtime.routes.route import Route, fill, take_back
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 from commlayer.transport.groups import Groups, Pending
@@ -19,7 +19,7 @@ class _Issued(NamedTuple):
     at: float
 
 
-class AllReduce:
+class AllReduce(Route):
     """Route. Without groups a worker is alone, and its gradients are the sum."""
 
     ordered = True
@@ -27,9 +27,6 @@ class AllReduce:
     def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, groups: Groups | None) -> None:
         self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
         self._issued: list[_Issued] = []
-
-    def open(self) -> None:
-        """Nothing is needed ahead."""
 
     def begin(self, bucket: WorkerBucket) -> None:
         take_back(self, bucket, self._staging)
@@ -43,16 +40,7 @@ class AllReduce:
             self._step.recorder.add("all.allreduce", bucket.id, at)
             bucket.read_used()
 
-    def undo(self, bucket: WorkerBucket) -> bool:
-        return bucket.take_back() != 0
-
     def reset(self) -> None:
         self._issued.clear()
         for bucket in self._buckets:
             bucket.rewind()
-
-    def drain(self, timeout_s: float) -> bool:
-        return True
-
-    def close(self, timeout_s: float) -> None:
-        """It has no threads."""

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.late_results import LateResult
+from commlayer.runtime.routes.route import Route
 from commlayer.runtime.routes.server_exchange import ServerExchange
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 
 
-class Late:
-    """Route."""
-
-    ordered = False
+class Late(Route):
+    """Route. The exchange is another route's, too, which drains and closes it."""
 
     def __init__(
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
@@ -27,9 +26,6 @@ class Late:
         """`results` by the number of their bucket."""
         self._results, self._buckets, self._step, self._staging, self._exchange = results, buckets, step, staging, exchange
         self._arrivals = step.arrivals()
-
-    def open(self) -> None:
-        """Nothing is needed ahead."""
 
     def begin(self, bucket: WorkerBucket) -> None:
         self._results[bucket.id].push(lambda: self._exchange.put(bucket, self._copy, self._arrived))
@@ -63,15 +59,6 @@ class Late:
                 raise self._exchange.overdue(bucket)
         self._staging.join()
 
-    def undo(self, bucket: WorkerBucket) -> bool:
-        return bucket.take_back() != 0
-
     def reset(self) -> None:
         """Exchanges go on."""
         self._arrivals.expect(len(self._buckets))
-
-    def drain(self, timeout_s: float) -> bool:
-        return self._exchange.drain(timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        self._exchange.close(timeout_s)

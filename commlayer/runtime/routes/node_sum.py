@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.routes.route import fill, take_back
+from commlayer.runtime.routes.route import Route, fill, take_back
 from commlayer.runtime.routes.server_exchange import FOREVER_S, ServerExchange
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
@@ -19,7 +19,7 @@ class _Reduced(NamedTuple):
     pending: Pending
 
 
-class NodeSum:
+class NodeSum(Route):
     """Route. Every rank of a node has all these buckets and codes those that it owns."""
 
     ordered = True
@@ -31,9 +31,6 @@ class NodeSum:
         self._mine = [bucket for bucket in buckets if bucket.coded]
         self._arrivals = step.arrivals()
         self._of_others: list[_Reduced] = []
-
-    def open(self) -> None:
-        """Nothing is needed ahead."""
 
     def begin(self, bucket: WorkerBucket) -> None:
         take_back(self, bucket, self._staging)
@@ -82,9 +79,6 @@ class NodeSum:
             self._step.recorder.add("node.broadcast", bucket.id, issued)
             bucket.weight = float(bucket.tail_y[-1])
             bucket.read_used()
-
-    def undo(self, bucket: WorkerBucket) -> bool:
-        return bucket.take_back() != 0
 
     def reset(self) -> None:
         self._of_others.clear()

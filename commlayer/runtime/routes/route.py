@@ -8,50 +8,46 @@ own it reports to the step that it was given: errors, counts and arrivals.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 
 
-class Route(Protocol):
+class Route(ABC):
     """Of some buckets of one worker."""
 
-    @property
-    def ordered(self) -> bool:
-        """Whether `begin` calls a collective: then all ranks must call it for their buckets in plan order."""
-        ...
+    ordered = False
+    """Whether `begin` calls a collective: then all ranks must call it for their buckets in plan order."""
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027  not every route needs it
         """A step begins: its first gradient is there."""
-        ...
 
+    @abstractmethod
     def begin(self, bucket: WorkerBucket) -> None:
         """The bucket's gradients are final. Starts its exchange, and does not wait."""
-        ...
 
+    @abstractmethod
     def finish(self, deadline: float) -> None:
         """All buckets have begun. Waits until commit can read `y`, `used` and `weight` of each, and the step can go on.
 
         Raises who is missing when the deadline passes, and returns early when the step has failed."""
-        ...
 
     def undo(self, bucket: WorkerBucket) -> bool:
         """Takes back what of the bucket's last exchange was not applied. Whether there was anything."""
-        ...
+        return bucket.take_back() != 0
 
+    @abstractmethod
     def reset(self) -> None:
         """Before a step, behind the commit of the last."""
-        ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether its threads came to an end of what they were given, within that time."""
-        ...
+        """Whether its threads came to an end of what they were given, within that time. Without threads: at once."""
+        return True
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:  # noqa: B027  not every route has threads
         """Ends its threads."""
-        ...
 
 
 def take_back(route: Route, bucket: WorkerBucket, staging: Staging) -> None:

@@ -6,23 +6,18 @@ import time
 from collections.abc import Sequence
 
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.routes.route import take_back
+from commlayer.runtime.routes.route import Route, take_back
 from commlayer.runtime.routes.server_exchange import ServerExchange
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 
 
-class Service:
+class Service(Route):
     """Route."""
-
-    ordered = False
 
     def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
         self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
         self._arrivals = step.arrivals()
-
-    def open(self) -> None:
-        """Nothing is needed ahead."""
 
     def begin(self, bucket: WorkerBucket) -> None:
         take_back(self, bucket, self._staging)
@@ -43,9 +38,6 @@ class Service:
         if not self._arrivals.wait(deadline):
             raise self._exchange.overdue(next((b for b in self._buckets if not b.done), self._buckets[0]))
         self._staging.join()
-
-    def undo(self, bucket: WorkerBucket) -> bool:
-        return bucket.take_back() != 0
 
     def reset(self) -> None:
         self._arrivals.expect(len(self._buckets))

@@ -18,7 +18,7 @@ from commlayer.records import Plan
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.routes.path_program import Place, compile_path, stages_of
-from commlayer.runtime.routes.route import fill, take_back
+from commlayer.runtime.routes.route import Route, fill, take_back
 from commlayer.runtime.routes.staged_bucket import FOREVER_S, StagedBucket
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
@@ -29,7 +29,7 @@ TINY = 1e-30
 """Where no worker weighs anything: the step ends with an error that says so."""
 
 
-class Staged:
+class Staged(Route):
     """Route. Without groups a worker is alone, and its gradients are the sum."""
 
     ordered = True
