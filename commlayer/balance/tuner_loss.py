@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commlayer.codec_name import named
+from commlayer.files import write_whole
 from commlayer.records import Record, decode, encode
 
 
@@ -65,7 +66,7 @@ def family(codec: str) -> str:
 
 def write(path: Path, model: LossModel) -> None:
     """As a JSON file."""
-    path.write_bytes(encode(model) + b"\n")
+    write_whole({path: encode(model) + b"\n"})
 
 
 def read(path: Path) -> LossModel:

@@ -7,6 +7,7 @@ from typing import Any
 
 from commlayer.balance.tuner_space import SearchSpace
 from commlayer.errors import RecordError
+from commlayer.files import write_whole
 from commlayer.records import Record, decode, encode
 
 
@@ -38,7 +39,7 @@ class Store:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
         if not whole:
-            path.write_bytes(encode(search) + b"\n")
+            write_whole({path: encode(search) + b"\n"})
             return
         kept = decode(whole[0], Search, f"{path}: line 1")
         if kept != search:
@@ -46,7 +47,7 @@ class Store:
             raise RecordError(f"{path} holds trials of another search (its {name} differs): give another --store, or delete it")
         self.trials = [decode(line, TuningTrial, f"{path}: line {i}") for i, line in enumerate(whole[1:], 2)]
         if len(whole) < len(lines):
-            path.write_bytes(b"".join(whole))
+            write_whole({path: b"".join(whole)})
 
     def add(self, trial: TuningTrial) -> None:
         """On disk when it returns."""
