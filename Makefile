@@ -2,7 +2,9 @@
 # Needs Python 3.11+ with headers, git, make and a C++ compiler.
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.commlayer-ready
+# An editable install keeps a list of the modules there are: another set of them is another install.
+MODULES := $(shell find commlayer -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
+STAMP := .venv/.commlayer-ready-$(MODULES)
 # Tests of processes with deadlines, which other tests beside them would make late. The rest runs on two processes.
 ALONE := $(wildcard tests/test_*_processes.py tests/test_session_errors.py tests/test_session_autoplan.py tests/test_session_trace.py \
 	tests/test_autoplan_links.py tests/test_demo_runs.py tests/test_balancing_*.py tests/test_comm_cost_live.py tests/test_worker_profiles_live.py \
@@ -17,6 +19,7 @@ $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core nanobind cmake ninja
 	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench,plot,tune]"
+	@rm -f .venv/.commlayer-ready*
 	@touch $@
 
 $(STAMP)-recipes: $(STAMP)
