@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 from plan_kit import toy_job
 from planner_kit import DENSE, PROFILE
+from split_kit import closed_form
 
 from commlayer.planner.model import buckets
 from commlayer.planner.model.cluster import Cluster, Link, Node, Policy
@@ -14,7 +15,6 @@ from commlayer.planner.pricing.path_cost import Prices, tasks
 from commlayer.planner.search.candidates import options
 from commlayer.planner.search.layout import Layout
 from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
-from commlayer.planner.search.placement import closed_form
 from commlayer.planner.search.plan import host_sets, plan
 from commlayer.planner.search.ways import Ways
 from commlayer.planner.tables import machines as tables

@@ -7,9 +7,10 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from split_kit import closed_form
 
 from commlayer.planner.model.cluster import Cluster, Link, Node
-from commlayer.planner.search.placement import assign, closed_form, shares
+from commlayer.planner.search.placement import assign, shares
 
 M, BPS = 100e6, 10e9
 RATES = st.floats(1e7, 1e10)

@@ -85,14 +85,6 @@ def _room(node: Node, n: int, seconds: float, bits: float) -> float:
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
 
 
-def closed_form(n: int, k: int) -> tuple[float, float, float]:
-    """(share of one of k other nodes, of one of n training nodes, seconds per M/B), where all links are equal."""
-    if not 0 <= k <= n or n < 2:
-        raise ValueError(f"closed form: got n={n}, k={k}, allowed: n of 2 or more, k from 0 to n")
-    d = n * n + k * n - 2 * k
-    return 2 * (n - 1) / d, (n - k) / d, 2 * n * (n - 1) / d
-
-
 def assign(sizes: Sequence[float], weights: Sequence[float]) -> list[int]:
     """A server for each bucket, in order: the one whose load against its weight stays least. Weight 0 gets none.
 
