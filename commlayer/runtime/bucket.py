@@ -83,6 +83,9 @@ class WorkerBucket:
                 self.all_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
         self.y = self.all_y[: self.numel]
         self.tail_y = self.all_y[self.numel :]
+        self._facts = self.tail.numpy() if on_host else None
+        self._facts_y = self.tail_y.numpy() if on_host else None
+        """The same memory where the host can reach it: a small tensor costs as much time as thousands of elements."""
         self.views, self.views_y = self.layout.views(self.x), self.layout.views(self.y)
         self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
@@ -172,8 +175,11 @@ class WorkerBucket:
             tail[:-1] = self.changed
             tail[-1] = self.weight
             return
-        flags = [float(self.used >> i & 1) for i in range(self.nslices)]
-        tail.copy_(torch.tensor([*flags, self.weight], dtype=tail.dtype))
+        facts = [*(self.used >> i & 1 for i in range(self.nslices)), self.weight]
+        if self._facts is not None and tail is self.tail:
+            self._facts[:] = facts
+        else:
+            tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
     def read_used(self) -> None:
         """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
@@ -182,13 +188,13 @@ class WorkerBucket:
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
-        return scale / (self.tail_y[-1].item() if self.x.device.type == "cpu" else self.tail_y[-1])
+        return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
 
     def summed_weight(self) -> float:
         """What all workers weighed in the exchange whose result is in y; 0 where only a device knows."""
         if self.served:
             return self.weight
-        return float(self.tail_y[-1]) if self.x.device.type == "cpu" else 0.0
+        return 0.0 if self._facts_y is None else float(self._facts_y[-1])
 
     def op(self, coding: str) -> str:
         """"encode" or "decode" as paths spell it."""

@@ -189,7 +189,8 @@ class Worker(Unapplied):
         """Waits until no exchange is under way; late results are kept then. All ranks call it behind the same step."""
         self.check()
         try:
-            self._routes.late.quiet(time.monotonic() + self._deadline_s)
+            if self._routes.late is not None:
+                self._routes.late.quiet(time.monotonic() + self._deadline_s)
         except BaseException as error:
             self.latch(error)
         self.check()

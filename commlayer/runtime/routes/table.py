@@ -29,7 +29,7 @@ class Routes(NamedTuple):
     """By bucket number."""
     all: tuple[Route, ...]
     """In the order in which a step waits for them: where a server can name who is missing, it is asked first."""
-    late: Late
+    late: Late | None
     stalled: Callable[[int, int, tuple[int, ...]], None]
     """Hears of a bucket and step for which a server waits, and for whom."""
 
@@ -43,17 +43,26 @@ def routes_of(
     served = [bucket for bucket in buckets if bucket.served and not bucket.late]
     staged = [bucket for bucket in buckets if bucket.staged]
     dense = [bucket for bucket in buckets if bucket.dense]
-    exchange = ServerExchange(step, transport, recycle, staging)
-    behind = Late(late_results, late, step, staging, exchange)
-    by_server: Route
-    if plan.ranks_per_node > 1 and groups is not None:
-        by_server = NodeSum(served, step, staging, exchange, groups)
-    else:
-        by_server = Service([bucket for bucket in served if bucket.coded], step, staging, exchange)
-    pairs: list[tuple[Route, list[WorkerBucket]]] = [(by_server, served), (behind, late)]
+    pairs: list[tuple[Route, list[WorkerBucket]]] = []
+    behind: Late | None = None
+    stalled: Callable[[int, int, tuple[int, ...]], None] = _nobody
+    if served or late:
+        exchange = ServerExchange(step, transport, recycle, staging)
+        stalled = exchange.stalled
+        if plan.ranks_per_node > 1 and groups is not None:
+            pairs.append((NodeSum(served, step, staging, exchange, groups), served))
+        else:
+            pairs.append((Service([bucket for bucket in served if bucket.coded], step, staging, exchange), served))
+        if late:
+            behind = Late(late_results, late, step, staging, exchange)
+            pairs.append((behind, late))
     if staged:
         pairs.append((Staged(staged, step, staging, codecs, plan, groups), staged))
     if dense:
         pairs.append((AllReduce(dense, step, staging, groups), dense))
     of = {bucket.id: route for route, its in pairs for bucket in its}
-    return Routes(of, tuple(route for route, _ in pairs), behind, exchange.stalled)
+    return Routes(of, tuple(route for route, _ in pairs), behind, stalled)
+
+
+def _nobody(_bucket: int, _step: int, _missing: tuple[int, ...]) -> None:
+    """No bucket goes over a server."""
