@@ -19,10 +19,12 @@ from commlayer.job.connection import Connection
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
+from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged, refuse
 from commlayer.job.switch import switch as go_over
+from commlayer.job.ways import read_ways
 from commlayer.optim import Outer
 from commlayer.records import Plan
 from commlayer.runtime.model_job import job_of, parameters_of
@@ -129,13 +131,16 @@ class Session:
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
+    every: int | None = None, codes: str | None = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
     `plan`: "auto", the path of a plan file, a Plan, or one codec for everything, as such or as a plan spells it ("fp16()").
     `scaler`: the GradScaler in use, so that residuals are kept without its scale; from `optimizer` comes the learning rate, for
     codecs that correct for its changes.
-    `sync`: an Outer says what plans of local steps do with the average of an exchange; otherwise that is taken as it is.
+    `every`: each rank takes so many steps on its own gradients, then the changes of weights are exchanged and averaged.
+    `codes`: "updates" does that with every=1, too: for optimizers like Adam under sparse codecs. Otherwise "gradients".
+    `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 
@@ -152,22 +157,28 @@ def attach(
         read = read_config(config)
         check_model(model)
         refuse(model.named_parameters())
+        ways, wrapped = read_ways(every, codes, optimizer), None
         if isinstance(model, DistributedDataParallel):
-            return Session(_DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
+            if not ways.updates:
+                return Session(_DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
+            check_silenceable(model)
+            wrapped, model = model, model.module
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise ValueError("the model has no parameters")
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim = Claim(parameters_of(model))
+        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync)}
         try:
             connection = connect(job, device, start, plan=plan, config=read, align=tensors, steps_locally=optimizer is not None,
-                                 must={"wrapper": "none", "sync": str(sync)})
+                                 ways=ways, must=must)
         except BaseException:
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    return Session(ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer))
+    return Session(ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
+                                ddp=None if wrapped is None else QuietDDP(wrapped)))
 
 
 def switch(session: Session, plan: Plan) -> None:

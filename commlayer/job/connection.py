@@ -20,6 +20,7 @@ from commlayer.control.leaving import end as end_part
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.fault import FaultVerdict
+from commlayer.job.ways import Ways
 from commlayer.observe import StalePlan
 from commlayer.planner.model.cluster import Basis
 from commlayer.records import Job, Plan
@@ -48,7 +49,8 @@ class Connection:
     attribute                              changed by
     =====================================  ====================================================================
     rank, world, groups, uplink, embedded  connect(), once
-    waits, loss, max_loss, steps_locally   connect(), once
+    waits, loss, max_loss                  connect(), once
+    steps_locally, ways                    connect(), once
     plan, worker                           connect(), switch()
     basis                                  connect(), switch(); autoplan/, for the plan that it has chosen
     auto                                   connect(); a session, whose user asks for a plan
@@ -71,6 +73,8 @@ class Connection:
         self.waits = Waits()
         self.steps_locally = False
         """Whether a plan of local steps can run: whoever made this connection steps weights and not only gradients."""
+        self.ways = Ways()
+        """What attach() was told of how steps are exchanged."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
 from commlayer.optim import Outer
-from commlayer.runtime.local_steps import LocalSteps
+from commlayer.runtime.local_steps import LocalSteps, StepWeights
 
 log = logging.getLogger("commlayer")
 
@@ -21,7 +21,7 @@ class ExchangeSchedule:
     """Of one attached model, under whatever plan is in force; under one that exchanges every step it does nothing.
 
     Unless that follows one of local steps: then the ranks' optimizers remember different things, and equal gradients would
-    lead them apart. So weights are exchanged, behind every step.
+    lead them apart. So weights are exchanged, behind every step; and where updates are what is to be coded.
 
     Steps are counted by backward passes, which all ranks have alike: a scaler may skip an optimizer step on one rank alone. An
     exchange follows the optimizer's step, or if that was skipped, comes before the next forward pass of the training.
@@ -72,10 +72,12 @@ class ExchangeSchedule:
         made, plan = self._connection, self._connection.plan
         every = 1 if plan is None else plan.local_steps
         self._unhook()
-        if made.worker is None or (every == 1 and made.local is None):
+        if made.worker is None or (every == 1 and made.local is None and not made.ways.updates):
             return
         if made.local is None:
-            made.local = LocalSteps(self._parameters, every, self._outer)
+            units = made.worker.units
+            weights = StepWeights(units.weight, units.total if units.told else None)
+            made.local = LocalSteps(self._parameters, every, self._outer, weights)
         made.local.every = every
         self._handles.append(self._optimizer.register_step_post_hook(lambda *_: self._if_due()))
         self._handles.append(self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None))

@@ -18,6 +18,7 @@ from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.observers import Observers
+from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
 from commlayer.optim import Outer
 from commlayer.runtime.forward_order import ForwardOrder
@@ -31,9 +32,11 @@ class ModuleDriver:
     """Hooks on a plain module's parameters."""
 
     def __init__(
-        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer
+        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
+        ddp: QuietDDP | None = None,
     ) -> None:
-        self.connection, self.observers = connection, Observers()
+        """`ddp`: what keeps a DistributedDataParallel module around this one from reducing."""
+        self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
         self._parameters = [p for _, p in parameters_of(model)]
         self._buffers = [name for name, _ in buffers_of(model)]
@@ -52,12 +55,14 @@ class ModuleDriver:
             connection.on_close.append(self._attached.remove)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
             self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
-            refuse_ddp_around(model)
+            if ddp is None:
+                refuse_ddp_around(model)
             # Compiled modules pass attributes on to the one that they are made from.
             plain = vars(getattr(model, "_orig_mod", model))
             # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
             self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
-                                lambda: self._syncing and plain.get("require_backward_grad_sync", True), self._loop.abandon)
+                                lambda: self._syncing and plain.get("require_backward_grad_sync", True)
+                                and (ddp is None or ddp.syncing), self._loop.abandon)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -86,6 +91,8 @@ class ModuleDriver:
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
+        if self._ddp is not None:
+            self._ddp.remove()
         self._loop.detach()
 
     def _ready(self, number: int, gradient: torch.Tensor) -> None:

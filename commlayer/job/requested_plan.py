@@ -21,11 +21,14 @@ from commlayer.records import Job, Plan
 DEFAULT_CODEC, DEFAULT_RATIO = "topk(ratio={ratio}, values='int8')", 0.01
 """What "auto" runs between nodes until a planner chooses."""
 
+UPDATES_CODEC = "int4()"
+"""What "auto" codes changes of weights with. No plan is searched for then: what a search measures are gradients."""
+
 Tell = Callable[[str], None]
 
 
-def settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Plan:
-    """A plan for so many ranks."""
+def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False) -> Plan:
+    """A plan for so many ranks. `updates`: what is coded is the change of weights."""
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -33,7 +36,8 @@ def settle(plan: Any, job: Job, config: Config, world: int, per_node: int) -> Pl
         return plan_file.plan_in(Path(plan))
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
-        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", _first_codec(config))
+        coded = UPDATES_CODEC if updates else _first_codec(config)
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", coded)
     else:
         codec = str(plan)
         path_name = "service"

@@ -19,6 +19,7 @@ from commlayer.job import requested_plan
 from commlayer.job.agreed_plan import agreed_plan, check_plan, from_rank_0
 from commlayer.job.connection import Connection, Waits
 from commlayer.job.rendezvous import HEARD_S, Start, plan_kind
+from commlayer.job.ways import Ways, stepping
 from commlayer.planner.model import float64
 from commlayer.planner.model.gradients_only import without_buffers
 from commlayer.records import Job, Plan
@@ -32,7 +33,7 @@ NOTICE_HEARTBEATS = 3
 
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    steps_locally: bool = False, whole: Job | None = None, must: Mapping[str, str] | None = None,
+    steps_locally: bool = False, ways: Ways = Ways(), whole: Job | None = None, must: Mapping[str, str] | None = None,
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
@@ -40,14 +41,14 @@ def connect(
     `whole`: this job and buffers that are not averaged here; a plan may be of either.
     """
     kernels.choose(config.backend)
-    given = {"plan": plan_kind(plan), "optimizer": "given" if steps_locally else "not given"}
+    given = {"plan": plan_kind(plan), "optimizer": "given" if steps_locally else "not given", "steps": str(ways)}
     met = start.meet(config, model=job.digest(), must=given | dict(must or {}))
     # A server child takes no more.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
     made = Connection()
-    made.steps_locally = steps_locally
-    made.auto = isinstance(plan, str) and plan == "auto"
+    made.steps_locally, made.ways = steps_locally, ways
+    made.auto = isinstance(plan, str) and plan == "auto" and not ways.updates
     made.loss, made.max_loss = config.loss, config.max_loss or loss_budget.BUDGET
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
@@ -55,7 +56,7 @@ def connect(
     if met.members is not None:
         made.rank, made.world = met.members.rank, met.members.world
     if not grouped and not config.join:
-        settled = _of(requested_plan.settle(plan, job, config, 1, 1), whole)
+        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=ways.updates), whole), ways)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally=steps_locally)
@@ -69,8 +70,9 @@ def connect(
         if met.note and made.rank == 0:
             made.say(met.note)
         nodes = made.world // per_node
-        made.plan = agreed_plan(lambda: _of(requested_plan.housed(
-            requested_plan.settle(plan, job, config, made.world, per_node), made.basis, nodes, made.say), whole), made.groups)
+        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
+            requested_plan.settle(plan, job, config, made.world, per_node, updates=ways.updates), made.basis, nodes, made.say),
+            whole), ways), made.groups)
         check_plan(made.plan, job, nodes, per_node, device, steps_locally=steps_locally)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)

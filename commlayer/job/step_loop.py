@@ -139,8 +139,9 @@ class StepLoop:
 
     def weigh(self, n: float, total: float | None) -> None:
         """See Session.weight."""
-        if self.connection.worker is not None:
-            self.connection.worker.weigh(n / self._batch, None if total is None else total / self._batch)
+        worker, local = self.connection.worker, self.connection.local
+        if worker is not None:
+            (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""

@@ -18,11 +18,43 @@ from commlayer.runtime.worker import Worker
 log = logging.getLogger("commlayer")
 
 
+class StepWeights:
+    """What a worker's changes count for in an exchange: the mean of what the batches of its steps weighed since the last."""
+
+    def __init__(self, weight: float, total: float | None) -> None:
+        self._now = weight, total
+        self._sum = [0.0, 0.0, 0.0, 0.0]
+        """Steps, their weights, those that say what all weigh, and that."""
+
+    def weigh(self, weight: float, total: float | None) -> None:
+        """From now on, for a batch of that weight; see Worker.weigh."""
+        self._now = weight, total
+
+    def count(self) -> None:
+        """A step has been taken."""
+        weight, total = self._now
+        for i, term in enumerate((1.0, weight, float(total is not None), total or 0.0)):
+            self._sum[i] += term
+
+    def take(self) -> tuple[float, float | None]:
+        """Weight and total of an exchange of the steps so far."""
+        (steps, weights, told, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
+        if not steps:
+            return self._now
+        return weights / steps, totals / steps if told == steps else None
+
+    def snapshot(self) -> torch.Tensor:
+        return torch.tensor(self._sum, dtype=torch.float64)
+
+    def restore(self, kept: torch.Tensor | None) -> None:
+        self._sum = [0.0, 0.0, 0.0, 0.0] if kept is None else kept.tolist()
+
+
 class LocalSteps:
     """Of one model. `every` may change between two exchanges."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], every: int, outer: Outer) -> None:
-        self._parameters, self.every = parameters, every
+    def __init__(self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights) -> None:
+        self._parameters, self.every, self.weights = parameters, every, weights
         self.taken = 0
         """Steps since the last exchange."""
         self._starts = [_wide(p) for p in parameters]
@@ -35,6 +67,7 @@ class LocalSteps:
                 if not torch.equal(start.to(p.dtype), p):  # the script has put other weights in place
                     start.copy_(p.detach())
         self.taken += 1
+        self.weights.count()
 
     @property
     def due(self) -> bool:
@@ -43,6 +76,7 @@ class LocalSteps:
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """All ranks call it, each behind an optimizer step: afterwards they have the same weights and buffers."""
         worker.scale = worker.rate = 1.0  # the unit is that of the weights
+        worker.weigh(*self.weights.take())
         with torch.no_grad():
             changes = [start - p for start, p in zip(self._starts, self._parameters, strict=True)]
         for number in reversed(range(len(changes))):
@@ -64,7 +98,7 @@ class LocalSteps:
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint. Starts are in it: between two exchanges no model's file holds them."""
-        kept = {"local.taken": torch.tensor(self.taken)}
+        kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot()}
         for number, start in enumerate(self._starts):
             kept[f"local.start.{number}"] = start.detach().cpu().clone()
             velocity = self._outer.state[start].get("momentum_buffer")
@@ -75,6 +109,7 @@ class LocalSteps:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The reverse."""
         self.taken = int(tensors["local.taken"])
+        self.weights.restore(tensors.get("local.weights"))
         for number, start in enumerate(self._starts):
             start.copy_(tensors[f"local.start.{number}"])
             velocity = tensors.get(f"local.velocity.{number}")

@@ -1,0 +1,58 @@
+"""Keeps a DistributedDataParallel module from reducing, while its parameters are stepped locally. Knows DDP; no networks.
+
+DDP decides in its forward pass whether the backward pass that follows reduces, and what it has to say to other ranks it says
+in the forward pass, too. So it is told "not now" for as long as each forward pass takes, as inside its own no_sync(), and what
+the script has set there is put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+class QuietDDP:
+    """Of one module."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp, self._said = ddp, (True, True)
+        self.syncing = True
+        """Whether the script wants the pass under way synchronised: it is in no `ddp.no_sync()`."""
+        self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=True),
+                         ddp.register_forward_hook(self._restore, always_call=True)]
+
+    def _silence(self, ddp: Any, _args: Any) -> None:
+        if ddp._join_config.enable:
+            raise ValueError("the model is in DistributedDataParallel's join(): local steps are exchanged by all ranks alike; "
+                             "give all ranks the same number of batches")
+        if torch.is_grad_enabled():
+            self.syncing = ddp.require_backward_grad_sync
+        # With a static graph the first pass ends with a reduction of all, whatever no_sync() says.
+        self._said = ddp.require_backward_grad_sync, getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+    def _restore(self, ddp: Any, _args: Any, _output: Any) -> None:
+        ddp.require_backward_grad_sync, ddp._static_graph_delay_allreduce_enqueued = self._said
+
+    def remove(self) -> None:
+        """From now on it reduces gradients and shares buffers, as it would without commlayer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._ddp.require_forward_param_sync = True
+
+
+def check_silenceable(ddp: DistributedDataParallel) -> None:
+    """ValueError for a module that would not train as it does, if it were silent."""
+    if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
+        raise ValueError(f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without every "
+                         "and codes, or freeze it")
+    if ddp.mixed_precision is not None:
+        raise ValueError("DistributedDataParallel(mixed_precision=...) swaps weights around its reductions, of which local "
+                         "steps make none: take torch.autocast")
+    if ddp._comm_hooks:
+        raise ValueError("the DistributedDataParallel module has a communication hook, and local steps reduce no gradients: "
+                         "make the module without it")

@@ -1,0 +1,62 @@
+"""How a script wants its steps exchanged: attach's `every=` and `codes=`, checked, and laid into a plan. Exchanges nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import structs
+
+from commlayer.records import Plan
+
+CODES = ("gradients", "updates")
+
+
+class Ways(NamedTuple):
+    """What attach() was told, the same on all ranks."""
+
+    every: int | None = None
+    """Steps to an exchange; None: as many as the plan says."""
+    updates: bool = False
+    """Whether each rank steps on its own gradients, and the change of its weights is what is coded."""
+
+    def __str__(self) -> str:
+        return f"every={self.every or 'as planned'}, codes={CODES[self.updates]!r}"
+
+
+def read_ways(every: int | None, codes: str | None, optimizer: Any) -> Ways:
+    """ValueError, a line, for what cannot be."""
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise ValueError(f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
+    if codes not in (None, *CODES):
+        raise ValueError(f"codes: got {codes!r}, allowed: {', '.join(map(repr, CODES))}")
+    several = every is not None and every > 1
+    if several and codes == "gradients":
+        raise ValueError(f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
+                         "take every=1")
+    if several or codes == "updates":
+        _check_optimizer(f"every={every}" if several else "codes='updates'", optimizer)
+    return Ways(every, several or codes == "updates")
+
+
+def _check_optimizer(what: str, optimizer: Any) -> None:
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise ValueError(f"{what}: got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
+                         f"steps weights are exchanged: attach(model, optimizer, {what})")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{what}: LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
+                         "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
+
+
+def stepping(plan: Plan, ways: Ways) -> Plan:
+    """The plan with as many local steps as attach() was told. ValueError if it says otherwise itself."""
+    if ways.updates and any(b.stale for b in plan.buckets):
+        raise ValueError("plan: has results that are a step late, and updates are coded, which ranks step on: make it without "
+                         "staleness")
+    if ways.every is None or ways.every == plan.local_steps:
+        return plan
+    if plan.local_steps > 1:
+        raise ValueError(f"every={ways.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or make "
+                         "the plan with max_local_steps=1")
+    # What was predicted is the time of a step that exchanges.
+    return structs.replace(plan, local_steps=ways.every, step_s=0.0, free_s=0.0)
