@@ -11,6 +11,7 @@ from bench import Unmeasurable, report
 
 MEASUREMENTS = {
     "balance": "bench.balance",
+    "clan": "bench.clan",
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",
     "kernels": "bench.kernels",

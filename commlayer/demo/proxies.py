@@ -57,9 +57,13 @@ class Task(NamedTuple):
 
 def digits(settings: dict[str, Any]) -> dict[str, float]:
     """The demo's problem, small: handwritten digits and an MLP."""
-    data = problem.digits(0)
+    return train(digits_task(0), settings)
 
-    return train(Task(problem.mlp(64, 0), picker(*data.train), data.test, 12800, 0.12), settings)
+
+def digits_task(seed: int) -> Task:
+    """`seed`: of the split and the first weights."""
+    data = problem.digits(seed)
+    return Task(problem.mlp(64, seed), picker(*data.train), data.test, 12800, 0.12)
 
 
 LETTERS, CONTEXT = 27, 6
@@ -80,6 +84,11 @@ class Letters(nn.Module):
 
 def chars(settings: dict[str, Any]) -> dict[str, float]:
     """A language model of characters, on what scikit-learn says about its data sets."""
+    return train(chars_task(0), settings)
+
+
+def chars_task(seed: int) -> Task:
+    """`seed`: of the first weights."""
     text = letters()
 
     def windows(part: torch.Tensor) -> problem.Batch:
@@ -90,8 +99,8 @@ def chars(settings: dict[str, Any]) -> dict[str, float]:
     held = torch.arange(len(x)) // 200 % 5 == 0
     test, (x, y) = (x[held], y[held]), (x[~held], y[~held])
 
-    torch.manual_seed(0)
-    return train(Task(Letters(), picker(x, y), test, 25600, 0.5), settings)
+    torch.manual_seed(seed)
+    return Task(Letters(), picker(x, y), test, 25600, 0.5)
 
 
 def letters() -> torch.Tensor:

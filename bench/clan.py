@@ -1,0 +1,121 @@
+"""CLAN against LANS on both built-in tasks: loss and bytes after as many steps, each at the rate that suits it best.
+
+Four workers and a server in one thread (bench.virtual_workers), the runtime's own codecs, residuals and sums. Rates are chosen
+from one grid for all, by the same held-out loss that is compared. Knows no network: bytes are counted, seconds are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bench import report
+from bench.virtual_workers import VirtualWorkers
+from commlayer.compressors import parse, wrap
+from commlayer.demo import proxies
+from commlayer.optim import CLAN, LANS
+from commlayer.planner import default_plan
+from commlayer.runtime.model_job import job_of
+
+WORKERS, SAMPLES = 4, 16
+"""Of each worker in a step."""
+SEEDS = 3
+WARM = 0.05
+"""Of the steps the rate rises, then it falls to nothing."""
+WITHIN_PCT, FEWER = 0.5, 20.0
+
+
+class Case(NamedTuple):
+    """A task, how long it is trained, and the rates to try."""
+
+    task: Callable[[int], proxies.Task]
+    steps: int
+    rates: tuple[float, ...]
+
+
+class Way(NamedTuple):
+    """An optimizer and what codes its gradients, both ways."""
+
+    optimizer: type[LANS]
+    codec: str
+
+
+class Trained(NamedTuple):
+    """Of one run: held-out loss, training loss over the last tenth, bytes of a step."""
+
+    loss: float
+    train_loss: float
+    nbytes: float
+
+
+CASES = {
+    "digits": Case(proxies.digits_task, 800, (0.007, 0.01, 0.014)),
+    "chars": Case(proxies.chars_task, 800, (0.01, 0.014, 0.02)),
+}
+UNCODED = Way(LANS, "identity()"), Way(CLAN, "identity()")
+CODED = Way(CLAN, "onebit()"), Way(CLAN, "topk(ratio=0.1)")
+
+
+def run(quick: bool) -> report.Result:
+    """A row for each task, optimizer and codec. Coded ones are compared with the better of the two uncoded."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        best = {way: _best(case, way, 1 if quick else SEEDS) for way in (*UNCODED, *CODED)}
+        plain = min((best[way][1] for way in UNCODED), key=lambda runs: mean(run.loss for run in runs))
+        rows += [_row(name, case.steps, way, rate, runs, plain) for way, (rate, runs) in best.items()]
+    coded = [row for row in rows if row["codec"] != "identity()"]
+    return {"rows": rows, "summary": {
+        "loss_above_uncoded_pct_max": max(row["above_uncoded_pct"] for row in coded),
+        "times_fewer_bytes_min": min(row["times_fewer_bytes"] for row in coded),
+        "within": all(row["above_uncoded_pct"] <= WITHIN_PCT and row["times_fewer_bytes"] >= FEWER for row in coded),
+    }}
+
+
+def train(task: proxies.Task, way: Way, rate: float, steps: int, seed: int) -> Trained:
+    """The same samples for equal seeds, whatever codes the gradients."""
+    job, parameters = job_of(task.model), list(task.model.parameters())
+    plan = default_plan(job, codec=str(wrap(parse(way.codec))), path="service", servers=1, ranks_per_node=1,
+                        fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
+    workers, optimizer = VirtualWorkers(job, plan, WORKERS), way.optimizer(parameters, lr=rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / (WARM * steps), 1 - step / steps))
+    samples, nbytes, losses = torch.Generator().manual_seed(seed), 0, []
+    for step in range(steps):
+        own = []
+        for _ in range(WORKERS):
+            x, y = task.batch(SAMPLES, samples)
+            loss = nn.functional.cross_entropy(task.model(x), y)
+            own.append(torch.autograd.grad(loss, parameters))
+            if step >= 0.9 * steps:
+                losses.append(loss.detach())
+        average, carried = workers.average(own)
+        nbytes += carried
+        for p, g in zip(parameters, average, strict=True):
+            p.grad = g
+        optimizer.step()
+        schedule.step()
+    x, y = task.test
+    with torch.no_grad():
+        return Trained(nn.functional.cross_entropy(task.model(x), y).item(), torch.stack(losses).mean().item(), nbytes / steps)
+
+
+def _best(case: Case, way: Way, seeds: int) -> tuple[float, list[Trained]]:
+    """The rate of the least mean loss, with its runs."""
+    tried = {rate: [train(case.task(seed), way, rate, case.steps, seed) for seed in range(seeds)] for rate in case.rates}
+    rate = min(tried, key=lambda rate: mean(run.loss for run in tried[rate]))
+    return rate, tried[rate]
+
+
+def _row(name: str, steps: int, way: Way, rate: float, runs: list[Trained], plain: list[Trained]) -> dict[str, Any]:
+    base, nbytes = mean(run.loss for run in plain), mean(run.nbytes for run in runs)
+    above = [100 * (mine.loss - other.loss) / base for mine, other in zip(runs, plain, strict=True)]
+    return {
+        "task": name, "optimizer": way.optimizer.__name__, "codec": way.codec, "steps": steps, "rate": rate, "seeds": len(runs),
+        "loss": mean(run.loss for run in runs), "train_loss": mean(run.train_loss for run in runs),
+        "above_uncoded_pct": mean(above), "standard_error_pct": stdev(above) / len(above) ** 0.5 if len(above) > 1 else 0.0,
+        "step_nbytes": nbytes, "times_fewer_bytes": mean(run.nbytes for run in plain) / nbytes,
+    }

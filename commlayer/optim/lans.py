@@ -1,0 +1,186 @@
+"""LANS, and CLAN for coded gradients: Nesterov's momentum in steps relative to each tensor's norm. Knows no codec, no network.
+
+Zheng, Lin, Zha, Li: Accelerated Large Batch Optimization of BERT Pretraining in 54 Minutes (2020), algorithm 2. A block is a
+parameter tensor; phi(z) is z within bounds. Where a norm is 0 its ratio is 1, as in the published code, so that parameters that
+begin at zero do move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+"""Their moments and norms are kept and computed in float32: squares of normalised gradients are too small for them."""
+
+
+class LANS(torch.optim.Optimizer):
+    """Each tensor moves by lr x phi(its norm), in the direction of beta1 x momentum + (1 - beta1) x gradient, both rescaled.
+
+    So lr is relative to the weights: 1e-3 moves every tensor by about a thousandth of its norm. `normalize`: of each tensor's
+    gradient only the direction counts, so that clipping its norm changes nothing. `phi`: the bounds of phi.
+
+    >>> optimizer = LANS(model.parameters(), lr=2e-3)           # doctest: +SKIP
+    """
+
+    def __init__(
+        self, params: Any, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+        weight_decay: float = 0.01, *, phi: tuple[float, float] = (0.0, math.inf), normalize: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "phi": phi,
+                                  "normalize": normalize})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check(type(self).__name__, {**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            _check_tensors(type(self).__name__, self.param_groups[-1]["params"])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in _alike(type(self).__name__, group["params"]):
+                self._update(group, parameters)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch has made the moments of half precision parameters half precision themselves.
+        loaded = zip((i for group in state_dict["param_groups"] for i in group["params"]),
+                     (p for group in self.param_groups for p in group["params"]), strict=True)
+        for i, p in loaded:
+            if p.dtype in HALVES and i in state_dict["state"]:
+                for name in ("m", "v"):
+                    self.state[p][name] = state_dict["state"][i][name].to(p.device, torch.float32, copy=True)
+
+    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Of tensors of one device and kind, all at once."""
+        (beta1, beta2), (low, high) = group["betas"], group["phi"]
+        states = [self._state(p) for p in parameters]
+        for state in states:
+            state["step"] += 1
+        m, v = [s["m"] for s in states], [s["v"] for s in states]
+        x, g = _wide(parameters), _wide([p.grad for p in parameters if p.grad is not None])
+        if group["normalize"]:
+            g = list(torch._foreach_div(g, _each(_positive(_norms(g)))))
+        torch._foreach_lerp_(m, g, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, g, g, 1 - beta2)
+
+        scale = torch._foreach_sqrt(v)
+        torch._foreach_div_(scale, [math.sqrt(1 - beta2 ** s["step"]) for s in states])
+        torch._foreach_add_(scale, group["eps"])
+        r = torch._foreach_div(m, [1 - beta1 ** s["step"] for s in states])
+        torch._foreach_div_(r, scale)
+        c = torch._foreach_div(g, scale)
+        if group["weight_decay"]:
+            torch._foreach_add_(r, x, alpha=group["weight_decay"])
+            torch._foreach_add_(c, x, alpha=group["weight_decay"])
+
+        length = _norms(x).clamp(low, high)
+        for direction, part in ((r, beta1), (c, 1 - beta1)):
+            norms = _norms(direction)
+            ratio = torch.where((length > 0) & (norms > 0), length / _positive(norms), 1.0)
+            torch._foreach_mul_(direction, _each(ratio * (part * group["lr"])))
+            torch._foreach_sub_(x, direction)
+        if x[0] is not parameters[0]:
+            torch._foreach_copy_(parameters, x)
+
+    def _state(self, p: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            kind = torch.float32 if p.dtype in HALVES else p.dtype
+            state["step"] = 0
+            state["m"], state["v"] = (torch.zeros_like(p, dtype=kind, memory_format=torch.preserve_format) for _ in "mv")
+        return state
+
+
+class CLAN(LANS):
+    """Compressed LANS: for gradients that were coded on their way to the servers and back, with residuals at both ends.
+
+    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021), as its code
+    runs it: gradients are not normalised. What is coded anew each step, tensor by tensor more or less of what is owed, differs
+    in length from step to step, and that says how much it counts.
+
+    >>> optimizer = CLAN(model.parameters(), lr=2e-3)           # doctest: +SKIP
+    >>> session = commlayer.attach(model, optimizer, plan=commlayer.compressors.onebit())       # doctest: +SKIP
+    """
+
+    def __init__(
+        self, params: Any, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+        weight_decay: float = 0.01, *, phi: tuple[float, float] = (0.0, math.inf), normalize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, phi=phi, normalize=normalize)
+
+
+def _check(name: str, group: dict[str, Any]) -> None:
+    lr, betas, phi = group["lr"], group["betas"], group["phi"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"{name}: lr of {lr.numel()} elements, allowed: a number, or a tensor of one element")
+    for what in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[what]) < math.inf:
+            raise ValueError(f"{name}: {what} {float(group[what])}, allowed: a finite number from 0")
+    if not _pair(betas) or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: betas {betas}, allowed: two numbers from 0 up to, but not, 1")
+    if not _pair(phi) or not 0 <= phi[0] <= phi[1] or phi[1] == 0:
+        raise ValueError(f"{name}: phi {phi}, allowed: (least, most) with 0 <= least <= most and most above 0")
+
+
+def _pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2
+
+
+def _check_tensors(name: str, parameters: Sequence[torch.Tensor]) -> None:
+    for p in parameters:
+        if p.dtype not in DTYPES:
+            kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
+            raise ValueError(f"{name}: a parameter of {str(p.dtype).removeprefix('torch.')}, allowed: {kinds}")
+
+
+def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Those with a gradient, by device and kind, in order."""
+    found = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            if p.grad.is_sparse:
+                raise ValueError(f"{name}: a sparse gradient, allowed: dense ones, since every element counts for the norms; "
+                                 "use nn.Embedding(sparse=False)")
+            found[p.device, p.dtype].append(p)
+    yield from found.values()
+
+
+def _wide(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """In float32 what is shorter; the others are themselves."""
+    return [t.float() if t.dtype in HALVES else t for t in tensors]
+
+
+def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def _positive(norms: torch.Tensor) -> torch.Tensor:
+    """To divide by: where there is nothing, nothing remains nothing."""
+    return torch.where(norms > 0, norms, 1.0)
+
+
+def _each(numbers: torch.Tensor) -> list[torch.Tensor]:
+    return list(numbers.unbind())
