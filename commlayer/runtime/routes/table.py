@@ -27,33 +27,46 @@ class Routes(NamedTuple):
 
     of: Mapping[int, Route]
     """By bucket number."""
-    all: tuple[Route, ...]
-    """In the order in which a step waits for them: where a server can name who is missing, it is asked first."""
+    turns: tuple[tuple[Route, ...], ...]
+    """Those of each turn's buckets, in the order in which they are waited for: where a server can name who is missing, it is
+    asked first."""
     late: Late
     stalled: Callable[[int, int, tuple[int, ...]], None]
     """Hears of a bucket and step for which a server waits, and for whom."""
 
+    @property
+    def all(self) -> tuple[Route, ...]:
+        """Those of all turns, one after the other."""
+        return tuple(route for turn in self.turns for route in turn)
+
 
 def routes_of(
-    buckets: Sequence[WorkerBucket], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
+    turns: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
     late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
     recycle: Callable[[memoryview], None],
 ) -> Routes:
-    late = [bucket for bucket in buckets if bucket.late]
-    served = [bucket for bucket in buckets if bucket.served and not bucket.late]
-    staged = [bucket for bucket in buckets if bucket.staged]
-    dense = [bucket for bucket in buckets if bucket.dense]
+    """`turns`: the buckets, as they are waited for; late ones are in none of them."""
     exchange = ServerExchange(step, transport, recycle, staging)
+    late = [bucket for buckets in turns for bucket in buckets if bucket.late]
     behind = Late(late_results, late, step, staging, exchange)
-    by_server: Route
-    if plan.ranks_per_node > 1 and groups is not None:
-        by_server = NodeSum(served, step, staging, exchange, groups)
-    else:
-        by_server = Service([bucket for bucket in served if bucket.coded], step, staging, exchange)
-    pairs: list[tuple[Route, list[WorkerBucket]]] = [(by_server, served), (behind, late)]
-    if staged:
-        pairs.append((Staged(staged, step, staging, codecs, plan, groups), staged))
-    if dense:
-        pairs.append((AllReduce(dense, step, staging, groups), dense))
-    of = {bucket.id: route for route, its in pairs for bucket in its}
-    return Routes(of, tuple(route for route, _ in pairs), behind, exchange.stalled)
+
+    def of_turn(buckets: Sequence[WorkerBucket]) -> list[tuple[Route, list[WorkerBucket]]]:
+        served = [bucket for bucket in buckets if bucket.served and not bucket.late]
+        staged = [bucket for bucket in buckets if bucket.staged]
+        dense = [bucket for bucket in buckets if bucket.dense]
+        by_server: Route
+        if plan.ranks_per_node > 1 and groups is not None:
+            by_server = NodeSum(served, step, staging, exchange, groups)
+        else:
+            by_server = Service([bucket for bucket in served if bucket.coded], step, staging, exchange)
+        pairs: list[tuple[Route, list[WorkerBucket]]] = [(by_server, served)]
+        if staged:
+            pairs.append((Staged(staged, step, staging, codecs, plan, groups), staged))
+        if dense:
+            pairs.append((AllReduce(dense, step, staging, groups), dense))
+        return pairs
+
+    pairs = [of_turn(buckets) for buckets in turns]
+    pairs[0].insert(1, (behind, late))
+    of = {bucket.id: route for turn in pairs for route, its in turn for bucket in its}
+    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), behind, exchange.stalled)
