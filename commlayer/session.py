@@ -131,7 +131,7 @@ class Session:
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
-    every: int | None = None, codes: str | None = None,
+    every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int = 1,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
@@ -140,6 +140,7 @@ def attach(
     codecs that correct for its changes.
     `every`: each rank takes so many steps on its own gradients, then the changes of weights are exchanged and averaged.
     `codes`: "updates" does that with every=1, too: for optimizers like Adam under sparse codecs. Otherwise "gradients".
+    `overlap`: "round" lets such an exchange run while the next `every` steps are taken. `fragments`: part by part, in turns.
     `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
@@ -157,7 +158,7 @@ def attach(
         read = read_config(config)
         check_model(model)
         refuse(model.named_parameters())
-        ways, wrapped = read_ways(every, codes, optimizer), None
+        ways, wrapped = read_ways(every, codes, optimizer, overlap=overlap, fragments=fragments), None
         if isinstance(model, DistributedDataParallel):
             if not ways.updates:
                 return Session(_DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))

@@ -30,6 +30,7 @@ def worker_state(connection: Connection) -> dict[str, Any]:
     worker = connection.worker
     if worker is None:
         return {}
+    _refuse_under_way(connection, "state_dict()")
     if worker.error is None:
         worker.drain()
         worker.undone()
@@ -49,6 +50,7 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     worker = connection.worker
     if worker is None:
         return
+    _refuse_under_way(connection, "load_state_dict()")
     step = int(state["step"])
     summed = any(b.served for b in worker.plan.buckets)
     if summed and worker.counters.steps > 0 and step != worker.step:
@@ -78,6 +80,8 @@ def save(connection: Connection, directory: Path) -> None:
     worker, uplink = connection.worker, connection.uplink
     if worker is None:
         return
+    for act in connection.bring_in:
+        act()
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
         with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply
@@ -121,6 +125,8 @@ def load(connection: Connection, directory: Path) -> None:
     worker, uplink, rank = connection.worker, connection.uplink, connection.rank
     if worker is None:
         return
+    for act in connection.bring_in:
+        act()
     with together(connection.groups, "load()"), checkpoint_files.reading(directory):
         mine = msgspec.json.encode(checkpoint_files.held(directory, rank))
     rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
@@ -176,6 +182,12 @@ def _summed_by(plan: Plan, server: int) -> list[Bucket]:
 def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
     prefix = f"{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _refuse_under_way(connection: Connection, what: str) -> None:
+    if connection.local is not None and connection.local.under_way:
+        raise ValueError(f"{what}: an exchange of local steps is under way, which all ranks must bring in together: call "
+                         "session.drain() on all of them first, or take session.save() and load()")
 
 
 def _same(name: str, what: str, saved: object, here: object) -> None:

@@ -60,6 +60,7 @@ class Connection:
     decisions, events                      added to by whoever decides
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     before_switch, after_switch            added to by whoever must act around a change of plans
+    bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
     """
 
@@ -99,6 +100,9 @@ class Connection:
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
         """Called on all ranks between the same two steps."""
+        self.bring_in: list[Callable[[], None]] = []
+        """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
+        way."""
 
         self._verdict = FaultVerdict()
         self._owner = os.getpid()
@@ -122,7 +126,7 @@ class Connection:
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.rank, members=self.world, generation=generation, groups=self.groups,
-            transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain,
+            transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain, fragments=self.ways.fragments,
         )
 
     def follow(self, worker: Worker) -> None:
@@ -160,6 +164,12 @@ class Connection:
             return  # a forked copy of the trainer has no part in the job
         self._closed = True
         atexit.unregister(self.at_exit)
+        if not reason and self.worker is not None and self.worker.error is None:
+            try:
+                for act in self.bring_in:
+                    act()
+            except CommError as failed:
+                log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
         error: BaseException | None = self._verdict.error
         broken = ""
         if self.worker is not None:

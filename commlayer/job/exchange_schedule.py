@@ -13,6 +13,7 @@ from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
+from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
 
@@ -34,6 +35,7 @@ class ExchangeSchedule:
         self._model, self._parameters, self._buffers, self._optimizer = model, parameters, buffers, optimizer
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._handles: list[Any] = []
+        connection.bring_in.append(self.settle)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
         self._enter()
@@ -51,15 +53,20 @@ class ExchangeSchedule:
 
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
-        if self.local is not None and self.local.taken:
-            self._exchange(self.local)
-            self.local.taken = 0
+        if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
+            self._tell()
+
+    def settle(self) -> None:
+        """Brings in what is under way. All ranks call it behind the same step."""
+        if self.local is not None and self.local.under_way:
+            self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
+            self._tell()
 
     def detach(self) -> None:
         """No more exchanges."""
-        if self.local is not None and self.local.taken:
+        if self.local is not None and self.local.apart:
             log.warning("the last %d steps were not exchanged, so ranks end with different weights: session.drain() before "
-                        "close() brings them together", self.local.taken)
+                        "close() brings them together", self.local.taken or self.local.every)
         self._unhook()
 
     def _unhook(self) -> None:
@@ -77,7 +84,8 @@ class ExchangeSchedule:
         if made.local is None:
             units = made.worker.units
             weights = StepWeights(units.weight, units.total if units.told else None)
-            made.local = LocalSteps(self._parameters, every, self._outer, weights)
+            made.local = LocalSteps(self._parameters, every, self._outer, weights, fragments=made.ways.fragments,
+                                    overlap=made.ways.overlap)
         made.local.every = every
         self._handles.append(self._optimizer.register_step_post_hook(lambda *_: self._if_due()))
         self._handles.append(self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None))
@@ -87,9 +95,15 @@ class ExchangeSchedule:
             self._exchange(self.local)
 
     def _exchange(self, local: LocalSteps) -> None:
-        worker = self._connection.worker
-        assert worker is not None
         # Ranks that differ in speed drift apart for all of the steps between.
-        local.exchange(worker, self._buffers(), self._deadline_s * local.every)
+        local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
+        self._tell()
+
+    @property
+    def _worker(self) -> Worker:
+        assert self._connection.worker is not None
+        return self._connection.worker
+
+    def _tell(self) -> None:
         for observer in self._observers:
             observer.after_exchange()

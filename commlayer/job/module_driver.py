@@ -48,7 +48,10 @@ class ModuleDriver:
         self._attached: AttachedModel | None = None
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, observers=self.observers, deadline_s=config.deadline_s)
-        self._loop = StepLoop(connection, self._parameters, list(model.named_parameters()), optimizer=optimizer, scaler=scaler,
+        named: dict[str, torch.Tensor] = dict(model.named_parameters())
+        if connection.local is not None and connection.local.shifted:
+            named |= zip((name for name, _ in parameters_of(model)), connection.local.starts, strict=True)
+        self._loop = StepLoop(connection, self._parameters, [*named.items()], optimizer=optimizer, scaler=scaler,
                               config=config, observers=self.observers, schedule=schedule)
         if connection.worker is not None:
             self._attached = AttachedModel(model, parameters_of(model), optimizer)

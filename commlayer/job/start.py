@@ -59,7 +59,8 @@ def connect(
         settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=ways.updates), whole), ways)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
-        check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally=steps_locally)
+        check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally=steps_locally,
+                   fragments=ways.fragments)
         if not isinstance(plan, Plan) or not settled.servers:
             return made
     try:
@@ -73,7 +74,7 @@ def connect(
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
             requested_plan.settle(plan, job, config, made.world, per_node, updates=ways.updates), made.basis, nodes, made.say),
             whole), ways), made.groups)
-        check_plan(made.plan, job, nodes, per_node, device, steps_locally=steps_locally)
+        check_plan(made.plan, job, nodes, per_node, device, steps_locally=steps_locally, fragments=ways.fragments)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.

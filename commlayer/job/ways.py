@@ -19,12 +19,19 @@ class Ways(NamedTuple):
     """Steps to an exchange; None: as many as the plan says."""
     updates: bool = False
     """Whether each rank steps on its own gradients, and the change of its weights is what is coded."""
+    overlap: bool = False
+    """Whether an exchange runs while the next steps are taken."""
+    fragments: int = 1
+    """In so many parts, one after the other, the model is exchanged."""
 
     def __str__(self) -> str:
-        return f"every={self.every or 'as planned'}, codes={CODES[self.updates]!r}"
+        more = (", overlap='round'" if self.overlap else "") + (f", fragments={self.fragments}" if self.fragments > 1 else "")
+        return f"every={self.every or 'as planned'}, codes={CODES[self.updates]!r}{more}"
 
 
-def read_ways(every: int | None, codes: str | None, optimizer: Any) -> Ways:
+def read_ways(
+    every: int | None, codes: str | None, optimizer: Any, *, overlap: str | None = None, fragments: int = 1,
+) -> Ways:
     """ValueError, a line, for what cannot be."""
     if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
         raise ValueError(f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
@@ -36,7 +43,15 @@ def read_ways(every: int | None, codes: str | None, optimizer: Any) -> Ways:
                          "take every=1")
     if several or codes == "updates":
         _check_optimizer(f"every={every}" if several else "codes='updates'", optimizer)
-    return Ways(every, several or codes == "updates")
+    if overlap not in (None, "round"):
+        raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more")
+    if overlap and not several:
+        raise ValueError(f"overlap='round' with every={every}: an exchange runs while a round of several local steps computes; "
+                         "allowed: every=2 or more")
+    if not isinstance(fragments, int) or isinstance(fragments, bool) or fragments < 1 or (every or 1) % fragments:
+        raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
+                         "exchanged every H / fragments steps")
+    return Ways(every, several or codes == "updates", overlap is not None, fragments)
 
 
 def _check_optimizer(what: str, optimizer: Any) -> None:

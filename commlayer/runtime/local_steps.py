@@ -2,12 +2,20 @@
 
 An exchange takes the way of a step's gradients, codec and residual and all, with start minus end in their place. What comes
 back is the outer optimizer's gradient at the start, and all workers go on from where that leads, on the same bits.
+
+Overlapped, they go on at once. With s a worker's weights when an exchange began and w its weights now, the exchange is merged
+ahead of the next one: start becomes what the outer optimizer makes of start and the mean change, as ever, and w becomes
+start + (w - s). So each change is sent once, starts are the same on all workers, and weights differ by what has not been sent.
+
+In fragments, a part of the buckets goes in each turn of a round, every H / fragments steps. It is merged in the next turn if
+exchanges overlap with steps, in its own otherwise.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +24,8 @@ from commlayer.optim import Outer
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
+
+SPOILT = "some worker's weights are not finite: all go back to those of the last exchange"
 
 
 class StepWeights:
@@ -50,56 +60,138 @@ class StepWeights:
         self._sum = [0.0, 0.0, 0.0, 0.0] if kept is None else kept.tolist()
 
 
-class LocalSteps:
-    """Of one model. `every` may change between two exchanges."""
+class _Sent(NamedTuple):
+    """What is under way, by numbers of tensors."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights) -> None:
+    turn: int
+    changes: dict[int, torch.Tensor]
+    """Of weights; of buffers, what they are. The means come back into these."""
+    ends: dict[int, torch.Tensor]
+    """The tensors when it began, where steps go on meanwhile."""
+
+
+class LocalSteps:
+    """Of one model. `every` may change between two rounds."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
+        overlap: bool = False,
+    ) -> None:
         self._parameters, self.every, self.weights = parameters, every, weights
+        self._fragments, self._overlap = fragments, overlap
         self.taken = 0
-        """Steps since the last exchange."""
-        self._starts = [_wide(p) for p in parameters]
-        self._outer = outer.over(self._starts)
+        """Steps since the last exchange began."""
+        self.starts = [_wide(p) for p in parameters]
+        """What all ranks have alike: behind each exchange the weights themselves, if no step is under way then."""
+        self.apart = False
+        """Whether weights may differ from rank to rank."""
+        self._outer = outer.over(self.starts)
+        self._turn = 0
+        self._sent: _Sent | None = None
+        self._sound: dict[int, bool] = {}
+        """By tensor, whether what came back in this round was finite."""
 
     def count(self) -> None:
         """A backward pass is over, its optimizer step still to come."""
-        if self.taken == 0:
-            for start, p in zip(self._starts, self._parameters, strict=True):
+        if not self.apart:
+            for start, p in zip(self.starts, self._parameters, strict=True):
                 if not torch.equal(start.to(p.dtype), p):  # the script has put other weights in place
                     start.copy_(p.detach())
+        self.apart = True
         self.taken += 1
         self.weights.count()
 
     @property
     def due(self) -> bool:
-        return self.taken >= self.every
+        return self.taken >= self.every // self._fragments
+
+    @property
+    def shifted(self) -> bool:
+        """Whether ranks' weights are alike at no time: then only `starts` can be compared."""
+        return self._overlap or self._fragments > 1
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a round has begun and is not over."""
+        return self._sent is not None or self._turn > 0
+
+    # ---- what all ranks call together, each behind an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """All ranks call it, each behind an optimizer step: afterwards they have the same weights and buffers."""
-        worker.scale = worker.rate = 1.0  # the unit is that of the weights
-        worker.weigh(*self.weights.take())
-        with torch.no_grad():
-            changes = [start - p for start, p in zip(self._starts, self._parameters, strict=True)]
-        for number in reversed(range(len(changes))):
-            worker.ready(number, changes[number])
-        worker.finish([*changes, *buffers], deadline_s)
-        worker.commit([*changes, *buffers])
+        """A turn. What it merges is the same on all ranks afterwards, up to steps that an exchange has not seen."""
+        if self._sent is not None:
+            self._merge(worker, buffers, self._sent, deadline_s)
+        self._begin(worker, buffers)
+        if self._sent is not None and not self._overlap:
+            self._merge(worker, buffers, self._sent, deadline_s)
         # A rank whose optimizer step is still to come (the scaler skipped the last) is ahead by the steps that it took since.
-        self.taken = max(0, self.taken - self.every)
-        if all(bool(change.isfinite().all()) for change in changes):
-            for start, change in zip(self._starts, changes, strict=True):
-                start.grad = change
+        self.taken = max(0, self.taken - self.every // self._fragments)
+        self.apart = self.shifted
+
+    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
+        """Brings in what is under way, and what else belongs to the round."""
+        if self._sent is not None:
+            self._merge(worker, buffers, self._sent, deadline_s)
+        while self._turn:
+            self._at_once(worker, buffers, deadline_s)
+
+    def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
+        """Then exchanges all that is left: weights and buffers are the same on all ranks. Whether there was anything."""
+        self.settle(worker, buffers, deadline_s)
+        found, self.apart, self.taken = self.apart, False, 0
+        for _ in range(self._fragments if found else 0):
+            self._at_once(worker, buffers, deadline_s)
+        return found
+
+    def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
+        self._begin(worker, buffers)
+        assert self._sent is not None
+        self._merge(worker, buffers, self._sent, deadline_s)
+
+    def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> None:
+        if self._turn == 0:
+            worker.scale = worker.rate = 1.0  # the unit is that of the weights
+            worker.weigh(*self.weights.take())
+        tensors = [p.detach() for p in (*self._parameters, *buffers)]
+        mine = sorted({s.tensor for bucket in worker.turns[self._turn] for s in bucket.slices}, reverse=True)
+        ends = {n: tensors[n].clone() for n in mine} if self._overlap else {}
+        changes = {n: self.starts[n] - tensors[n] if n < len(self.starts) else tensors[n].clone() if ends else tensors[n]
+                   for n in mine}
+        for n in mine:
+            worker.ready(n, changes[n])
+        self._sent = _Sent(self._turn, changes, ends)
+        self._turn = (self._turn + 1) % self._fragments
+        if self._turn == 0:
+            worker.complete([None] * len(tensors))
+
+    def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> None:
+        tensors = [p.detach() for p in (*self._parameters, *buffers)]
+        worker.wait(deadline_s, sent.turn)
+        worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
+        weights = [n for n in sent.changes if n < len(self.starts)]
+        finite = all(bool(sent.changes[n].isfinite().all()) for n in weights)
+        if finite:
+            for n in weights:
+                self.starts[n].grad = sent.changes[n]
             self._outer.step()
             self._outer.zero_grad()
         else:
-            log.warning("some worker's weights are not finite: all go back to those of the last exchange")
-        with torch.no_grad():
-            for start, p in zip(self._starts, self._parameters, strict=True):
-                p.copy_(start)
+            log.warning("%s", SPOILT)
+        for n, mean in sent.changes.items():
+            merged = self.starts[n] if n < len(self.starts) else mean
+            tensors[n].copy_(merged + (tensors[n] - sent.ends[n]) if sent.ends and finite else merged)
+        self._sound |= dict.fromkeys(weights, finite)
+        self._sent = None
+        if sent.turn == self._fragments - 1:
+            worker.end(finite=all(self._sound.values()))
+            worker.applied([n for n, sound in self._sound.items() if sound])
+            self._sound.clear()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint. Starts are in it: between two exchanges no model's file holds them."""
-        kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot()}
-        for number, start in enumerate(self._starts):
+        """For a checkpoint, with nothing under way. Starts are in it: between two exchanges no model's file holds them."""
+        kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
+                "local.apart": torch.tensor(self.apart)}
+        for number, start in enumerate(self.starts):
             kept[f"local.start.{number}"] = start.detach().cpu().clone()
             velocity = self._outer.state[start].get("momentum_buffer")
             if velocity is not None:
@@ -109,8 +201,9 @@ class LocalSteps:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The reverse."""
         self.taken = int(tensors["local.taken"])
+        self.apart = bool(tensors.get("local.apart", self.taken > 0))
         self.weights.restore(tensors.get("local.weights"))
-        for number, start in enumerate(self._starts):
+        for number, start in enumerate(self.starts):
             start.copy_(tensors[f"local.start.{number}"])
             velocity = tensors.get(f"local.velocity.{number}")
             self._outer.state[start] = {} if velocity is None else {"momentum_buffer": velocity.clone().to(start.device)}

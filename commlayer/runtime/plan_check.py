@@ -12,15 +12,25 @@ from commlayer.compressors.reducing import adds_up, stands_alone
 from commlayer.compressors.twoway import answers
 from commlayer.planner.model import codec_fit, grammar, paths
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
+from commlayer.runtime.fragments import fragments_of
 
 
-def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True) -> list[str]:
+def unsuited(
+    plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True, fragments: int = 1,
+) -> list[str]:
     """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
     if plan.local_steps > 1 and not steps_locally:
         return [f"of {plan.local_steps} local steps: they need a module that is no DistributedDataParallel, and its optimizer: "
                 "attach(model, optimizer), or make it with max_local_steps=1"]
     if plan.local_steps > 1 and any(b.stale for b in plan.buckets):
         return [f"of {plan.local_steps} local steps, and results that are a step late: one or the other"]
+    try:
+        if plan.local_steps % fragments:
+            return [f"of {plan.local_steps} local steps, and fragments={fragments}, of which one goes every H / fragments "
+                    "steps: take a divisor"]
+        fragments_of(plan.buckets, fragments)
+    except ValueError as error:
+        return [str(error)]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
         return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
     if per_node > 1 and any(b.stale for b in plan.buckets):

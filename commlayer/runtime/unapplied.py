@@ -53,7 +53,7 @@ class Unapplied:
     def _undo_step(self) -> None:
         """The step under way has failed: residuals get back what it sent. A lane that is stuck may be inside a codec: then its
         residual cannot be put right."""
-        if all(route.drain(DRAIN_S) for route in self._routes.all):
+        if self._routes.drain(DRAIN_S):
             for bucket in self.buckets:
                 bucket.unapplied |= bucket.all_slices if bucket.started else 0
                 self._routes.of[bucket.id].undo(bucket)

@@ -3,6 +3,8 @@
     ready(tensor, gradient)      from the hooks, as gradients become final
     finish(leftovers, deadline)  when backward is over: waits for every bucket, then the caller commits or is raised at
 
+`finish` is `complete` and `wait`, and `commit` is `write` and `end`, for who lets a step's buckets go in turns.
+
 It is a loop over a table from bucket to route (routes/table.py). The first error of a step latches: what still runs ends, no
 gradient is overwritten, residuals get back what was sent, and every later call raises the same error.
 """
@@ -24,6 +26,7 @@ from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.ended import Ended
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded import Forwarded
+from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole
@@ -53,10 +56,10 @@ class Worker(Unapplied):
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
-        explain: Callable[[BaseException], BaseException] = lambda e: e,
+        explain: Callable[[BaseException], BaseException] = lambda e: e, fragments: int = 1,
     ) -> None:
         """`members` workers are in the view (0: those of the groups). `recycle` takes back the bodies of results that have been
-        decoded; `explain` may know a better error for one."""
+        decoded; `explain` may know a better error for one. `fragments`: in so many turns buckets may be waited for."""
         self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
         self._explain = explain
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
@@ -71,10 +74,12 @@ class Worker(Unapplied):
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
         self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
+        self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, fragments)]
+        """What goes in each turn of a step: everything in one, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
         staging = Staging(device)
         self._routes = routes_of(
-            self.buckets, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
+            self.turns, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
         self.stalled = self._routes.stalled
         self._intake = Intake(job, self.buckets, self._routes, staging, self.now, self._open)
         self._by_tensor = self._intake.by_tensor
@@ -105,36 +110,57 @@ class Worker(Unapplied):
 
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
+        self.complete(leftovers)
+        for turn in range(len(self.turns)):
+            self.wait(deadline_s, turn)
+
+    def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """Backward is over: whatever was not yet on its way goes."""
         begin = time.monotonic()
         self.stopwatch.stop(self.counters.steps)
         self.recorder.mark("backward")
         self.check()
         self._intake.rest(leftovers)
+        self.counters.exposed_s += time.monotonic() - begin
+
+    def wait(self, deadline_s: float, turn: int = 0) -> None:
+        """Until the sums of that turn's buckets, all of which are on their way, are here."""
+        begin = time.monotonic()
         self._deadline_s = deadline_s
         try:
-            for route in self._routes.all:
+            for route in self._routes.turns[turn]:
                 if self.now.error is None:
                     route.finish(begin + deadline_s)
         except BaseException as error:
             self.latch(error)
         self.check()
-        if reason := broken_off(self._in_time, here=self.units.broken):
+        if reason := broken_off([b for b in self.turns[turn] if not b.late], here=self.units.broken):
             self._drop(reason)
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
 
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
+        finite = [self.write(targets, turn) for turn in range(len(self.turns))]
+        self.end(finite=all(finite))
+
+    def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
+        """Writes the averages of that turn's buckets. Whether they are finite."""
         finite, keeps = True, self.keeps
         with whole(targets, self._intake.cut) as into:
-            for bucket in self._in_time:
+            for bucket in self.turns[turn]:
+                if bucket.late:
+                    continue
                 if keeps and not bucket.coded:
                     bucket.look()
                 if bucket.buffer and not bucket.finite:
                     continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
                 finite = finite and bucket.finite
                 bucket.commit(self._factor(bucket, bucket.weight), [into[s.tensor] for s in bucket.slices])
-            finite = self.late.commit(self._factor, into) and finite
+            return self.late.commit(self._factor, into) and finite
+
+    def end(self, *, finite: bool) -> None:
+        """The step is over, its averages written."""
         try:
             self.units.learn(next((w for bucket in self._in_time if (w := bucket.summed_weight())), 0.0))
         except ValueError as error:
@@ -246,5 +272,4 @@ class Worker(Unapplied):
 
     def close(self) -> None:
         self.latch(CommError("the session is closed"))
-        for route in self._routes.all:
-            route.close(1.0)
+        self._routes.close(1.0)

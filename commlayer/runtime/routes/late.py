@@ -17,7 +17,7 @@ from commlayer.runtime.step import Step
 
 
 class Late(Route):
-    """Route. The exchange is another route's, too, which drains and closes it."""
+    """Route."""
 
     def __init__(
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,

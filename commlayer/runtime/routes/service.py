@@ -43,9 +43,3 @@ class Service(Route):
         self._arrivals.expect(len(self._buckets))
         for bucket in self._buckets:
             bucket.rewind()
-
-    def drain(self, timeout_s: float) -> bool:
-        return self._exchange.drain(timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        self._exchange.close(timeout_s)

@@ -27,42 +27,66 @@ class Routes(NamedTuple):
 
     of: Mapping[int, Route]
     """By bucket number."""
-    all: tuple[Route, ...]
-    """In the order in which a step waits for them: where a server can name who is missing, it is asked first."""
+    turns: tuple[tuple[Route, ...], ...]
+    """Those of each turn's buckets, in the order in which they are waited for: where a server can name who is missing, it is
+    asked first."""
     late: Late | None
-    stalled: Callable[[int, int, tuple[int, ...]], None]
-    """Hears of a bucket and step for which a server waits, and for whom."""
+    exchange: ServerExchange | None
+    """What several routes share; None where no bucket goes over a server."""
+
+    @property
+    def all(self) -> tuple[Route, ...]:
+        """Those of all turns, one after the other."""
+        return tuple(route for turn in self.turns for route in turn)
+
+    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
+        """Hears of a bucket and step for which a server waits, and for whom."""
+        if self.exchange is not None:
+            self.exchange.stalled(bucket, step, missing)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Whether all threads came to an end of what they were given, each within that time."""
+        shared = self.exchange is None or self.exchange.drain(timeout_s)
+        return all(route.drain(timeout_s) for route in self.all) and shared
+
+    def close(self, timeout_s: float) -> None:
+        """Ends all threads."""
+        if self.exchange is not None:
+            self.exchange.close(timeout_s)
+        for route in self.all:
+            route.close(timeout_s)
 
 
 def routes_of(
-    buckets: Sequence[WorkerBucket], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
+    turns: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
     late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
     recycle: Callable[[memoryview], None],
 ) -> Routes:
-    late = [bucket for bucket in buckets if bucket.late]
-    served = [bucket for bucket in buckets if bucket.served and not bucket.late]
-    staged = [bucket for bucket in buckets if bucket.staged]
-    dense = [bucket for bucket in buckets if bucket.dense]
-    pairs: list[tuple[Route, list[WorkerBucket]]] = []
-    behind: Late | None = None
-    stalled: Callable[[int, int, tuple[int, ...]], None] = _nobody
-    if served or late:
-        exchange = ServerExchange(step, transport, recycle, staging)
-        stalled = exchange.stalled
-        if plan.ranks_per_node > 1 and groups is not None:
-            pairs.append((NodeSum(served, step, staging, exchange, groups), served))
-        else:
-            pairs.append((Service([bucket for bucket in served if bucket.coded], step, staging, exchange), served))
-        if late:
-            behind = Late(late_results, late, step, staging, exchange)
-            pairs.append((behind, late))
-    if staged:
-        pairs.append((Staged(staged, step, staging, codecs, plan, groups), staged))
-    if dense:
-        pairs.append((AllReduce(dense, step, staging, groups), dense))
-    of = {bucket.id: route for route, its in pairs for bucket in its}
-    return Routes(of, tuple(route for route, _ in pairs), behind, stalled)
+    """`turns`: the buckets, as they are waited for; late ones are in none of them."""
+    flat = [bucket for buckets in turns for bucket in buckets]
+    late = [bucket for bucket in flat if bucket.late]
+    exchange = ServerExchange(step, transport, recycle, staging) if any(bucket.served for bucket in flat) else None
 
+    def of_turn(buckets: Sequence[WorkerBucket]) -> list[tuple[Route, list[WorkerBucket]]]:
+        served = [bucket for bucket in buckets if bucket.served and not bucket.late]
+        staged = [bucket for bucket in buckets if bucket.staged]
+        dense = [bucket for bucket in buckets if bucket.dense]
+        pairs: list[tuple[Route, list[WorkerBucket]]] = []
+        if served and exchange is not None:
+            if plan.ranks_per_node > 1 and groups is not None:
+                pairs.append((NodeSum(served, step, staging, exchange, groups), served))
+            else:
+                pairs.append((Service([bucket for bucket in served if bucket.coded], step, staging, exchange), served))
+        if staged:
+            pairs.append((Staged(staged, step, staging, codecs, plan, groups), staged))
+        if dense:
+            pairs.append((AllReduce(dense, step, staging, groups), dense))
+        return pairs
 
-def _nobody(_bucket: int, _step: int, _missing: tuple[int, ...]) -> None:
-    """No bucket goes over a server."""
+    pairs = [of_turn(buckets) for buckets in turns]
+    behind = None
+    if late and exchange is not None:
+        behind = Late(late_results, late, step, staging, exchange)
+        pairs[0].insert(int(any(b.served and not b.late for b in turns[0])), (behind, late))
+    of = {bucket.id: route for turn in pairs for route, its in turn for bucket in its}
+    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), behind, exchange)
