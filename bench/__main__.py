@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "balance": "bench.balance",
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",
+    "energy": "bench.energy",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
     "planner": "bench.planner",
