@@ -19,6 +19,7 @@ from commlayer.compressors.warmup import FIRST
 from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
 from commlayer.runtime.plan_check import unsuited
+from commlayer.runtime.plan_handover import hand_over
 
 SHAPES: list[tuple[int, ...]] = [(40_000,), (20_000,), (6000,), (6000,), (500,)]
 SCALES = [0.2, 1.0, 3.0, 0.05, 1.0]
@@ -148,6 +149,31 @@ def test_late_buckets_are_paced_with_the_others() -> None:
         for asked in kit.on_ranks(2, body):
             assert sum(asked) == sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
             assert max(asked) > 3 * math.ceil(0.02 * 6000)
+
+
+@pytest.mark.parametrize("cut_nbytes", [1 << 20, 1 << 14])
+def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
+    """The first step under the next plan divides entries as the last one did, whether or not buckets are cut alike."""
+    before = plan(ratio_over="plan")
+    after = default_plan(kit.job(SHAPES), codec="topk(0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
+                         cut_nbytes=cut_nbytes)
+    after = replace(after, ratio_over="plan")
+    with kit.Rig(1, "", shapes=SHAPES, plan=before) as rig, kit.Rig(1, "", shapes=SHAPES, plan=after) as later:
+        for step in range(8):
+            kit.step(rig.workers[0], list(gradients(0, step)))
+        had = by_tensor(rig.workers[0])
+        hand_over(rig.workers[0], later.workers[0])
+        kit.step(later.workers[0], list(gradients(0, 8)))
+        has = by_tensor(later.workers[0])
+    assert had[2] > 4 * 0.02 * 6000
+    assert has == pytest.approx([entries / 2 for entries in had], rel=0.05, abs=10)
+
+
+def by_tensor(worker: Any) -> list[int]:
+    found = [0] * len(SHAPES)
+    for bucket in worker.buckets:
+        found[bucket.slices[0].tensor] += bucket.state["inner"]["asked"]
+    return found
 
 
 # ---- the codec

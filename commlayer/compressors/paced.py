@@ -38,6 +38,9 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
 CAP = 8
 """A bucket gets at most so many times its own share of a plan's entries, and at least that part of it."""
 
+DIGITS = 6
+"""Of a slope: devices add in orders of their own, and all are to ask for the same entries."""
+
 UNKNOWN = -1
 """`sent` where there is no last payload, or it was flagged."""
 
@@ -144,9 +147,9 @@ class Paced(Wrapper, frozen=True):
             return
         magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()
         least = magnitudes.min()
-        rise = float((magnitudes / least).log().mean())  # Hill's estimate of a tail's exponent is one over it
+        rise = float((magnitudes / least).double().log().mean())  # Hill's estimate of a tail's exponent is one over it
         slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
-        state["least"], state["slope"] = float(least), slope
+        state["least"], state["slope"] = float(least), round(slope, DIGITS)
 
     def _at(self, asked: int, spec: Spec) -> Any:
         """The inner codec at the ratio that makes it want so many of the bucket's entries."""

@@ -63,6 +63,24 @@ def pace(buckets: Sequence[WorkerBucket]) -> None:
         bucket.pace = pacing
 
 
+def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
+    """Behind a change of plans: a bucket begins with as many entries as its elements had, where they were divided before."""
+    dense = [(s, one.state["asked"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
+    for bucket in after:
+        if one := _divided(bucket):
+            there = [(min(s.stop, old.stop) - max(s.start, old.start), part)
+                     for s in bucket.slices for old, part in dense if old.tensor == s.tensor]
+            known = sum(numel for numel, _ in there if numel > 0)
+            if known:
+                entries = sum(numel * part for numel, part in there if numel > 0) * bucket.numel / known
+                one.codec.tell(one.state, max(1, round(entries)))
+
+
+def _divided(bucket: WorkerBucket) -> _One | None:
+    one = _paced(bucket.codec, bucket.state)
+    return one if one is not None and one.codec.shared else None
+
+
 def _ratio(one: _One, step: int) -> float:
     return ratio_at(one.codec.inner.ratio, one.codec.steps, step)
 
