@@ -14,6 +14,7 @@ MEASUREMENTS = {
     "clan": "bench.clan",
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",
+    "energy": "bench.energy",
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
     "planner": "bench.planner",

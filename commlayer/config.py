@@ -32,6 +32,7 @@ Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number abov
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
+RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
@@ -76,6 +77,11 @@ class Config(Record, frozen=True):
     """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
+    ratio_over: RatioOver = "bucket"
+    """For plans that commlayer makes in training (of one codec, or "auto"): whether a sparse codec's ratio is that of each
+    bucket, or of all of a plan together, with one threshold for all."""
+    warmup: Count = 0
+    """For the same plans: steps over which the ratios of sparse codecs come down from 25 %."""
     backend: Backend = "auto"
     codec_threads: Threads = 0
     """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""

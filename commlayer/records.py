@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -175,6 +175,11 @@ class Plan(Record, frozen=True):
     """Predicted seconds of a step if coding took no time, as far as a search finds: no bound, another plan may be faster."""
     hosts: tuple[int, ...] = ()
     """The node of each server, as places in the cluster that was planned for; empty: the first that can host one."""
+    ratio_over: Literal["bucket", "plan"] = "bucket"
+    """What a sparse codec's ratio is a part of: of each bucket; or of all buckets over servers together, so that one threshold
+    cuts them all, and more is sent of those with larger gradients."""
+    warmup: int = 0
+    """Steps of the job over which the ratios of sparse codecs over servers come down from 25 %; 0: none."""
     schema: int = SCHEMA
 
 

@@ -45,7 +45,7 @@ class Rig:
         self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
 
     def worker(self, rank: int, transport: Any) -> Worker:
-        codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
+        codecs = {b.id: codec_of(b, rank, self.plan) for b in self.plan.buckets}
         worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=len(self.transports),
                         transport=transport)
         for s in range(self.plan.servers):

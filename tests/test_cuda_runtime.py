@@ -25,25 +25,25 @@ CODECS = [
 ]  # fmt: skip
 
 
-def planned(codec: str, coder: str) -> Plan:
+def planned(codec: str, coder: str, **fields: Any) -> Plan:
     sizes = {"fuse_nbytes": 2048, "cut_nbytes": 4096}
     plan = default_plan(job(SHAPES), codec=codec, path="service", servers=1, ranks_per_node=1, **sizes)
-    return structs.replace(plan, buckets=tuple(structs.replace(b, coder=coder) for b in plan.buckets))
+    return structs.replace(plan, buckets=tuple(structs.replace(b, coder=coder) for b in plan.buckets), **fields)
 
 
 class DeviceRig(Rig):
-    def __init__(self, codec: str, *, on_device: bool) -> None:
+    def __init__(self, codec: str, *, on_device: bool, **fields: Any) -> None:
         self.on_device = on_device
-        super().__init__(2, codec, shapes=SHAPES, plan=planned(codec, "gpu" if on_device else ""))
+        super().__init__(2, codec, shapes=SHAPES, plan=planned(codec, "gpu" if on_device else "", **fields))
 
     def worker(self, rank: int, transport: Any) -> Worker:
         device = DEVICE if self.on_device else torch.device("cpu")
-        codecs = {b.id: codec_of(b, rank) for b in self.plan.buckets}
+        codecs = {b.id: codec_of(b, rank, self.plan) for b in self.plan.buckets}
         return Worker(self.job, self.plan, codecs, device, rank=rank, members=len(self.transports), transport=transport)
 
 
-def train(codec: str, *, on_device: bool) -> list[list[list[torch.Tensor]]]:
-    with DeviceRig(codec, on_device=on_device) as rig:
+def train(codec: str, *, on_device: bool, **fields: Any) -> list[list[list[torch.Tensor]]]:
+    with DeviceRig(codec, on_device=on_device, **fields) as rig:
         assert all(bucket.on_device == on_device for worker in rig.workers for bucket in worker.coded)
 
         def body(rank: int) -> list[list[torch.Tensor]]:
@@ -64,11 +64,12 @@ def train(codec: str, *, on_device: bool) -> list[list[list[torch.Tensor]]]:
     return results
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_averages_are_those_of_codecs_on_the_host(codec: str) -> None:
-    expected = train(codec, on_device=False)
+@pytest.mark.parametrize(("codec", "fields"), [*((codec, {}) for codec in CODECS),
+                                               ("topk(ratio=0.05)", {"ratio_over": "plan", "warmup": 2})])
+def test_averages_are_those_of_codecs_on_the_host(codec: str, fields: dict[str, Any]) -> None:
+    expected = train(codec, on_device=False, **fields)
     with running(resident=2) as launcher:
-        got = train(codec, on_device=True)
+        got = train(codec, on_device=True, **fields)
     assert launcher.launched
     for mine, theirs in zip(expected, got, strict=True):
         for host, there in zip(mine, theirs, strict=True):

@@ -84,11 +84,11 @@ def gradients(rank: int, step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=made) for shape in SHAPES]
 
 
-def rig(codec: str, *, late: bool = False) -> kit.Rig:
+def rig(codec: str, *, late: bool = False, **fields: Any) -> kit.Rig:
     down = str(wrap(parse(DOWN[codec]))) if codec in DOWN else ""
     plan = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=600,
                         cut_nbytes=1 << 20)
-    plan = replace(plan, buckets=tuple(replace(b, down=down, stale=late) for b in plan.buckets))
+    plan = replace(plan, buckets=tuple(replace(b, down=down, stale=late) for b in plan.buckets), **fields)
     assert any(len(b.slices) > 1 for b in plan.buckets)
     return kit.Rig(WORLD, codec, servers=2, shapes=SHAPES, plan=plan)
 
@@ -164,21 +164,34 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
-    """All events one after the other; the account is made up after each."""
     wrapped: Codec = wrap(parse(codec))
     assert wrapped.keeps or codec == "identity()", "what keeps nothing back cannot owe"
-    wrong = []
     with rig(codec) as r:
-        accounts = [Account() for _ in range(WORLD)]
-        for number, (name, event) in enumerate(EVENTS.items()):
-            happen(r, codec, event, number * STEPS, accounts)
-            debts, steps = owed(r), (number + 1) * STEPS
-            most = max(account.moved for account in accounts) * WORLD
-            for t in range(len(SHAPES)):
-                put = sum(account.put[t] for account in accounts)
-                error = float((WORLD * accounts[0].applied[t] + debts[t] - put).abs().max())
-                if error > 1e-5 * most * steps**0.5:
-                    wrong.append(f"{name}: tensor {t} is off by {error:.2e}")
+        hold(r, codec)
+
+
+PACED = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)", "momentum_correction(topk(0.2), 0.5)"]
+
+
+@pytest.mark.parametrize("codec", PACED)
+def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
+    with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
+        hold(r, codec)
+
+
+def hold(r: kit.Rig, codec: str) -> None:
+    """All events one after the other; the account is made up after each."""
+    wrong = []
+    accounts = [Account() for _ in range(WORLD)]
+    for number, (name, event) in enumerate(EVENTS.items()):
+        happen(r, codec, event, number * STEPS, accounts)
+        debts, steps = owed(r), (number + 1) * STEPS
+        most = max(account.moved for account in accounts) * WORLD
+        for t in range(len(SHAPES)):
+            put = sum(account.put[t] for account in accounts)
+            error = float((WORLD * accounts[0].applied[t] + debts[t] - put).abs().max())
+            if error > 1e-5 * most * steps**0.5:
+                wrong.append(f"{name}: tensor {t} is off by {error:.2e}")
     assert not wrong, "\n".join(wrong)
 
 

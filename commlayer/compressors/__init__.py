@@ -3,7 +3,7 @@
 from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.chain import chain
 from commlayer.compressors.checkpoint import restore, snapshot
-from commlayer.compressors.codec import Codec, Round
+from commlayer.compressors.codec import Codec, Round, place
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.dgc import dgc
 from commlayer.compressors.ef21 import ef21
@@ -16,7 +16,7 @@ from commlayer.compressors.natural import natural
 from commlayer.compressors.onebit import onebit
 from commlayer.compressors.parse import build, parse
 from commlayer.compressors.partition import partition
-from commlayer.compressors.placement import place, runs_on
+from commlayer.compressors.placement import runs_on
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.qsgd import qsgd
 from commlayer.compressors.randomk import randomk

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from commlayer.compressors.codec import State
 from commlayer.compressors.keys import KEYS
+from commlayer.compressors.paced import NUMBERS as COUNTS
 from commlayer.compressors.threshold import NUMBERS
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 else:
     from commlayer.compressors import tensors as torch
 
-LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS}
+LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS, **COUNTS}
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:

@@ -26,6 +26,8 @@ from commlayer.records import Spec
 
 if TYPE_CHECKING:
     import torch
+else:
+    from commlayer.compressors import tensors as torch
 
 # Union, since a bar would want torch loaded.
 Out: TypeAlias = Union[memoryview, "torch.Tensor"]
@@ -36,6 +38,15 @@ Buffer: TypeAlias = Out | bytes | bytearray
 
 State = dict[str, Any]
 """What changes from step to step, by name: tensors and plain numbers, so that a checkpoint is a walk over it."""
+
+
+def place(state: State, device: torch.device) -> None:
+    """Moves a state made by `init`, scratch included, to where its codec will run."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            place(value, device)
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.to(device)
 
 
 Cut = Sequence[tuple[int, int]] | None

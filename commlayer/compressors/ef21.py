@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
-from commlayer.compressors.feedback import Limited
+from commlayer.compressors.feedback import Limited, heed
 from commlayer.compressors.oneround import NAN, accumulator, check_numel
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
@@ -88,6 +88,7 @@ class EF21(Wrapper, frozen=True):
         state["_added"] = total
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, total.numel())
+        heed(self.inner, acc, state["inner"])
         nbytes = self._start(estimate, state["held"], state, out)
         self._follow(out[:nbytes], state["held"])
         return nbytes

@@ -137,6 +137,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         total = acc["sum"]
         if acc["flagged"][0] or not kernels.all_finite(total, state["residual"]):
             return payload.write_flagged(out, self.id, total.numel())
+        heed(self.inner, acc, state["inner"])
         nbytes = self._start(total, state, out)
         if payload.read(out[:nbytes], self.id, total.numel()).flagged:
             state["residual"] -= total
@@ -203,6 +204,12 @@ def add_where(into: torch.Tensor, values: torch.Tensor, cut: Cut) -> None:
     """into += values on those elements."""
     for start, stop in ranges(cut, into.numel()):
         into[start:stop] += values[start:stop]
+
+
+def heed(codec: Codec, acc: Any, state: State) -> None:
+    """Before a server codes what is in `acc`: for a codec whose results depend on more of it than the sum, as Paced's do."""
+    if hears := getattr(codec, "heed", None):
+        hears(acc, state)
 
 
 def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:

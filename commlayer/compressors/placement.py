@@ -1,17 +1,18 @@
-"""Where a codec runs: which codecs have kernels for a device, and the move of their state there. Knows no plans."""
+"""Where a codec runs: which codecs have kernels for a device. Knows no plans."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from commlayer.compressors.codec import Codec, State
+from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import Bf16, Fp16, Identity
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.int4 import Int4
 from commlayer.compressors.int8 import Int8
 from commlayer.compressors.natural import Natural
 from commlayer.compressors.onebit import OneBit
+from commlayer.compressors.paced import Paced
 from commlayer.compressors.qsgd import Qsgd
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.terngrad import Terngrad
@@ -30,6 +31,7 @@ WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, Natural, Terngrad, OneBi
 def runs_on(codec: Codec, device: torch.device) -> bool:
     """Whether all that a worker asks of `codec` can be done there: it has kernels, and the machine can launch them."""
     inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
+    inner = inner.inner if isinstance(inner, Paced) else inner
     if not isinstance(inner, WITH_KERNELS):
         return False
     from commlayer.compressors.device import launcher  # loads torch
@@ -45,12 +47,3 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
 
 
 _said: set[str] = set()
-
-
-def place(state: State, device: torch.device) -> None:
-    """Moves a state made by `init`, scratch included, to where its codec will run."""
-    for name, value in state.items():
-        if isinstance(value, dict):
-            place(value, device)
-        elif isinstance(value, torch.Tensor):
-            state[name] = value.to(device)

@@ -135,9 +135,9 @@ def begin(k: int, n: int, draw: Draw, state: State) -> Cut:
         trust = state["doubt"] / (state["doubt"] + 1 / expected)
         shift = trust * math.log(max(passed, 0.5) / expected)
         if calm:
-            cut = _within(cut * math.exp(shift / state["slope"]))
+            cut = within(cut * math.exp(shift / state["slope"]))
         else:
-            least = _within(cut / PROBE)
+            least = within(cut / PROBE)
             near = _passing(seen, least)
             cut = _quantile(seen, min(round(max(passed, 0.5) * math.exp(-shift)), near), words) if near else least
     slope = state["slope"]
@@ -156,7 +156,7 @@ def again(k: int, n: int, draw: Draw, state: State, cut: Cut, passed: int) -> Cu
     draw(rotation(n, state), seen)
     by_slope = cut.threshold * math.exp(math.log(max(passed, 0.5) / k) / cut.slope)
     sampled = _quantile(seen, round(larger * k / n), state["_scratch"]["words"])
-    return Cut(_within(min(by_slope, sampled)), cut.slope, None)
+    return Cut(within(min(by_slope, sampled)), cut.slope, None)
 
 
 def end(k: int, n: int, passed: int, cut: Cut, state: State) -> None:
@@ -169,7 +169,7 @@ def end(k: int, n: int, passed: int, cut: Cut, state: State) -> None:
         state["doubt"] += MEMORY * (min((error + cut.shift) ** 2, DOUBT_MOST) - state["doubt"])
     state["slope"] = cut.slope
     state["trend"] = min(max(state["trend"] + TREND * error, -TREND_MOST), TREND_MOST)
-    state["threshold"] = _within(cut.threshold * math.exp((gain * error + state["trend"]) / cut.slope))
+    state["threshold"] = within(cut.threshold * math.exp((gain * error + state["trend"]) / cut.slope))
     state["step"] += 1
 
 
@@ -181,7 +181,7 @@ def rotation(n: int, state: State) -> int:
 def exact(k: int, x: torch.Tensor, residual: torch.Tensor | None, words: torch.Tensor) -> float:
     """The k-th largest magnitude of x + residual, or TINY where fewer than k are above it."""
     value = kernels.kth_abs(x, residual, min(max(k, 1), x.numel()), words)
-    return _within(value) if math.isfinite(value) else HUGE
+    return within(value) if math.isfinite(value) else HUGE
 
 
 def _quantile(seen: torch.Tensor, rank: int, words: torch.Tensor) -> float:
@@ -190,8 +190,8 @@ def _quantile(seen: torch.Tensor, rank: int, words: torch.Tensor) -> float:
 
 
 def _passing(seen: torch.Tensor, cut: float) -> int:
-    return kernels.count_above(seen, _within(cut))
+    return kernels.count_above(seen, within(cut))
 
 
-def _within(value: float) -> float:
+def within(value: float) -> float:
     return min(max(value, TINY), HUGE)

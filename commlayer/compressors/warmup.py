@@ -25,6 +25,25 @@ FIRST = 0.25
 """The ratio of the first step."""
 
 
+def stages_of(ratio: float) -> int:
+    """Stages before the last one, which has the ratio itself; none where that is no less than the first."""
+    return max(0, math.ceil(math.log2(FIRST / ratio)))
+
+
+def ratio_of(ratio: float, stage: int) -> float:
+    """
+    >>> [round(ratio_of(0.02, stage), 3) for stage in range(stages_of(0.02) + 1)]
+    [0.25, 0.133, 0.071, 0.038, 0.02]
+    """
+    stages = stages_of(ratio)
+    return ratio if stage == stages else FIRST * (ratio / FIRST) ** (stage / stages)
+
+
+def ratio_at(ratio: float, steps: int, step: int) -> float:
+    """In that step, of a warm-up over so many; 0 for none."""
+    return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio
+
+
 class Warmup(Wrapper, frozen=True):
     """The ratio falls in stages of equal length, each about half of the one before; after `steps` it is the inner codec's.
 
@@ -38,8 +57,7 @@ class Warmup(Wrapper, frozen=True):
 
     @property
     def stages(self) -> int:
-        """Stages before the last one, which is the inner codec; none where its ratio is no less than the first."""
-        return max(0, math.ceil(math.log2(FIRST / self.inner.ratio)))
+        return stages_of(self.inner.ratio)
 
     def stage(self, step: int) -> int:
         return min(self.stages, step * self.stages // self.steps)
@@ -48,8 +66,7 @@ class Warmup(Wrapper, frozen=True):
         """The codec of that stage."""
         if stage == self.stages:
             return self.inner
-        ratio = FIRST * (self.inner.ratio / FIRST) ** (stage / self.stages)
-        return msgspec.structs.replace(self.inner, ratio=ratio)
+        return msgspec.structs.replace(self.inner, ratio=ratio_of(self.inner.ratio, stage))
 
     def bound(self, spec: Spec) -> int:
         return max(int(self.at(0).bound(spec)), int(self.inner.bound(spec)))

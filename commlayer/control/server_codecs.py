@@ -74,7 +74,7 @@ class CodecOps:
 def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:
     """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements."""
     mine = (b for b in plan.buckets if b.served and b.server == server)
-    made = {b.id: CodecOps(codec_of(b), b, plan.job) for b in mine}
+    made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job) for b in mine}
     olds = list(before)
     for ops in made.values():
         # In other units they are worth another rate, which only workers know.

@@ -123,7 +123,7 @@ class Connection:
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """A worker that runs this plan here; it takes no part in anything until `follow`."""
         assert self.uplink is not None
-        codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node) for b in plan.buckets}
+        codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.rank, members=self.world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain, fragments=self.ways.fragments,

@@ -42,10 +42,11 @@ def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, up
         codec = str(plan)
         path_name = "service"
     servers = nodes if config.servers == "each" else 1
-    return planner.default_plan(
+    made = planner.default_plan(
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
     )
+    return structs.replace(made, ratio_over=config.ratio_over, warmup=config.warmup)
 
 
 def is_file(plan: Any) -> bool:

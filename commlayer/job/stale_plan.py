@@ -58,7 +58,7 @@ def watch_of(connection: Connection) -> StalePlanWatch | None:
 
 
 class StalePlanWatch:
-    """Called after each step."""
+    """Called after each step. Nothing is predicted of a warm-up, which sends more than the plan is priced for."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._state, self._ended = connection, State(), 0.0
@@ -66,7 +66,9 @@ class StalePlanWatch:
     def __call__(self) -> None:
         made = self._connection
         step_s = time.perf_counter() - self._ended
-        self._state, stale = decide(self._state, None if made.auto else made.plan, step_s)
+        plan = made.plan
+        warming = plan is not None and made.worker is not None and made.worker.step < plan.warmup
+        self._state, stale = decide(self._state, None if made.auto or warming else plan, step_s)
         if stale is not None:
             made.events.append(stale)
             said = f"step {self._state.step}: {stale.reason}; {REMEDY}"

@@ -8,6 +8,7 @@ goes out with the next gradients, and `carried` is what of it went with the last
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,18 @@ PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
+
+
+class Pace(Protocol):
+    """Tells codecs how much to send: pacing.py."""
+
+    def begin(self, step: int) -> None:
+        """Ahead of each encode of that step."""
+        ...
+
+    def forget(self) -> None:
+        """States are others now, and the step may come again."""
+        ...
 
 
 class WorkerBucket:
@@ -106,6 +119,8 @@ class WorkerBucket:
         """The elements and the state of each encode whose debts are this worker's to pay."""
         self.carry: torch.Tensor | None = None
         self.carried: torch.Tensor | None = None
+        self.pace: Pace | None = None
+        """Where it does not send the same ratio in every step."""
         self.codes = False
         """Whether the last exchange has coded something here."""
         self.sound = True
@@ -203,6 +218,8 @@ class WorkerBucket:
     def encode(self) -> int:
         """Round 0: x to payload."""
         self.started = self.codes = True
+        if self.pace is not None:
+            self.pace.begin(self.step)
         if not self.on_device:
             return self.codec.start(self.host, self.state, self.payload)
         nbytes = self.codec.start(self.x, self.state, self._there[0])
@@ -284,6 +301,8 @@ class WorkerBucket:
     def forget(self) -> None:
         """Its state is another now: what the last exchange coded is in none that could be taken back."""
         self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
+        if self.pace is not None:
+            self.pace.forget()
 
     def take_back(self) -> int:
         """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""

@@ -36,15 +36,15 @@ def unsuited(
     if per_node > 1 and any(b.stale for b in plan.buckets):
         return [f"has results that are a step late, here are {per_node} ranks per node, which share results in the same step: "
                 "make it without staleness"]
-    return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(b, nodes, cuda)]
+    return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(plan, b, nodes, cuda)]
 
 
-def _bucket(bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
+def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
     if bucket.by_node and len(bucket.by_node) != nodes:
         yield f"codecs for {len(bucket.by_node)} nodes, here are {nodes}"
         return
     try:
-        codecs = [codec_of(bucket), *(codec_of(bucket, node) for node in range(nodes if bucket.by_node else 0))]
+        codecs = [codec_of(bucket, node, plan) for node in (None, *range(nodes if bucket.by_node else 0))]
         for codec in codecs:
             if (nbytes := codec.bound(bucket.spec)) > MAX_FRAME_NBYTES and bucket.path == "service":
                 yield (f"payloads of {codec} may have {nbytes} bytes of {bucket.numel} elements, a frame carries "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.debts import Debt, pay
+from commlayer.runtime.pacing import inherit
 from commlayer.runtime.shared_buffers import pass_on
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def hand_over(before: Worker, after: Worker) -> None:
     for bucket in after.buckets:
         paid = pay(debts, bucket.slices)
         bucket.carry = None if paid is None else paid * after.units.rate_of(bucket)
+    inherit(before.buckets, after.buckets)
     after.counters, after.stopwatch = before.counters, before.stopwatch
     after.record(before.recorder)
     after.reorder(before.places)

@@ -30,6 +30,7 @@ from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole
+from commlayer.runtime.pacing import pace
 from commlayer.runtime.routes.table import routes_of
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Counters, Step
@@ -72,6 +73,7 @@ class Worker(Unapplied):
         ]
         self.tracked = any(bucket.in_means for bucket in self.buckets)
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
+        pace(self.buckets)
         self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
         self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, fragments)]

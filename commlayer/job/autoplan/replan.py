@@ -69,7 +69,7 @@ class Replanner:
 
         self._contention = self._contention or factor(measured.step_s, current_s)
         profile = dearer(alone, self._contention)
-        best = planner.plan(job, cluster, profile, policy)
+        best = _as_asked(planner.plan(job, cluster, profile, policy), current)
         price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
         basis = Basis(best, PlanInputs(job, cluster, profile, policy))
         found = Candidate(basis, on_servers(best, homes), as_planned, current_s(self._contention), current_s(1.0), price,
@@ -128,8 +128,13 @@ def _plain(found: Candidate) -> Candidate | None:
     )
     if plain.buckets == found.current.buckets:
         return None
-    plain = structs.replace(plain, step_s=planner.simulate(plain, *inputs).step_s)
+    plain = _as_asked(structs.replace(plain, step_s=planner.simulate(plain, *inputs).step_s), found.runnable)
     return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs))
+
+
+def _as_asked(plan: Plan, before: Plan) -> Plan:
+    """What a job was told of its ratios holds for all its plans."""
+    return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 
 
 def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:

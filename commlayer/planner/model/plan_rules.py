@@ -35,7 +35,9 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
     elif world % plan.ranks_per_node:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
     problems += [f"{name} is {getattr(plan, name)}, allowed: at least {least}"
-                 for name, least in (("local_steps", 1), ("servers", 0)) if getattr(plan, name) < least]
+                 for name, least in (("local_steps", 1), ("servers", 0), ("warmup", 0)) if getattr(plan, name) < least]
+    if plan.ratio_over not in ("bucket", "plan"):
+        problems.append(f"ratio_over is {plan.ratio_over!r}, allowed: 'bucket' or 'plan'")
     problems += [f"{name} is {getattr(plan, name)}, allowed: seconds, 0 or more"
                  for name in ("step_s", "free_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
     return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]

@@ -1,0 +1,176 @@
+"""A sparse codec that is told before each step how many entries to send. Knows counts; the bytes are the inner codec's.
+
+A plan makes it, for `ratio_over` and `warmup`; nobody spells it. A worker is told (`tell`) by whoever sees all its buckets and
+every step. A server is told nothing: it answers with as many entries as its members sent on average, so that what comes down
+follows what went up, bucket by bucket and in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec.structs
+
+from commlayer.compressors import payload
+from commlayer.compressors.allotment import Ask, Tail
+from commlayer.compressors.codec import Buffer, Out, Round, State, place
+from commlayer.compressors.feedback import Fed
+from commlayer.compressors.oneround import OneRound
+from commlayer.compressors.picking import Picks
+from commlayer.compressors.selection import ENOUGH
+from commlayer.compressors.threshold import HUGE, SLOPES, within
+from commlayer.compressors.warmup import FIRST, Warmup
+from commlayer.compressors.wrapper import Wrapper
+from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "asked": (0, payload.MAX_NUMEL),
+    "sent": (-1, payload.MAX_NUMEL),
+    "least": (0.0, HUGE),
+}
+"""What the numbers of a state may be, beside `slope`, whose limits are the threshold's."""
+
+CAP = 8
+"""A bucket gets at most so many times its own share of a plan's entries, and at least that part of it."""
+
+DIGITS = 6
+"""Of a slope: devices add in orders of their own, and all are to ask for the same entries."""
+
+UNKNOWN = -1
+"""`sent` where there is no last payload, or it was flagged."""
+
+
+class Paced(Wrapper, frozen=True):
+    """State: `asked`, the entries of the next payload; the inner state, whose memory is made anew when that changes; and on a
+    worker, of the last payload, `sent`, the `least` magnitude in it and `slope`, how steeply counts fall above that."""
+
+    name: ClassVar[str] = "paced"
+
+    utmost: float
+    """The largest ratio that is ever asked for."""
+    heard: float
+    """The mean of the ratios that the members send at by themselves. A server that answers at another keeps the proportion."""
+    steps: int = 0
+    """Of warm-up."""
+    shared: bool = False
+    """Whether its entries are allotted together with those of other buckets."""
+
+    def __str__(self) -> str:
+        return str(self.inner)
+
+    def bound(self, spec: Spec) -> int:
+        return max(int(self._at(self._count(spec, self.utmost), spec).bound(spec)), int(self.inner.bound(spec)))
+
+    def init(self, spec: Spec) -> State:
+        return self.init_server(spec) | {"sent": UNKNOWN, "least": 0.0, "slope": SLOPES[0]}
+
+    def init_server(self, spec: Spec) -> State:
+        asked = self._count(spec, self.inner.ratio)
+        return {"asked": asked, "inner": self.inner.init(spec), "_made": asked, "_codec": self.inner, "_spec": spec}
+
+    def tell(self, state: State, asked: int) -> None:
+        """From the next step on. A tracked threshold goes where so many entries should pass."""
+        before, inner = state["asked"], state["inner"]
+        if inner["threshold"] and asked != before:
+            inner["threshold"] = within(inner["threshold"] * (before / asked) ** (1 / inner["slope"]))
+        state["asked"] = asked
+
+    def ask(self, state: State, ratio: float) -> Ask:
+        """What there is to say about a bucket whose share is that ratio now."""
+        spec, now, sent = state["_spec"], state["asked"], state["sent"]
+        plain = self._count(spec, ratio)
+        fewest, most = max(1, plain // CAP), self._count(spec, min(self.utmost, CAP * ratio))
+        if UNKNOWN < sent < ENOUGH * now:
+            most = max(fewest, min(most, sent))  # it has no more that are not zero
+        return Ask(now, fewest, plain, most, None if sent == UNKNOWN else Tail(sent, state["least"], state["slope"]))
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return self.start_fed(x, None, state, out)
+
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
+        """See feedback.Fed."""
+        self._follow(state, x)
+        nbytes = int(state["_codec"].start_fed(x, residual, state["inner"], out))
+        if self.shared and "sent" in state:
+            head = payload.read(out[:nbytes], self.id, x.numel())
+            self._learn(state, UNKNOWN if head.flagged else head.entries)
+        return nbytes
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        return bool(self.inner.decode(result, state["inner"], out))
+
+    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
+        """See picking.Placed."""
+        found: torch.Tensor = self.inner.places(payload_, numel)
+        return found
+
+    def zeros(self, spec: Spec, r: int) -> Any:
+        return {**self.inner.zeros(spec, r), "entries": [0, 0]}
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.inner.add(r, payload_, acc, first=first)
+        if (counted := acc.get("entries")) is not None:
+            head = payload.read(payload_, self.id, acc["sum"].numel())
+            entries, members = (0, 0) if first else counted
+            counted[:] = entries + head.entries, members + (not head.flagged)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        self.heed(acc, state)
+        if acc["flagged"][0]:
+            return payload.write_flagged(out, self.id, acc["sum"].numel())
+        return self.start(acc["sum"], state, out)
+
+    def heed(self, acc: Any, state: State) -> None:
+        """Before an emit: as many entries as members sent on average. See feedback.Heeds."""
+        entries, members = acc.get("entries", (0, 0))
+        if members:
+            share = self.inner.ratio / self.heard
+            spec, least = state["_spec"], max(1, self._count(state["_spec"], self.inner.ratio) // CAP)
+            self.tell(state, min(max(round(share * entries / members), least), self._count(spec, self.utmost)))
+
+    def _follow(self, state: State, x: torch.Tensor) -> None:
+        if state["_made"] != state["asked"]:
+            state["_codec"], state["_made"] = self._at(state["asked"], state["_spec"]), state["asked"]
+            fresh = {name: value for name, value in state["_codec"].init(state["_spec"]).items() if name.startswith("_")}
+            if x.device.type != "cpu":
+                place(fresh, x.device)
+            state["inner"] |= fresh
+
+    def _learn(self, state: State, sent: int) -> None:
+        state["sent"] = sent
+        if sent <= 0:
+            return
+        magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()
+        least = magnitudes.min()
+        rise = float((magnitudes / least).double().log().mean())  # Hill's estimate of a tail's exponent is one over it
+        slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
+        state["least"], state["slope"] = float(least), round(slope, DIGITS)
+
+    def _at(self, asked: int, spec: Spec) -> Any:
+        """The inner codec at the ratio that makes it want so many of the bucket's entries."""
+        return msgspec.structs.replace(self.inner, ratio=min(1.0, max(asked - 0.5, 0.5) / max(spec.numel, 1)))
+
+    def _count(self, spec: Spec, ratio: float) -> int:
+        return min(spec.numel, max(1, math.ceil(ratio * spec.numel)))
+
+
+def pace(codec: Any, heard: float | None, *, steps: int, shared: bool) -> Any:
+    """The same wrappers around a paced core, where there is something to pace. `warmup` among them says its own steps.
+
+    `heard`: the mean ratio of what a server receives; None if that has none.
+    """
+    if isinstance(codec, Warmup):
+        return pace(codec.inner, heard, steps=codec.steps, shared=shared)
+    if isinstance(codec, Wrapper) and codec.name != "partition":
+        return msgspec.structs.replace(codec, inner=pace(codec.inner, heard, steps=steps, shared=shared))
+    sparse = isinstance(codec, Fed) and isinstance(codec, OneRound) and hasattr(codec, "ratio") and Round.GATHER in codec.rounds
+    shared = shared and isinstance(codec, Picks)
+    if not sparse or not (steps or shared):
+        return codec
+    utmost = max(codec.ratio * (CAP if shared else 1), FIRST if steps else 0.0)
+    return Paced(codec, min(1.0, utmost), codec.ratio if heard is None else heard, steps, shared)
