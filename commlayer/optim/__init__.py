@@ -1,5 +1,8 @@
 """Optimizers of commlayer's own. Knows parameters and gradients; no plans and no peers."""
 
+from commlayer.optim.adam import SparseAdam as SparseAdam
+from commlayer.optim.adam import SparseAdamW as SparseAdamW
 from commlayer.optim.outer import Outer as Outer
+from commlayer.optim.sgd import SparseSGD as SparseSGD
 
-__all__ = ["Outer"]
+__all__ = ["Outer", "SparseAdam", "SparseAdamW", "SparseSGD"]
