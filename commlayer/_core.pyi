@@ -175,6 +175,29 @@ def nibbles_encode(q: Payload, scale: Payload, x: Array, rest: Array | None, blo
 
 def nibbles_decode(out: Array, q: Payload, scale: Payload, block: int) -> None:
     """out = scale * q."""
+def sgd_sparse(
+    w: Array, v: Array | None, stamp: Array | None, now: int, rows: Array, idx: Array, g: Array, rate: float, momentum: float,
+    gain: float, decay: float, nesterov: bool,
+) -> int:
+    """A lazy step of SGD on the entries idx; `now` is the last step that was made."""
+
+def sgd_catch_up(w: Array, v: Array | None, stamp: Array, now: int, rows: Array) -> None:
+    """Brings all elements up to date with step `now`."""
+
+def adam_sparse(
+    w: Array, m: Array, v: Array, stamp: Array | None, now: int, rows: Array, idx: Array, g: Array, step: Array
+) -> int:
+    """As sgd_sparse, of Adam; `step` holds keep, lerp, beta2, gain, root, eps and rate."""
+
+def adam_catch_up(w: Array, m: Array, v: Array, stamp: Array, now: int, rows: Array) -> None:
+    """As sgd_catch_up, of Adam."""
+
+def flat_positions(idx: Array, at: Array, shape: tuple[int, ...]) -> None:
+    """idx = positions, row by row, of the coordinates `at` (int64, one row a dimension), which must increase."""
+
+def coordinates(at: Array, idx: Array, shape: tuple[int, ...]) -> None:
+    """The inverse of flat_positions, for positions within the shape."""
+
 def int_maxima(max: Payload, x: Array, block: int) -> bool:
     """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
 

@@ -1,7 +1,10 @@
 """Optimizers of commlayer's own. Knows parameters and gradients; no plans and no peers."""
 
+from commlayer.optim.adam import SparseAdam as SparseAdam
+from commlayer.optim.adam import SparseAdamW as SparseAdamW
 from commlayer.optim.lans import CLAN as CLAN
 from commlayer.optim.lans import LANS as LANS
 from commlayer.optim.outer import Outer as Outer
+from commlayer.optim.sgd import SparseSGD as SparseSGD
 
-__all__ = ["CLAN", "LANS", "Outer"]
+__all__ = ["CLAN", "LANS", "Outer", "SparseAdam", "SparseAdamW", "SparseSGD"]

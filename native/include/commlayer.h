@@ -227,6 +227,34 @@ int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* max, int64_
 /* ---- low rank: out[i * n + j] = sum over k of p[k * m + i] * q[k * n + j], added in the order of k; rank >= 1 ---- */
 void cml_outer(float* out, const float* p, const float* q, int64_t m, int64_t n, int64_t rank);
 
+/* ---- lazy optimizers: a step touches only the entries of its gradient; the others owe what a gradient of zero would have done ----
+ * stamp[i]: the step with which element i is up to date, modulo 256. It is (now - stamp[i]) mod 256 steps behind step `now`, and
+ * that row of `rows`, of which there are 256, makes up for all of them at once.
+ * Rows of SGD, 4 floats p: (w, v) becomes (w + (p0 * w + p1 * v), p2 * w + p3 * v); without momentum w + p0 * w.
+ * Rows of Adam, 8 floats p, q = sqrt(v): (w, m, v) becomes (w + (p0 * w - m * (p3 / (q + p4) + p5 / (q + p6))), p1 * m, p2 * v).
+ *
+ * *_sparse: brings the elements idx up to date with step `now`, makes their next step with gradient g, and stamps them now + 1.
+ * stamp == NULL: all are up to date, and none is stamped. CML_ERR_CORRUPT, nothing written, unless idx increases below n.
+ * Returns k.
+ * *_catch_up: brings n elements up to date with step `now`.
+ *
+ * A step of SGD: d = g + decay * w (g where decay is 0); without momentum (v == NULL) u = d, else v = momentum * v + gain * d and
+ * u = nesterov ? d + momentum * v : v; then w = w - rate * u.
+ * A step of Adam, s = {keep, lerp, beta2, gain, root, eps, rate}: w = keep * w; m = m + lerp * (g - m);
+ * v = beta2 * v + (gain * g) * g; w = w - rate * (m / (sqrt(v) / root + eps)). */
+enum { CML_LAZY_ROWS = 256 };
+int64_t cml_sgd_sparse(float* w, float* v, uint8_t* stamp, int64_t n, uint8_t now, const float* rows, const uint32_t* idx,
+                       const float* g, int64_t k, float rate, float momentum, float gain, float decay, int nesterov);
+void cml_sgd_catch_up(float* w, float* v, uint8_t* stamp, int64_t n, uint8_t now, const float* rows);
+int64_t cml_adam_sparse(float* w, float* m, float* v, uint8_t* stamp, int64_t n, uint8_t now, const float* rows,
+                        const uint32_t* idx, const float* g, int64_t k, const float* s);
+void cml_adam_catch_up(float* w, float* m, float* v, uint8_t* stamp, int64_t n, uint8_t now, const float* rows);
+/* Positions in a tensor of shape[0..dims), row by row, to coordinates and back: coordinate d of entry j is at[d * k + j].
+ * The product of shape is below 2^32. cml_flat_positions: CML_ERR_CORRUPT unless all coordinates are within the shape and
+ * positions increase; idx may be overwritten then. */
+int64_t cml_flat_positions(uint32_t* idx, const int64_t* at, int64_t k, const int64_t* shape, int64_t dims);
+int64_t cml_coordinates(int64_t* at, const uint32_t* idx, int64_t k, const int64_t* shape, int64_t dims);
+
 /* ---- schedule: when the tasks of one choice of options end ----
  * A bucket's options stand together: those of bucket b are bucket_options[b] .. bucket_options[b+1], and choice[b] counts
  * from the first of them. A list of lists is a flat array and its edges: item i owns [edges[i], edges[i+1]).

@@ -70,6 +70,8 @@ const char* spelled(Kind kind) {
     case Kind::bf16: return "bfloat16";
     case Kind::u32: return "uint32 or int32";
     case Kind::i8: return "int8";
+    case Kind::u8: return "uint8";
+    case Kind::i64: return "int64";
   }
   return "?";
 }
@@ -151,7 +153,7 @@ void Memory::from_buffer(PyObject* object, bool writable) {
   const char* format = buffer_.format ? buffer_.format : "B";
   if (std::strchr("@=<", format[0]) && format[0]) ++format;
   type_ = format[0] && !format[1] ? format[0] : '?';
-  if (type_ == 'l' || type_ == 'q') type_ = itemsize_ == 4 ? 'i' : '?';
+  if (type_ == 'l' || type_ == 'q') type_ = itemsize_ == 4 ? 'i' : 'q';
   if (type_ == 'L' || type_ == 'Q') type_ = itemsize_ == 4 ? 'I' : '?';
   if (type_ == 'c') type_ = 'B';
 }
@@ -163,6 +165,8 @@ bool Memory::is(Kind kind) const {
     case Kind::bf16: return type_ == 'E' || type_ == 'H' || type_ == 'h';
     case Kind::u32: return type_ == 'I' || type_ == 'i';
     case Kind::i8: return type_ == 'b';
+    case Kind::u8: return type_ == 'B';
+    case Kind::i64: return type_ == 'q';
   }
   return false;
 }

@@ -7,7 +7,7 @@
 
 namespace glue {
 
-enum class Kind : uint8_t { f32, f16, bf16, u32, i8 };
+enum class Kind : uint8_t { f32, f16, bf16, u32, i8, u8, i64 };
 
 // Borrows the memory of one argument for the length of a call. Throws nanobind's python_error when it does not fit.
 class Memory {

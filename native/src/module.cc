@@ -172,5 +172,6 @@ NB_MODULE(_core, m) {
   bind_quantisers(m);
   bind_sparse(m);
   bind_integers(m);
+  bind_lazy(m);
   bind_schedule(m);
 }

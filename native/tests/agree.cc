@@ -265,6 +265,29 @@ void sparse(int64_t n, int shift) {
   }
 }
 
+void lazy(int64_t n, int shift, Kind kind) {
+  const int64_t k = n / 2;
+  const auto list = positions(n, k);
+  Array<uint32_t> idx(k, shift);
+  for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+  Array<uint8_t> stamp(n, shift);
+  for (int64_t i = 0; i < n; ++i) stamp.set(i, static_cast<uint8_t>(draw()));
+  auto w = floats(n, shift), m = floats(n, shift), v = floats(n, shift), g = numbers(k, shift, kind);
+  for (int64_t i = 0; i < n; ++i) v.set(i, v.get(i) * v.get(i));
+  auto four = floats(4 * CML_LAZY_ROWS, shift), eight = floats(8 * CML_LAZY_ROWS, shift), step = floats(7, shift);
+  for (int64_t i = 0; i < 8 * CML_LAZY_ROWS; ++i) eight.set(i, std::fabs(eight.get(i)));
+  cml_sgd_sparse(w.data(), v.data(), stamp.data(), n, 9, four.data(), idx.data(), g.data(), k, 0.1f, 0.9f, 1.0f, 0.01f, 1);
+  mix("sgd_sparse", w, n);
+  cml_sgd_catch_up(w.data(), v.data(), stamp.data(), n, 90, four.data());
+  mix("sgd_catch_up", w, n);
+  for (int64_t i = 0; i < n; ++i) v.set(i, std::fabs(v.get(i)));
+  cml_adam_sparse(w.data(), m.data(), v.data(), stamp.data(), n, 95, eight.data(), idx.data(), g.data(), k, step.data());
+  mix("adam_sparse", w, n);
+  cml_adam_catch_up(w.data(), m.data(), v.data(), stamp.data(), n, 99, eight.data());
+  mix("adam_catch_up", w, n);
+  mix("adam_catch_up", v, n);
+}
+
 }  // namespace
 
 int main() {
@@ -283,6 +306,7 @@ int main() {
         integers(n, shift, static_cast<Kind>(kind));
         selections(n, shift, static_cast<Kind>(kind));
         sparse(n, shift);
+        lazy(n, shift, static_cast<Kind>(kind));
       }
     }
     auto large = floats(10007, 1);  // for the widest lanes of checksums

@@ -331,6 +331,36 @@ void draws_and_nibbles(int64_t n, int shift) {
   CHECK(cml_nibbles_encode(nullptr, nullptr, nullptr, nullptr, 0, 3) == CML_ERR_ARGUMENT);
 }
 
+void lazy(int64_t n, int shift) {
+  const int64_t k = (n + 2) / 3, at_shape[] = {n / 3 + 1, 3};
+  const auto list = positions(n, k);
+  Array<uint32_t> idx(k, shift), back(k, shift);
+  for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
+  auto w = floats(n, shift), m = floats(n, shift), v = floats(n, shift), g = floats(k, shift);
+  auto four = floats(4 * CML_LAZY_ROWS, shift), eight = floats(8 * CML_LAZY_ROWS, shift), step = floats(7, shift);
+  Array<uint8_t> stamp(n, shift);
+  for (int64_t i = 0; i < n; ++i) stamp.set(i, static_cast<uint8_t>(draw()));
+  CHECK(cml_sgd_sparse(w.data(), v.data(), stamp.data(), n, 255, four.data(), idx.data(), g.data(), k, 0.1f, 0.9f, 1, 0.1f, 1) == k);
+  CHECK(cml_sgd_sparse(w.data(), nullptr, nullptr, n, 0, four.data(), idx.data(), g.data(), k, 0.1f, 0, 1, 0, 0) == k);
+  for (int64_t j = 0; j < k; ++j) CHECK(stamp.get(idx.get(j)) == 0);
+  cml_sgd_catch_up(w.data(), v.data(), stamp.data(), n, 7, four.data());
+  cml_sgd_catch_up(w.data(), nullptr, stamp.data(), n, 7, four.data());
+  CHECK(cml_adam_sparse(w.data(), m.data(), v.data(), stamp.data(), n, 7, eight.data(), idx.data(), g.data(), k, step.data()) == k);
+  cml_adam_catch_up(w.data(), m.data(), v.data(), stamp.data(), n, 200, eight.data());
+  for (int64_t i = 0; i < n; ++i) CHECK(stamp.get(i) == 200);
+  Array<int64_t> at(2 * k, shift), shape(2, shift);
+  for (int d : {0, 1}) shape.set(d, at_shape[d]);
+  CHECK(cml_coordinates(at.data(), idx.data(), k, shape.data(), 2) == k);
+  CHECK(cml_flat_positions(back.data(), at.data(), k, shape.data(), 2) == k && back.equals(idx));
+  if (k == 0) return;
+  at.set(0, at_shape[0]);
+  CHECK(cml_flat_positions(back.data(), at.data(), k, shape.data(), 2) == CML_ERR_CORRUPT);
+  idx.set(k - 1, static_cast<uint32_t>(n));
+  const auto before = w.get(0);
+  CHECK(cml_sgd_sparse(w.data(), v.data(), stamp.data(), n, 0, four.data(), idx.data(), g.data(), k, 1, 1, 1, 0, 0) == CML_ERR_CORRUPT);
+  CHECK(std::memcmp(&before, w.data(), sizeof before) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -352,6 +382,7 @@ int main() {
         order(n, shift);
         runs(n, shift);
         draws_and_nibbles(n, shift);
+        lazy(n, shift);
       }
     }
     std::printf("%s ran\n", cml_isa());

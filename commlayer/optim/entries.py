@@ -1,0 +1,68 @@
+"""The entries of a sparse gradient as positions and values, and back. Knows torch's COO layout; nothing of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from commlayer.errors import CorruptFrame
+from commlayer.optim import kernels
+
+MOST = 2**32 - 1
+
+
+class Entries(NamedTuple):
+    """Of a tensor laid out row by row; no element twice, in increasing order."""
+
+    idx: torch.Tensor
+    """int32 that stands for uint32."""
+    values: torch.Tensor
+
+
+def entries_of(parameter: torch.Tensor, what: str) -> Entries:
+    """Those of `parameter.grad`, which is COO. ValueError, one line that begins with `what`, where they do not fit."""
+    grad = parameter.grad
+    assert grad is not None
+    if parameter.numel() > MOST:
+        raise ValueError(f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
+    if not parameter.is_contiguous():
+        raise ValueError(f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
+                         "row by row: make the parameter contiguous()")
+    if not grad.is_coalesced():
+        _check_range(grad, what)
+        grad = grad.coalesce()
+    at, values, sparse = grad._indices(), grad._values(), grad.sparse_dim()
+    block = math.prod(parameter.shape[sparse:])
+    idx = torch.zeros(at.shape[1], dtype=torch.int32, device=at.device)
+    if sparse:
+        try:
+            kernels.of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
+        except CorruptFrame:
+            _check_range(grad, what)
+            raise ValueError(f"{what}: the positions of its sparse gradient do not increase, though it says that it is "
+                             "coalesced: build it without is_coalesced=True") from None
+    if block != 1:  # whole rows, as nn.Embedding(sparse=True) gives them
+        rows = (idx.to(torch.int64) & MOST) * block
+        idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
+    return Entries(idx, values.contiguous().view(-1))
+
+
+def _check_range(grad: torch.Tensor, what: str) -> None:
+    at, shape = grad._indices(), grad.shape
+    for d in range(at.shape[0]):
+        low, high = (int(x) for x in at[d].aminmax()) if at.shape[1] else (0, -1)
+        if low < 0 or high >= shape[d]:
+            got = low if low < 0 else high
+            raise ValueError(f"{what}: its sparse gradient has index {got} in dimension {d}, allowed: 0 to {shape[d] - 1}")
+
+
+def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A COO gradient of entries that increase and are within the shape."""
+    shape = tuple(shape)
+    at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
+    if shape:
+        kernels.of(idx).coordinates(at, idx, shape)
+    return torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)

@@ -1,0 +1,114 @@
+"""The kernels of lazy optimizers in torch's operations, on any device: slow, and the same bits as the native ones."""
+
+from __future__ import annotations
+
+import torch
+
+from commlayer.errors import CorruptFrame
+
+MASK = 0xFFFFFFFF
+
+
+def _places(idx: torch.Tensor, n: int) -> torch.Tensor:
+    at = idx.to(torch.int64) & MASK
+    if at.numel() and (int(at[-1]) >= n or not bool((at[1:] > at[:-1]).all())):
+        raise CorruptFrame("positions: bytes break the format")
+    return at
+
+
+def _rows(rows: torch.Tensor, stamp: torch.Tensor, now: int, width: int) -> tuple[torch.Tensor, ...]:
+    behind = (now - stamp.to(torch.int64)) & 255
+    return rows.view(-1, width)[behind].unbind(1)
+
+
+def _made_up_sgd(
+    w: torch.Tensor, v: torch.Tensor | None, p: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if v is None:
+        return w + p[0] * w, None
+    return w + (p[0] * w + p[1] * v), p[2] * w + p[3] * v
+
+
+def sgd_sparse(
+    w: torch.Tensor, v: torch.Tensor | None, stamp: torch.Tensor | None, now: int, rows: torch.Tensor, idx: torch.Tensor,
+    g: torch.Tensor, rate: float, momentum: float, gain: float, decay: float, nesterov: bool,
+) -> int:
+    at = _places(idx, w.numel())
+    x, y = w[at], None if v is None else v[at]
+    if stamp is not None:
+        x, y = _made_up_sgd(x, y, _rows(rows, stamp[at], now, 4))
+        stamp[at] = now + 1 & 255
+    u = g if _float(decay) == 0 else g + _float(decay) * x
+    if v is not None and y is not None:
+        y = _float(momentum) * y + _float(gain) * u
+        u = u + _float(momentum) * y if nesterov else y
+        v[at] = y
+    w[at] = x - _float(rate) * u
+    return at.numel()
+
+
+def sgd_catch_up(w: torch.Tensor, v: torch.Tensor | None, stamp: torch.Tensor, now: int, rows: torch.Tensor) -> None:
+    x, y = _made_up_sgd(w, v, _rows(rows, stamp, now, 4))
+    w.copy_(x)
+    if v is not None and y is not None:
+        v.copy_(y)
+    stamp.fill_(now & 255)
+
+
+def _made_up_adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    q = _root(v)
+    return w + (p[0] * w - m * (p[3] / (q + p[4]) + p[5] / (q + p[6]))), p[1] * m, p[2] * v
+
+
+def adam_sparse(
+    w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor | None, now: int, rows: torch.Tensor,
+    idx: torch.Tensor, g: torch.Tensor, step: torch.Tensor,
+) -> int:
+    at = _places(idx, w.numel())
+    keep, lerp, beta2, gain, root, eps, rate = step.unbind()
+    x, y, z = w[at], m[at], v[at]
+    if stamp is not None:
+        x, y, z = _made_up_adam(x, y, z, _rows(rows, stamp[at], now, 8))
+        stamp[at] = now + 1 & 255
+    y = y + lerp * (g - y)
+    z = beta2 * z + (gain * g) * g
+    w[at] = keep * x - rate * (y / (_root(z) / root + eps))
+    m[at] = y
+    v[at] = z
+    return at.numel()
+
+
+def adam_catch_up(
+    w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor, now: int, rows: torch.Tensor
+) -> None:
+    for memory, made_up in zip((w, m, v), _made_up_adam(w, m, v, _rows(rows, stamp, now, 8)), strict=True):
+        memory.copy_(made_up)
+    stamp.fill_(now & 255)
+
+
+def flat_positions(idx: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> None:
+    flat = torch.zeros(idx.numel(), dtype=torch.int64, device=at.device)
+    inside = True
+    for row, most in zip(at, shape, strict=True):
+        inside = inside and bool(((row >= 0) & (row < most)).all())
+        flat = flat * most + row
+    if not inside or not bool((flat[1:] > flat[:-1]).all()):
+        raise CorruptFrame("flat_positions: bytes break the format")
+    idx.copy_(flat.to(torch.int32))
+
+
+def coordinates(at: torch.Tensor, idx: torch.Tensor, shape: tuple[int, ...]) -> None:
+    left = idx.to(torch.int64) & MASK
+    for d in range(len(shape) - 1, -1, -1):
+        at[d] = left if d == 0 else left % shape[d]
+        left = left // max(shape[d], 1)
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest, which torch's own in single precision is not."""
+    return x.double().sqrt().float()
+
+
+def _float(x: float) -> float:
+    """As the native kernel takes it."""
+    return float(torch.tensor(x, dtype=torch.float32))
