@@ -77,7 +77,7 @@ def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> No
 
 
 def _divided(bucket: WorkerBucket) -> _One | None:
-    one = _paced(bucket.codec, bucket.state)
+    one = _paced(bucket.codec, bucket.state) if bucket.coded else None
     return one if one is not None and one.codec.shared else None
 
 
