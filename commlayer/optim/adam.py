@@ -39,7 +39,7 @@ class SparseAdamW(Lazy):
 
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, lag: int = 16,
+        weight_decay: float = 1e-2, *, lag: int = 4,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             self._allow(name, value, "a number >= 0", value >= 0)
@@ -119,6 +119,6 @@ class SparseAdam(SparseAdamW):
     _without: tuple[str, ...] = ("maximize", "amsgrad", "weight_decay")
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, lag: int = 16
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, lag: int = 4
     ) -> None:
         super().__init__(params, lr, betas, eps, 0.0, lag=lag)

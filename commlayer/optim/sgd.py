@@ -26,7 +26,7 @@ class SparseSGD(Lazy):
 
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, *, lag: int = 16,
+        nesterov: bool = False, *, lag: int = 4,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             self._allow(name, value, "a number >= 0", value >= 0)
