@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from commlayer.optim.entries import Entries
-from commlayer.optim.lazy import Lazy, flat, number
+from commlayer.optim.lazy import Lazy, flat, number, zeros
 
 FLAT = 1e-12
 """Below this relative variance all E are the same."""
@@ -49,8 +49,7 @@ class SparseAdamW(Lazy):
     def _moments(self, p: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if "exp_avg" not in state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                         exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format))
+            state.update(step=torch.tensor(0.0), exp_avg=zeros(p), exp_avg_sq=zeros(p))
         return state
 
     def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from commlayer.gpu.launch import each
-from commlayer.optim.reference import check_positions, coordinates, flat_positions
+from commlayer.optim.reference import check_positions, coordinates, flat_positions, huge_pages
 
-__all__ = ["adam_catch_up", "adam_sparse", "coordinates", "flat_positions", "sgd_catch_up", "sgd_sparse"]
+__all__ = ["adam_catch_up", "adam_sparse", "coordinates", "flat_positions", "huge_pages", "sgd_catch_up", "sgd_sparse"]
 
 
 def sgd_sparse(

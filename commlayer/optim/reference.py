@@ -87,6 +87,10 @@ def adam_catch_up(
     stamp.fill_(now & 255)
 
 
+def huge_pages(x: torch.Tensor) -> None:
+    """Nothing: pages are the native core's affair."""
+
+
 def flat_positions(idx: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> None:
     flat = torch.zeros(idx.numel(), dtype=torch.int64, device=at.device)
     inside = True

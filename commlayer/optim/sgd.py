@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from commlayer.optim.entries import Entries
-from commlayer.optim.lazy import ROWS, Lazy, Memo, flat, number
+from commlayer.optim.lazy import ROWS, Lazy, Memo, flat, number, zeros
 
 NO_ROWS = torch.zeros(ROWS, 4)
 
@@ -75,7 +75,7 @@ class SparseSGD(Lazy):
         state, gain, buffer = self.state[p], 1.0 - group["dampening"], None
         if group["momentum"]:
             if "momentum_buffer" not in state:
-                gain, state["momentum_buffer"] = 1.0, torch.zeros_like(p)
+                gain, state["momentum_buffer"] = 1.0, zeros(p)
             buffer = state["momentum_buffer"].view(-1)
         stamp, now = (state["stamp"], state["made"] & 255) if table is not None else (None, 0)
         self._kernels(p).sgd_sparse(
