@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "kernels": "bench.kernels",
     "overhead": "bench.overhead",
     "planner": "bench.planner",
+    "sparse": "bench.sparse",
     "tuning": "bench.tuning",
     "wan": "bench.wan",
 }

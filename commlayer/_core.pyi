@@ -192,6 +192,9 @@ def adam_sparse(
 def adam_catch_up(w: Array, m: Array, v: Array, stamp: Array, now: int, rows: Array) -> None:
     """As sgd_catch_up, of Adam."""
 
+def huge_pages(x: Array) -> None:
+    """Asks for large pages for memory that nobody has written to yet."""
+
 def flat_positions(idx: Array, at: Array, shape: tuple[int, ...]) -> None:
     """idx = positions, row by row, of the coordinates `at` (int64, one row a dimension), which must increase."""
 

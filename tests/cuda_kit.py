@@ -21,8 +21,8 @@ import torch
 from native_kit import bits, core
 
 from commlayer.compressors import device, reference
-from commlayer.compressors.device import launch
-from commlayer.compressors.device.kernel_call import Argument, Launcher
+from commlayer.gpu import launch
+from commlayer.gpu.kernel_call import Argument, Launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = ROOT / "tests" / "cuda_shim"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from cuda_kit import CUDA, KERNEL
 
-from commlayer.compressors.device import sources
-from commlayer.compressors.device.launch_cupy import OPTIONS
+from commlayer.gpu import sources
+from commlayer.gpu.launch_cupy import OPTIONS
 
 NVCC = shutil.which("nvcc")
 TARGETS = os.environ.get("COMMLAYER_CUDA_TARGETS", "75 120").split()

@@ -12,7 +12,7 @@ from msgspec import structs
 from runtime_kit import Rig, job, on_ranks, step
 
 from commlayer.compressors import block_threshold, codec_of, error_feedback, identity, int8, parse, runs_on
-from commlayer.compressors.device import launch, launch_cupy
+from commlayer.gpu import launch, launch_cupy
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 from commlayer.runtime.device_codecs import device_buckets

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "commlayer"
 
-BOTTOM = {"codec_name", "errors", "files", "records", "native", "config"}
+BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "gpu"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 FILES_OF_PLANS = {"plan_file", "loss_budget"}
 UPPER = {"runtime", "control"}
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "codec_name": {"errors", "records"},
     "records": {"errors"},
     "native": {"errors"},
+    "gpu": {"errors", "gpu"},
     "config": {"errors", "records"},
     **{part: BOTTOM | {part} for part in MIDDLE},
     # runtime executes and control decides: what they need of each other is handed in above them.

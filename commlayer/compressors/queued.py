@@ -12,9 +12,9 @@ import torch
 from commlayer.compressors import selection, threshold
 from commlayer.compressors.codec import State
 from commlayer.compressors.device import sparse
-from commlayer.compressors.device.launch import each
-from commlayer.compressors.device.launch import start as launch
 from commlayer.compressors.selection import Picked
+from commlayer.gpu.launch import each
+from commlayer.gpu.launch import start as launch
 
 CONTROL = 13
 """Words of struct Control in cuda/control.cuh: whole numbers, then three doubles."""

@@ -25,6 +25,7 @@ from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
+from commlayer.runtime.sparse_averages import hand_over, stepped_lazily
 from commlayer.runtime.write_gradients import targets_of
 
 
@@ -40,6 +41,7 @@ class ModuleDriver:
         self._model = model
         self._parameters = [p for _, p in parameters_of(model)]
         self._buffers = [name for name, _ in buffers_of(model)]
+        self._lazy = stepped_lazily(optimizer, self._parameters)
         self._syncing = True
         self._written: list[tuple[int, int, int] | None] = []
         """The gradients that the last step wrote."""
@@ -116,6 +118,7 @@ class ModuleDriver:
                                       lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
         for p, average in zip(self._parameters, averages, strict=False):
             p.grad = average
+        hand_over(self._lazy)
         self._written = self._gradients()
         self._loop.written()
         self._loop.observe()

@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from commlayer.optim.entries import Entries
-from commlayer.optim.lazy import Lazy, flat, number
+from commlayer.optim.lazy import Lazy, flat, number, zeros
 
 FLAT = 1e-12
 """Below this relative variance all E are the same."""
@@ -39,7 +39,7 @@ class SparseAdamW(Lazy):
 
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, lag: int = 16,
+        weight_decay: float = 1e-2, *, lag: int = 4,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             self._allow(name, value, "a number >= 0", value >= 0)
@@ -49,8 +49,7 @@ class SparseAdamW(Lazy):
     def _moments(self, p: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if "exp_avg" not in state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                         exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format))
+            state.update(step=torch.tensor(0.0), exp_avg=zeros(p), exp_avg_sq=zeros(p))
         return state
 
     def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
@@ -119,6 +118,6 @@ class SparseAdam(SparseAdamW):
     _without: tuple[str, ...] = ("maximize", "amsgrad", "weight_decay")
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, lag: int = 16
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, lag: int = 4
     ) -> None:
         super().__init__(params, lr, betas, eps, 0.0, lag=lag)

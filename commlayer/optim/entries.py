@@ -36,7 +36,7 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
         grad = grad.coalesce()
     at, values, sparse = grad._indices(), grad._values(), grad.sparse_dim()
     block = math.prod(parameter.shape[sparse:])
-    idx = torch.zeros(at.shape[1], dtype=torch.int32, device=at.device)
+    idx = (torch.empty if sparse else torch.zeros)(at.shape[1], dtype=torch.int32, device=at.device)
     if sparse:
         try:
             kernels.of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))

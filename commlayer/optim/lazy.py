@@ -80,8 +80,7 @@ class Lazy(Optimizer):
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
         if "stamp" not in state and self._owes(group):
-            stamp = torch.zeros(p.numel(), dtype=torch.uint8, device=p.device)
-            state.update(stamp=stamp, rows=self._nothing, made=0, swept=0)
+            state.update(stamp=zeros(p, torch.uint8).view(-1), rows=self._nothing, made=0, swept=0)
         if "stamp" not in state:
             self._touch(group, p, entries, None)
             return
@@ -184,6 +183,14 @@ class Lazy(Optimizer):
 def flat(p: torch.Tensor) -> torch.Tensor:
     """A parameter's memory."""
     return p.detach().view(-1)
+
+
+def zeros(p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of a parameter's shape, for entries that are far apart."""
+    made = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    if made.is_contiguous():
+        kernels.of(made).huge_pages(made)
+    return made.zero_()
 
 
 def number(x: Any) -> float:

@@ -9,7 +9,8 @@ from commlayer.errors import CorruptFrame
 MASK = 0xFFFFFFFF
 
 
-def _places(idx: torch.Tensor, n: int) -> torch.Tensor:
+def check_positions(idx: torch.Tensor, n: int) -> torch.Tensor:
+    """idx as int64. CorruptFrame unless they increase below n."""
     at = idx.to(torch.int64) & MASK
     if at.numel() and (int(at[-1]) >= n or not bool((at[1:] > at[:-1]).all())):
         raise CorruptFrame("positions: bytes break the format")
@@ -33,7 +34,7 @@ def sgd_sparse(
     w: torch.Tensor, v: torch.Tensor | None, stamp: torch.Tensor | None, now: int, rows: torch.Tensor, idx: torch.Tensor,
     g: torch.Tensor, rate: float, momentum: float, gain: float, decay: float, nesterov: bool,
 ) -> int:
-    at = _places(idx, w.numel())
+    at = check_positions(idx, w.numel())
     x, y = w[at], None if v is None else v[at]
     if stamp is not None:
         x, y = _made_up_sgd(x, y, _rows(rows, stamp[at], now, 4))
@@ -64,7 +65,7 @@ def adam_sparse(
     w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor | None, now: int, rows: torch.Tensor,
     idx: torch.Tensor, g: torch.Tensor, step: torch.Tensor,
 ) -> int:
-    at = _places(idx, w.numel())
+    at = check_positions(idx, w.numel())
     keep, lerp, beta2, gain, root, eps, rate = step.unbind()
     x, y, z = w[at], m[at], v[at]
     if stamp is not None:
@@ -84,6 +85,10 @@ def adam_catch_up(
     for memory, made_up in zip((w, m, v), _made_up_adam(w, m, v, _rows(rows, stamp, now, 8)), strict=True):
         memory.copy_(made_up)
     stamp.fill_(now & 255)
+
+
+def huge_pages(x: torch.Tensor) -> None:
+    """Nothing: pages are the native core's affair."""
 
 
 def flat_positions(idx: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from commlayer.optim.entries import Entries
-from commlayer.optim.lazy import ROWS, Lazy, Memo, flat, number
+from commlayer.optim.lazy import ROWS, Lazy, Memo, flat, number, zeros
 
 NO_ROWS = torch.zeros(ROWS, 4)
 
@@ -26,7 +26,7 @@ class SparseSGD(Lazy):
 
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, *, lag: int = 16,
+        nesterov: bool = False, *, lag: int = 4,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             self._allow(name, value, "a number >= 0", value >= 0)
@@ -75,7 +75,7 @@ class SparseSGD(Lazy):
         state, gain, buffer = self.state[p], 1.0 - group["dampening"], None
         if group["momentum"]:
             if "momentum_buffer" not in state:
-                gain, state["momentum_buffer"] = 1.0, torch.zeros_like(p)
+                gain, state["momentum_buffer"] = 1.0, zeros(p)
             buffer = state["momentum_buffer"].view(-1)
         stamp, now = (state["stamp"], state["made"] & 255) if table is not None else (None, 0)
         self._kernels(p).sgd_sparse(

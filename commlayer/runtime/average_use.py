@@ -113,7 +113,9 @@ class AverageUse:
 
     def _gone(self, number: int) -> bool:
         grad = self._parameters[number].grad
-        return grad is None or (grad._version != self._open[number] and not bool(grad.any()))
+        if grad is None or grad._version == self._open[number]:
+            return grad is None
+        return not bool((grad._values() if grad.is_sparse else grad).any())
 
     def _report(self, number: int) -> None:
         del self._open[number]

@@ -1,6 +1,10 @@
 // The glue of lazy optimizers. Computes nothing.
 #include "glue.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace glue {
 namespace {
 
@@ -99,6 +103,18 @@ void adam_catch_up(nb::handle w, nb::handle m, nb::handle v, nb::handle stamp, i
   });
 }
 
+// Asks for large pages where x lies and nothing has been written yet: entries far apart then cost a cache miss, and not a walk
+// through page tables besides. Whoever has none to give goes on with small ones.
+void huge_pages(nb::handle x) {
+  const Memory memory("x", x.ptr(), true);
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;
+  const auto first = reinterpret_cast<uintptr_t>(memory.bytes<char>()), last = first + static_cast<uintptr_t>(memory.nbytes());
+  const uintptr_t low = (first + kPage - 1) / kPage * kPage, high = last / kPage * kPage;
+  if (low < high) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
+#endif
+}
+
 // shape as numbers, whose product is below 2^32.
 int64_t read_shape(const nb::tuple& shape, int64_t* to, int64_t most) {
   const auto dims = static_cast<int64_t>(nb::len(shape));
@@ -142,6 +158,7 @@ void bind_lazy(nb::module_& m) {
   m.def("sgd_catch_up", &sgd_catch_up, "w"_a, "v"_a.none(), "stamp"_a, "now"_a, "rows"_a);
   m.def("adam_sparse", &adam_sparse, "w"_a, "m"_a, "v"_a, "stamp"_a.none(), "now"_a, "rows"_a, "idx"_a, "g"_a, "step"_a);
   m.def("adam_catch_up", &adam_catch_up, "w"_a, "m"_a, "v"_a, "stamp"_a, "now"_a, "rows"_a);
+  m.def("huge_pages", &huge_pages, "x"_a);
   m.def("flat_positions", &flat_positions, "idx"_a, "at"_a, "shape"_a);
   m.def("coordinates", &coordinates, "at"_a, "idx"_a, "shape"_a);
 }

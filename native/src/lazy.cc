@@ -222,21 +222,36 @@ extern "C" void cml_adam_catch_up(float* w, float* m, float* v, uint8_t* stamp, 
   cml::run_catch_up<cml::AdamStep>({w, m, v, stamp, now, rows}, n);
 }
 
-extern "C" int64_t cml_flat_positions(uint32_t* idx, const int64_t* at, int64_t k, const int64_t* shape, int64_t dims) {
-  if (k < 0 || dims < 1) return CML_ERR_ARGUMENT;
+namespace cml {
+namespace {
+
+// kDims is dims, or 0 where only that knows.
+template <int kDims>
+CML_INLINE bool flatten(uint32_t* idx, const int64_t* at, int64_t k, const int64_t* shape, int64_t dims) {
   bool ok = true;
   int64_t before = -1;
   for (int64_t j = 0; j < k; ++j) {
-    int64_t i = 0;
-    for (int64_t d = 0; d < dims; ++d) {
-      const int64_t c = load(at, d * k + j), most = load(shape, d);
-      ok &= 0 <= c && c < most;
-      i = i * most + (ok ? c : 0);
+    uint64_t i = 0;
+    for (int64_t d = 0; d < (kDims ? kDims : dims); ++d) {
+      const auto c = static_cast<uint64_t>(load(at, d * k + j)), most = static_cast<uint64_t>(load(shape, d));
+      ok &= c < most;
+      i = i * most + c;  // wraps where it is not ok
     }
-    ok &= i > before;
-    before = i;
+    ok &= static_cast<int64_t>(i) > before;
+    before = static_cast<int64_t>(i);
     store(idx, j, static_cast<uint32_t>(i));
   }
+  return ok;
+}
+
+}  // namespace
+}  // namespace cml
+
+extern "C" int64_t cml_flat_positions(uint32_t* idx, const int64_t* at, int64_t k, const int64_t* shape, int64_t dims) {
+  if (k < 0 || dims < 1) return CML_ERR_ARGUMENT;
+  const bool ok = dims == 1   ? cml::flatten<1>(idx, at, k, shape, dims)
+                  : dims == 2 ? cml::flatten<2>(idx, at, k, shape, dims)
+                              : cml::flatten<0>(idx, at, k, shape, dims);
   return ok ? k : int64_t{CML_ERR_CORRUPT};
 }
 

@@ -15,7 +15,6 @@ from commlayer.compressors.device.dense import (
     largest,
     within,
 )
-from commlayer.compressors.device.launch import launcher, serves, words
 from commlayer.compressors.device.nibbles import nibbles_decode, nibbles_encode
 from commlayer.compressors.device.order import count_above, kth_abs, trim
 from commlayer.compressors.device.quantise import (
@@ -40,6 +39,7 @@ from commlayer.compressors.device.sparse import (
     scatter_add_int8,
     select,
 )
+from commlayer.gpu.launch import launcher, serves, words
 
 __all__ = [
     "add_bf16",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.device import sparse
-from commlayer.compressors.device.launch import words
 from commlayer.errors import CorruptFrame
+from commlayer.gpu.launch import words
 
 BLOCK = 16
 COUNT_NBYTES, MASK_NBYTES = 4, 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from commlayer.compressors.device.launch import MOST_BLOCKS, THREADS, each, start
+from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start
 
 SEGMENT = 1024
 """As in cuda/int8.cu."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.device.dense import yes
-from commlayer.compressors.device.launch import each
+from commlayer.gpu.launch import each
 
 
 def nibbles_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, rest: torch.Tensor | None, block: int) -> bool:

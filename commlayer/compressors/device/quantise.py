@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.device.dense import finite_or_absorbed, yes
-from commlayer.compressors.device.launch import each
+from commlayer.gpu.launch import each
 
 
 def linear_encode(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.device.dense import yes
-from commlayer.compressors.device.launch import THREADS, each, start
 from commlayer.errors import CorruptFrame
+from commlayer.gpu.launch import THREADS, each, start
 
 TILE = 16 * THREADS
 """Elements that a block scans, as in cuda/select.cu."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from commlayer.compressors.device import sources
-from commlayer.compressors.device.kernel_call import Argument
+from commlayer.gpu import sources
+from commlayer.gpu.kernel_call import Argument
 
 MASK = (1 << 64) - 1
 OPTIONS = ("--std=c++17", "--fmad=false")

@@ -9,7 +9,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (PACKAGE.parent / "cuda", PACKAGE / "_cuda")
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Starts kernels by the launcher of a tensor's device, for the drivers of codecs. Knows launchers, not what a kernel does.
+"""Starts kernels by the launcher of a tensor's device, for their drivers. Knows launchers, not what a kernel does.
 
 A launcher is the seam between the drivers and the machine: CuPy's for CUDA, and in tests one that runs the same kernels on CPU
 tensors. Memory is torch's throughout; a launcher only passes addresses on.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from commlayer.compressors.device.kernel_call import Argument, Launcher
+from commlayer.gpu.kernel_call import Argument, Launcher
 
 THREADS = 256
 MOST_BLOCKS = 2048
@@ -32,7 +32,7 @@ def launcher(device: torch.device) -> Launcher:
     if found is None:
         if device.type != "cuda":
             raise ValueError(f"device codecs: {device} has no launcher, allowed is a CUDA device")
-        from commlayer.compressors.device.launch_cupy import CupyLauncher
+        from commlayer.gpu.launch_cupy import CupyLauncher
 
         found = _launchers.setdefault("cuda", CupyLauncher())
     return found

@@ -1,0 +1,89 @@
+"""A lazy optimizer under attach: sparse averages come as sparse gradients, and training is that of torch's optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attach_kit import Run, Setting, coordinators, data, play
+from pool_kit import pool
+from torch import nn
+
+from commlayer.optim import SparseAdamW, SparseSGD
+
+WORLD, STEPS = 2, 6
+KINDS: dict[str, tuple[Any, Any, dict[str, float]]] = {
+    "sgd": (SparseSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (SparseAdamW, torch.optim.AdamW, {"lr": 0.01}),
+}
+
+
+def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 400), nn.Tanh(), nn.Linear(400, 3))  # one weight of 4800 elements, the rest is small
+    ours, theirs, settings = KINDS[kind]
+    optimizer = (ours if lazy else theirs)(model.parameters(), **settings)
+    wrapped, layouts = run.wrap(model, optimizer=optimizer), []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        nn.functional.mse_loss(wrapped(data(run.rank, step)[0]), data(run.rank, step)[1]).backward()
+        layouts.append([p.grad is not None and p.grad.is_sparse for p in model.parameters()])
+        if cleared and step == 2:
+            continue  # the average is thrown away, so its entries are owed
+        optimizer.step()
+        if lazy:
+            optimizer.flush()
+    return {"layouts": layouts, **{name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def lazily_sgd(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=True)
+
+
+def densely_sgd(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=False)
+
+
+def lazily_adamw(run: Run) -> dict[str, Any]:
+    return train(run, "adamw", lazy=True)
+
+
+def densely_adamw(run: Run) -> dict[str, Any]:
+    return train(run, "adamw", lazy=False)
+
+
+def lazily_cleared(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=True, cleared=True)
+
+
+def densely_cleared(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=False, cleared=True)
+
+
+@pytest.mark.parametrize(("lazily", "densely"), [
+    (lazily_sgd, densely_sgd), (lazily_adamw, densely_adamw), (lazily_cleared, densely_cleared),
+])
+def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any, densely: Any) -> None:
+    ranks, found = pool(WORLD), []
+    for script in (lazily, densely):
+        with coordinators(1, WORLD, 1) as made:
+            setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.02)")
+            found.append(ranks.call(play, WORLD, script, setting))
+    sparse, dense = found
+    assert sparse[0]["layouts"] == [[True, False, False, False]] * STEPS
+    assert dense[0]["layouts"] == [[False] * 4] * STEPS
+    for name in set(sparse[0]) - {"layouts"}:
+        assert torch.equal(sparse[0][name], sparse[1][name]), "replicas stay the same to the last bit"
+        assert torch.allclose(sparse[0][name], dense[0][name], atol=1e-5)
+
+
+def dense_codec(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=True)
+
+
+def test_averages_with_many_entries_stay_dense() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        setting = Setting("module", tuple(each.address for each in made), "fp16()")
+        results = pool(WORLD).call(play, WORLD, dense_codec, setting)
+    assert results[0]["layouts"] == [[False] * 4] * STEPS
