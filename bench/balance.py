@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bench import balance_live, relink
+from bench import balance_live, balance_unmodelled, relink
 from bench.balance_plot import Band, Timeline, write_png
 from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
 from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, PlayedStep, moves, slow_after
@@ -97,7 +97,8 @@ RELAXED: Mapping[str, Callable[[PlayedCluster, int], Relaxed]] = {
 
 
 def run(quick: bool) -> Result:
-    parts = emulated(quick), balance_live.run(quick, PAPER, BATCH, ADDED_S), relink.run()
+    unmodelled = balance_unmodelled.run(quick)
+    parts = emulated(quick), unmodelled, balance_live.run(quick, PAPER, BATCH, ADDED_S), relink.run()
     rows = [row for part in parts for row in part["rows"]]
     return {"rows": rows, "summary": {key: value for part in parts for key, value in part["summary"].items()}}
 

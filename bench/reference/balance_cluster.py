@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from commlayer.balance.models import Line
+from commlayer.balance.models import Given, Line
 from commlayer.balance.solution import FREE, Communication, solve
 from commlayer.records import Record
 
@@ -39,6 +39,20 @@ class Disturbance(Record, frozen=True):
         return self.added_s * part, 1.0 + (self.factor - 1.0) * part
 
 
+class Unevenness(Record, frozen=True):
+    """What keeps a worker's time from being a line: it computes whole multiples of `wave` samples, and those beyond `room` take
+    `factor` times as long, as where memory spills over."""
+
+    wave: int = 1
+    room: int = 1 << 30
+    factor: float = 1.0
+
+    def worth(self, batch: int) -> float:
+        """So many samples' time a batch takes."""
+        whole = -(-batch // self.wave) * self.wave
+        return whole + (self.factor - 1.0) * max(0, whole - self.room)
+
+
 class PlayedCluster(Record, frozen=True):
     """Workers by their lines, who lives when, and what disturbs them."""
 
@@ -50,6 +64,8 @@ class PlayedCluster(Record, frozen=True):
     """Per worker the steps [from, to) in which it is there; empty: all of them always."""
     noise: float = 0.0
     seed: int = 0
+    uneven: tuple[Unevenness, ...] = ()
+    """Per worker; empty: lines hold for all."""
 
     def there(self, worker: int, step: int) -> bool:
         return not self.lives or self.lives[worker][0] <= step < self.lives[worker][1]
@@ -69,7 +85,7 @@ class PlayedCluster(Record, frozen=True):
         cap = self.caps[worker] if self.caps else None
         pieces = -(-batch // cap) if cap else 1
         line = self.truth(worker, step)
-        exact_s = pieces * line.intercept_s + batch * line.slope_s
+        exact_s = pieces * line.intercept_s + (self.uneven[worker].worth(batch) if self.uneven else batch) * line.slope_s
         return exact_s * (1.0 + self.noise * float(_noise(self.seed, step, len(self.lines))[worker]))
 
 
@@ -131,6 +147,8 @@ def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = F
     alive = tuple(worker for worker in range(len(cluster.lines)) if cluster.there(worker, step))
     caps = tuple(cluster.caps[worker] for worker in alive) if cluster.caps else None
     truth = tuple(cluster.truth(worker, step) for worker in alive)
+    if cluster.uneven:
+        return _uneven_s(truth, tuple(cluster.uneven[worker] for worker in alive), cluster.total)
     if communication is FREE:
         return _solved_s(truth, cluster.total, caps)
     named = Communication(lambda at: communication.seconds(tuple(alive[p] for p in at)), communication.overlap)
@@ -140,6 +158,13 @@ def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = F
 @lru_cache(maxsize=512)
 def _solved_s(truth: tuple[Line, ...], total: int, caps: tuple[int | None, ...] | None) -> float:
     return solve(truth, total, caps).iteration_s
+
+
+@lru_cache(maxsize=512)
+def _uneven_s(truth: tuple[Line, ...], uneven: tuple[Unevenness, ...], total: int) -> float:
+    curves: list[Given] = [lambda batch, line=line, one=one: line.time_s(one.worth(math.ceil(batch)))  # type: ignore[misc]
+                           for line, one in zip(truth, uneven, strict=True)]
+    return solve(curves, total).iteration_s
 
 
 def slow_after(run: Sequence[PlayedStep], start: int, stop: int) -> int:

@@ -1,0 +1,74 @@
+"""Shares where lines do not hold: GPUs whose time rises in stairs, memory that spills over; and the codec's ratio beside them.
+
+The default, which fits lines all the same, beside Nelder-Mead, which fits nothing. In virtual time; decisions are announced two
+steps ahead, and nobody is left out, as in a job. The last scenario is a false alarm: there lines hold and machines change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from bench import balance_rate
+from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, Unevenness, moves
+from bench.reference.balance_cluster import run as run_mode
+from bench.reference.balance_default import Ours
+from bench.reference.balance_search import OursThenSearch
+from bench.report import Result
+from commlayer.balance import Line
+from commlayer.balance.balancer import Policy
+
+LINES = (Line(0.59e-3, 6e-3), Line(0.58e-3, 7e-3), Line(0.9e-3, 8e-3), Line(1.2e-3, 9e-3))
+BATCH, NOISE = 512, 0.01
+EVEN = Unevenness()
+STAIRS = (Unevenness(32),) * 4
+KINDS = {
+    "stairs of 32 samples": STAIRS,
+    "one spills over 120 samples": (Unevenness(1, 120, 6.0), EVEN, EVEN, EVEN),
+    "stairs and spills": (Unevenness(32), Unevenness(1, 150, 6.0), Unevenness(64), Unevenness(16)),
+    "lines, with heat": (),
+}
+HEAT = (Disturbance(0, 60, 600, factor=1.6, ramp=60), Disturbance(1, 160, 600, factor=1.4, ramp=20))
+STEPS, LAST = 600, 50
+POLICY = Policy(exclude_gain=1.0, lead=2)
+MODES: dict[str, Callable[[PlayedCluster], Mode]] = {
+    "ours": lambda c: Ours(c, POLICY),
+    "ours, Nelder-Mead from step 40": lambda c: OursThenSearch(c, POLICY, at_step=40),
+    "ours, Nelder-Mead after two missed outcomes": lambda c: OursThenSearch(c, POLICY),
+}
+
+
+def run(quick: bool) -> Result:
+    """Means over seeds."""
+    seeds = range(1 if quick else 4)
+
+    def played(kind: str) -> list[PlayedCluster]:
+        heat = () if KINDS[kind] else HEAT
+        return [PlayedCluster(LINES, BATCH, disturbances=heat, noise=NOISE, seed=seed, uneven=KINDS[kind]) for seed in seeds]
+
+    rows = [row(kind, name, made, played(kind)) for kind in KINDS for name, made in MODES.items()]
+    rated = balance_rate.rows(played("stairs of 32 samples"), POLICY, STEPS)
+    return {"rows": rows + rated, "summary": {**gains(rows), **balance_rate.summary(rated)}}
+
+
+def row(kind: str, name: str, made: Callable[[PlayedCluster], Mode], clusters: list[PlayedCluster]) -> dict[str, Any]:
+    runs = [run_mode(made(cluster), cluster, STEPS) for cluster in clusters]
+    whole_s, oracle_s = (mean(getattr(step, what) for one in runs for step in one) for what in ("iteration_s", "oracle_s"))
+    return {
+        "scenario": kind, "mode": name, "iteration_ms": whole_s * 1e3, "oracle_gap_pct": 100 * (whole_s / oracle_s - 1),
+        "last_50_ms": 1e3 * mean(step.iteration_s for one in runs for step in one[-LAST:]),
+        "moves": mean(moves(one) for one in runs), "final": "/".join(map(str, runs[0][-1].shares)),
+    }  # fmt: skip
+
+
+def gains(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What the search gains over all steps: where it begins in any case, and where missed outcomes begin it."""
+    ours = {one["scenario"]: one["iteration_ms"] for one in rows if one["mode"] == "ours"}
+    _, always, missed = MODES
+    gained = {name: [100 * (1 - one["iteration_ms"] / ours[one["scenario"]]) for one in rows if one["mode"] == name]
+              for name in (always, missed)}
+    return {
+        "search_gain_pct_min": min(gained[always]), "search_gain_pct_max": max(gained[always]),
+        "search_if_missed_gain_pct_min": min(gained[missed]), "search_if_missed_gain_pct_max": max(gained[missed]),
+    }  # fmt: skip

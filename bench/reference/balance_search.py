@@ -1,0 +1,144 @@
+"""Nelder-Mead (scipy's) over the split of a batch, as a mode of the harness; alone, behind the balancer, or over a ratio, too.
+
+Knows what a mode may see: shares and measured times. No model of time, so the search learns nothing of single workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy.optimize import minimize
+
+from bench.reference.balance_cluster import PlayedCluster
+from bench.reference.balance_default import Ours
+from commlayer.balance.balancer import Policy
+from commlayer.balance.events import Outcome
+from commlayer.balance.rounding import apportion
+
+FIRST_MOVE = 0.05
+"""Of the batch, in each direction: smaller ones stay on a stair, larger ones are slow steps."""
+MOST = 120
+"""Splits that are tried."""
+HOLD = 2
+"""Steps that tell what a split takes."""
+MISSED, MISSES = 0.05, 2
+"""An outcome this far from what the lines promised was missed; after so many the lines are given up."""
+
+Split = tuple[int, ...]
+
+
+class _Enough(Exception):
+    """The search wants to know a cost that nobody has measured yet."""
+
+
+class Simplex:
+    """`ask` for the next split, `tell` what it cost. Everybody keeps at least one sample."""
+
+    def __init__(self, start: Sequence[int]) -> None:
+        self._start, self._told = tuple(start), list[float]()
+        self._asked: list[Split] = []
+        self._advance()
+
+    def ask(self) -> Split:
+        """In the end the best."""
+        return self._asked[-1]
+
+    def tell(self, cost: float) -> None:
+        if not self.done:
+            self._told.append(cost)
+            self._advance()
+
+    @property
+    def done(self) -> bool:
+        return len(self._told) >= len(self._asked)
+
+    def _advance(self) -> None:
+        """Runs scipy's search again on all that was told, up to the first split that nobody has measured."""
+        known = iter(self._told)
+        asked: list[Split] = []
+
+        def cost(point: np.ndarray) -> float:
+            asked.append(split_at(point, sum(self._start)))
+            if (told := next(known, None)) is None:
+                raise _Enough
+            return told
+
+        begin = np.array(self._start[:-1]) / sum(self._start)
+        try:
+            minimize(cost, begin, method="Nelder-Mead", options={
+                "maxfev": MOST, "xatol": 1 / sum(self._start), "fatol": 0.0,
+                "initial_simplex": [begin, *(begin + FIRST_MOVE * one for one in np.eye(len(begin)))],
+            })
+        except _Enough:
+            self._asked = asked
+        else:
+            best = int(np.argmin(self._told))
+            self._asked = [*asked[: len(self._told) - 1], asked[best]]
+
+
+def split_at(point: np.ndarray, total: int) -> Split:
+    """The parts of all but the last worker; whole shares of at least 1 that sum to the total."""
+    parts = np.maximum(np.append(point, 1.0 - point.sum()), 0.0)
+    return tuple(1 + share for share in apportion(parts.tolist(), total - len(parts)))
+
+
+class OursThenSearch:
+    """The default balancer, and from some step on Nelder-Mead from its shares, its splits announced as far ahead."""
+
+    def __init__(self, cluster: PlayedCluster, policy: Policy, at_step: int | None = None) -> None:
+        """`at_step`: then in any case. Otherwise when outcomes were not what was promised."""
+        self._ours, self._at, self._lead = Ours(cluster, policy), at_step, policy.lead
+        self.simplex: Simplex | None = None
+        self._missed = 0
+        self._split: Sequence[int] = ()
+        self._coming: list[tuple[int, Split]] = []
+        self._took_s: list[float] = []
+
+    def shares(self, step: int) -> Sequence[int]:
+        if self.simplex is None:
+            return self._ours.shares(step)
+        while self._coming and self._coming[0][0] <= step:
+            self._split = self._coming.pop(0)[1]
+        return self._split
+
+    def observe(self, step: int, times_s: Sequence[float]) -> None:
+        if self.simplex is None:
+            self._ours.observe(step, times_s)
+            self._begin(step)
+        elif not self._coming and not self.simplex.done:
+            self._took_s.append(max(times_s))
+            if len(self._took_s) == HOLD:
+                self.simplex.tell(sum(self._took_s) / HOLD)
+                self._announce(step)
+
+    def _begin(self, step: int) -> None:
+        events = self._ours.balancer.events
+        self._missed += sum(isinstance(event, Outcome) and abs(event.error) > MISSED for event in events)
+        events.clear()
+        if self._missed >= MISSES if self._at is None else step >= self._at:
+            self._split = self._ours.shares(step + 1)
+            self.simplex = Simplex(self._split)
+            self._announce(step)
+
+    def _announce(self, step: int) -> None:
+        assert self.simplex is not None
+        self._took_s = []
+        self._coming = [(step + self._lead, self.simplex.ask())]
+
+
+def split_and_rate(
+    cost_s: Callable[[Sequence[int], float], float], start: Sequence[int], rate: float, rates: tuple[float, float], most: int,
+) -> None:
+    """The same over all shares and the logarithm of a rate; `cost_s` runs a step. At most so many."""
+    total, (low, high) = sum(start), map(math.log, rates)
+    scale = 10.0
+    """A first move of the rate is by half its size."""
+
+    def at(point: np.ndarray) -> float:
+        return cost_s(split_at(point[:-1], total), math.exp(min(max(point[-1] * scale, low), high)))
+
+    begin = np.array([*(share / total for share in start[:-1]), math.log(rate) / scale])
+    moved = [begin, *(begin + FIRST_MOVE * one for one in np.eye(len(begin)))]
+    minimize(at, begin, method="Nelder-Mead", options={"maxfev": most, "initial_simplex": moved})
