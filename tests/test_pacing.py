@@ -244,6 +244,16 @@ def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> N
     assert codec.inner.ask(state["inner"], 0.1).most == 2, "there are no more"
 
 
+def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> None:
+    """Fragments of local steps go in turns: that more is asked than was sent before tells nothing until it is sent."""
+    codec, spec = paced("topk(0.02)"), Spec((5000,))
+    state, out = codec.init(spec), codecs_kit.room(codec, spec)
+    codec.start(codecs_kit.noise(5000), state, out)
+    before = codec.inner.ask(state["inner"], 0.02)
+    codec.inner.tell(state["inner"], 400)
+    assert codec.inner.ask(state["inner"], 0.02) == before._replace(now=400)
+
+
 # ---- plans
 
 
