@@ -78,10 +78,10 @@ class Config(Record, frozen=True):
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
     ratio_over: RatioOver = "bucket"
-    """For plans that commlayer makes in training (of one codec, or "auto"): whether a sparse codec's ratio is that of each
-    bucket, or of all of a plan together, with one threshold for all."""
+    """Whether a sparse codec's ratio is that of each bucket, or of all of a plan together, with one threshold for all. "bucket"
+    leaves it to the plan."""
     warmup: Count = 0
-    """For the same plans: steps over which the ratios of sparse codecs come down from 25 %."""
+    """Steps over which the ratios of sparse codecs come down from 25 %. 0 leaves it to the plan."""
     backend: Backend = "auto"
     codec_threads: Threads = 0
     """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""

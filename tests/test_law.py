@@ -195,10 +195,10 @@ def hold(r: kit.Rig, codec: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("inner", ["topk(0.3)", "int8(64)"])
-def test_estimates_of_both_sides_stay_one(inner: str) -> None:
+@pytest.mark.parametrize(("inner", "fields"), [("topk(0.3)", {}), ("topk(0.1)", {"ratio_over": "plan"}), ("int8(64)", {})])
+def test_estimates_of_both_sides_stay_one(inner: str, fields: dict[str, Any]) -> None:
     """ef21 owes nothing: its law is that the server's estimate is the sum of the workers', whatever becomes of a step."""
-    with rig(f"ef21({inner})") as r:
+    with rig(f"ef21({inner})", **fields) as r:
         accounts = [Account() for _ in range(WORLD)]
         for number, (name, event) in enumerate(EVENTS.items()):
             happen(r, "ef21", event, number * STEPS, accounts)

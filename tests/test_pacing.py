@@ -16,6 +16,10 @@ from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
 from commlayer.compressors.checkpoint import number
 from commlayer.compressors.paced import CAP, Paced, pace
 from commlayer.compressors.warmup import FIRST
+from commlayer.job.autoplan.driver import AutoPlan
+from commlayer.job.connection import Connection
+from commlayer.job.stale_plan import StalePlanWatch
+from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
 from commlayer.runtime.plan_check import unsuited
@@ -240,6 +244,16 @@ def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> N
     assert codec.inner.ask(state["inner"], 0.1).most == 2, "there are no more"
 
 
+def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> None:
+    """Fragments of local steps go in turns: that more is asked than was sent before tells nothing until it is sent."""
+    codec, spec = paced("topk(0.02)"), Spec((5000,))
+    state, out = codec.init(spec), codecs_kit.room(codec, spec)
+    codec.start(codecs_kit.noise(5000), state, out)
+    before = codec.inner.ask(state["inner"], 0.02)
+    codec.inner.tell(state["inner"], 400)
+    assert codec.inner.ask(state["inner"], 0.02) == before._replace(now=400)
+
+
 # ---- plans
 
 
@@ -249,3 +263,31 @@ def test_a_plan_says_only_what_there_is() -> None:
         "warmup is -1, allowed: at least 0", "ratio_over is 'all', allowed: 'bucket' or 'plan'"]
     assert not verify(replace(made, ratio_over="plan", warmup=100), kit.job(SHAPES))
     assert not unsuited(replace(made, ratio_over="plan", warmup=100), 2, 1)
+
+
+def watched(made: Plan) -> tuple[Connection, kit.Rig]:
+    connection, rig = Connection(), kit.Rig(1, "", shapes=SHAPES, plan=made)
+    connection.plan, connection.worker = made, rig.workers[0]
+    return connection, rig
+
+
+def test_automatic_planning_begins_behind_a_warmup() -> None:
+    connection, rig = watched(plan(warmup=5))
+    with rig:
+        connection.auto = True
+        auto = AutoPlan(connection, rig.job)
+        for step, looked in ((0, 0), (4, 0), (5, 1)):
+            rig.workers[0].step = step
+            auto.after_step()
+            assert auto._state.step == looked
+
+
+def test_a_plan_is_not_stale_for_what_a_warmup_sends() -> None:
+    connection, rig = watched(plan(warmup=5, step_s=1e-9))
+    with rig:
+        watch = StalePlanWatch(connection)
+        for step, stale in ((4, 0), (5, 1)):
+            rig.workers[0].step = step
+            for _ in range(PATIENCE + 3):
+                watch()
+            assert len(connection.events) == stale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -32,7 +33,7 @@ def job_of(*shapes: tuple[int, ...]) -> Job:
     return Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(shapes)))
 
 
-def asked_for(plan: object, job: Job, **config: int) -> Plan:
+def asked_for(plan: object, job: Job, **config: Any) -> Plan:
     return requested_plan.settle(plan, job, Config(**config), 2, 1)
 
 
@@ -44,6 +45,19 @@ def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch:
     job = job_of((300, 20), (20,))
     assert asked_for(text, job) == asked_for(parse(text), job)
     assert basis_of(text) is None
+
+
+@pytest.mark.parametrize("kind", ["codec", "auto", "plan", "file"])
+def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_path: Path) -> None:
+    job, settings = job_of((300, 20), (20,)), {"ratio_over": "plan", "warmup": 40}
+    plain = asked_for("topk(0.05)", job)
+    (tmp_path / "plan.json").write_text(written(plain))
+    plan: Any = {"codec": "topk(0.05)", "auto": "auto", "plan": plain, "file": tmp_path / "plan.json"}[kind]
+    made = asked_for(plan, job, **settings)
+    assert (made.ratio_over, made.warmup) == ("plan", 40)
+    assert made.buckets == asked_for(plan, job).buckets
+    assert asked_for(made, job) == made
+    assert asked_for(made, job, warmup=7) == structs.replace(made, warmup=7)
 
 
 def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

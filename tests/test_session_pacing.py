@@ -8,7 +8,7 @@ import pytest
 import torch
 from attach_kit import Run, Setting, loss_of, mlp, weights
 from msgspec.structs import replace
-from pool_kit import Servers, pool
+from pool_kit import Servers, pool, quick
 
 import commlayer
 
@@ -40,8 +40,8 @@ class Training:
         return weights(self.model) | {"sent": self.sent, "asked": asked, "plain": plain}
 
 
-def setting(servers: Servers, how: str = "module") -> Setting:
-    return Setting(how, (servers.address,), "topk(ratio=0.05)", servers=SERVERS, fields=FIELDS)
+def setting(servers: Servers, how: str = "module", per_node: int = 1) -> Setting:
+    return Setting(how, (servers.address,), "topk(ratio=0.05)", per_node, SERVERS, fields=FIELDS)
 
 
 def plainly(rank: int, where: Setting) -> dict[str, Any]:
@@ -52,10 +52,11 @@ def plainly(rank: int, where: Setting) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_two_settings_are_all_that_it_takes(how: str) -> None:
+@pytest.mark.parametrize(("how", "per_node"), [("module", 1), ("ddp", 1), ("module", 2)])
+def test_two_settings_are_all_that_it_takes(how: str, per_node: int) -> None:
+    """Of two ranks in a node each divides among the buckets that it owns."""
     with Servers(WORLD, SERVERS) as servers:
-        results = pool(WORLD).call(plainly, setting(servers, how))
+        results = pool(WORLD).call(plainly, setting(servers, how, per_node))
     for told in results:
         assert told["sent"][0] > 2.5 * told["sent"][-1]
         assert sum(told["asked"]) == sum(told["plain"])
@@ -111,3 +112,31 @@ def test_what_was_saved_goes_on_bit_for_bit(half: int, tmp_path: Any) -> None:
         assert second["asked"] == whole["asked"]
         for name in weights(mlp(width=64)):
             assert torch.equal(whole[name], second[name]), name
+
+
+def locally(rank: int, address: str, how: dict[str, Any]) -> dict[str, Any]:
+    run, model = Run(rank, WORLD, None), mlp(width=64)
+    run.parts = [rank]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    config = quick(join=address, **dict(FIELDS))
+    with commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05), config=config, **how) as session:
+        for step in range(32):
+            optimizer.zero_grad()
+            loss_of(run, model, step).backward()
+            optimizer.step()
+        session.drain()
+        coded = session.inspect.connection.worker.coded
+        return weights(model) | {"asked": [bucket.state["inner"]["asked"] for bucket in coded],
+                                 "plain": [-(-bucket.numel // 20) for bucket in coded]}
+
+
+@pytest.mark.parametrize("how", [{"codes": "updates"}, {"every": 4}, {"every": 4, "overlap": "round", "fragments": 2}], ids=str)
+def test_changes_of_weights_are_divided_likewise(how: dict[str, Any]) -> None:
+    """Also where a part of the buckets goes in each turn."""
+    with Servers(WORLD) as servers:
+        results = pool(WORLD).call(locally, servers.address, how)
+    for told in results:
+        assert sum(told["asked"]) == sum(told["plain"])
+        assert told["asked"] != told["plain"]
+    for name in weights(mlp(width=64)):
+        assert torch.equal(results[0][name], results[1][name])

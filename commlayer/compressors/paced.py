@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NUMBERS: Mapping[str, tuple[float, float]] = {
     "asked": (0, payload.MAX_NUMEL),
     "sent": (-1, payload.MAX_NUMEL),
+    "there": (0, payload.MAX_NUMEL),
     "least": (0.0, HUGE),
 }
 """What the numbers of a state may be, beside `slope`, whose limits are the threshold's."""
@@ -47,7 +48,8 @@ UNKNOWN = -1
 
 class Paced(Wrapper, frozen=True):
     """State: `asked`, the entries of the next payload; the inner state, whose memory is made anew when that changes; and on a
-    worker, of the last payload, `sent`, the `least` magnitude in it and `slope`, how steeply counts fall above that."""
+    worker, of the last payload, `sent`, the `least` magnitude in it and `slope`, how steeply counts fall above that, and how
+    many entries are `there` to be sent, where all that are not zero were."""
 
     name: ClassVar[str] = "paced"
 
@@ -67,7 +69,7 @@ class Paced(Wrapper, frozen=True):
         return max(int(self._at(self._count(spec, self.utmost), spec).bound(spec)), int(self.inner.bound(spec)))
 
     def init(self, spec: Spec) -> State:
-        return self.init_server(spec) | {"sent": UNKNOWN, "least": 0.0, "slope": SLOPES[0]}
+        return self.init_server(spec) | {"sent": UNKNOWN, "there": spec.numel, "least": 0.0, "slope": SLOPES[0]}
 
     def init_server(self, spec: Spec) -> State:
         asked = self._count(spec, self.inner.ratio)
@@ -82,12 +84,11 @@ class Paced(Wrapper, frozen=True):
 
     def ask(self, state: State, ratio: float) -> Ask:
         """What there is to say about a bucket whose share is that ratio now."""
-        spec, now, sent = state["_spec"], state["asked"], state["sent"]
+        spec, sent = state["_spec"], state["sent"]
         plain = self._count(spec, ratio)
         fewest, most = max(1, plain // CAP), self._count(spec, min(self.utmost, CAP * ratio))
-        if UNKNOWN < sent < ENOUGH * now:
-            most = max(fewest, min(most, sent))  # it has no more that are not zero
-        return Ask(now, fewest, plain, most, None if sent == UNKNOWN else Tail(sent, state["least"], state["slope"]))
+        most = max(fewest, min(most, state["there"]))
+        return Ask(state["asked"], fewest, plain, most, None if sent == UNKNOWN else Tail(sent, state["least"], state["slope"]))
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
@@ -143,6 +144,7 @@ class Paced(Wrapper, frozen=True):
 
     def _learn(self, state: State, sent: int) -> None:
         state["sent"] = sent
+        state["there"] = sent if 0 < sent < ENOUGH * state["asked"] else state["_spec"].numel
         if sent <= 0:
             return
         magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()

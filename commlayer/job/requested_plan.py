@@ -28,7 +28,17 @@ Tell = Callable[[str], None]
 
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False) -> Plan:
-    """A plan for so many ranks. `updates`: what is coded is the change of weights."""
+    """A plan for so many ranks. What settings say of its ratios counts; where they say nothing, what the plan says itself.
+
+    `updates`: what is coded is the change of weights.
+    """
+    made = _made(plan, job, config, world, per_node, updates)
+    if config.ratio_over != "bucket":
+        made = structs.replace(made, ratio_over=config.ratio_over)
+    return structs.replace(made, warmup=config.warmup) if config.warmup else made
+
+
+def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, updates: bool) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -42,11 +52,10 @@ def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, up
         codec = str(plan)
         path_name = "service"
     servers = nodes if config.servers == "each" else 1
-    made = planner.default_plan(
+    return planner.default_plan(
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
     )
-    return structs.replace(made, ratio_over=config.ratio_over, warmup=config.warmup)
 
 
 def is_file(plan: Any) -> bool:

@@ -96,6 +96,8 @@ class AutoPlan:
         assert worker is not None
         if not (self._connection.auto or self._state.keep):
             return  # somebody has asked for a plan since
+        if worker.step < worker.plan.warmup:
+            return  # on all ranks: what steps take then says nothing of the plan
         step_s = time.perf_counter() - self._ended if self._ended else 0.0
         if self._reports is not None:
             self._reports.step(step_s)
