@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "sparse": "bench.sparse",
     "tuning": "bench.tuning",
     "wan": "bench.wan",
+    "ways": "bench.ways",
 }
 
 

@@ -80,9 +80,9 @@ class Task:
         edge = len(ids) * 9 // 10
         self._learnt, self._held = ids[:edge], ids[edge:]
 
-    def model(self, seed: int = 0) -> GPT:
+    def model(self, seed: int = 0, *, width: int = WIDTH) -> GPT:
         torch.manual_seed(seed)
-        return GPT(self.characters)
+        return GPT(self.characters, width)
 
     def loss(self, model: nn.Module, rank: int, step: int, sequences: int = SEQUENCES) -> torch.Tensor:
         chosen = torch.Generator().manual_seed(1_000_003 * step + rank)
