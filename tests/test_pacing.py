@@ -24,6 +24,7 @@ from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
 from commlayer.runtime.plan_check import unsuited
 from commlayer.runtime.plan_handover import hand_over
+from commlayer.runtime.worker import Worker
 
 SHAPES: list[tuple[int, ...]] = [(40_000,), (20_000,), (6000,), (6000,), (500,)]
 SCALES = [0.2, 1.0, 3.0, 0.05, 1.0]
@@ -155,6 +156,18 @@ def test_late_buckets_are_paced_with_the_others() -> None:
             assert max(asked) > 3 * math.ceil(0.02 * 6000)
 
 
+@pytest.mark.parametrize("path", ["service", "encode@cpu all.allgather decode@cpu"])
+def test_buckets_that_another_rank_codes_have_nothing_to_hand_over(path: str) -> None:
+    made = replace(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), ranks_per_node=2)
+    made = replace(made, buckets=tuple(replace(b, path=path, owner=1) for b in made.buckets))
+    codecs = {b.id: codec_of(b, 0, made) for b in made.buckets}
+    before, after = (Worker(kit.job(SHAPES), made, codecs, torch.device("cpu")) for _ in range(2))
+    hand_over(before, after)
+    assert not any(bucket.pace for bucket in after.buckets)
+    before.close()
+    after.close()
+
+
 @pytest.mark.parametrize("cut_nbytes", [1 << 20, 1 << 14])
 def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
     """The first step under the next plan divides entries as the last one did, whether or not buckets are cut alike."""
@@ -171,6 +184,24 @@ def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
         has = by_tensor(later.workers[0])
     assert had[2] > 4 * 0.02 * 6000
     assert has == pytest.approx([entries / 2 for entries in had], rel=0.05, abs=10)
+
+
+def test_codecs_whose_states_were_restored_are_told_again() -> None:
+    """To go back in a running job may be to take the same step once more."""
+    with kit.Rig(1, "", shapes=SHAPES, plan=plan(warmup=8)) as rig:
+        worker = rig.workers[0]
+        before = by_tensor(worker)
+        saved = [snapshot(bucket.state) for bucket in worker.buckets]
+        kit.step(worker, list(gradients(0, 0)))
+        told = by_tensor(worker)
+        assert told[0] == FIRST * 40_000 > before[0]
+        for bucket, state in zip(worker.buckets, saved, strict=True):
+            restore(bucket.state, state)
+            bucket.forget()
+        worker.step = 0
+        assert by_tensor(worker) == before
+        worker.buckets[0].pace.begin(0)
+        assert by_tensor(worker) == told
 
 
 def by_tensor(worker: Any) -> list[int]:
