@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from ranks_kit import ROOT, clean_environment
 from torch import nn
 
 from bench.virtual_workers import VirtualWorkers
@@ -254,3 +258,14 @@ def test_the_virtual_workers_average_is_the_mean() -> None:
         mean, _ = workers.average(own)
         for got, *parts in zip(mean, *own, strict=True):
             assert torch.allclose(got, sum(parts, torch.zeros_like(got)) / 3, atol=1e-6)
+
+
+def test_the_example_learns_and_sends_a_bit_each_way() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    nodes = clean_environment() | {"COMMLAYER_RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, "examples/clan.py"], cwd=ROOT, env=nodes, text=True, stdin=subprocess.DEVNULL,
+                          capture_output=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    loss, up, down, dense = map(float, re.findall(r"[\d.]+", done.stdout))
+    assert loss < 0.5
+    assert max(up, down) < dense / 20

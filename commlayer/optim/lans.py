@@ -117,9 +117,8 @@ class LANS(torch.optim.Optimizer):
 class CLAN(LANS):
     """Compressed LANS: for gradients that were coded on their way to the servers and back, with residuals at both ends.
 
-    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021), as its code
-    runs it: gradients are not normalised. What is coded anew each step, tensor by tensor more or less of what is owed, differs
-    in length from step to step, and that says how much it counts.
+    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021). As its code
+    runs it, gradients are not normalised. The coding is the plan's: any codec whose sums servers code again.
 
     >>> optimizer = CLAN(model.parameters(), lr=2e-3)           # doctest: +SKIP
     >>> session = commlayer.attach(model, optimizer, plan=commlayer.compressors.onebit())       # doctest: +SKIP
