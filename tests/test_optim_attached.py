@@ -13,21 +13,37 @@ from torch import nn
 from commlayer.optim import SparseAdamW, SparseSGD
 
 WORLD, STEPS = 2, 6
+FIRST, SPARE = 0, 2
+"""Places of the large weights among the parameters."""
 KINDS: dict[str, tuple[Any, Any, dict[str, float]]] = {
     "sgd": (SparseSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "adamw": (SparseAdamW, torch.optim.AdamW, {"lr": 0.01}),
 }
 
 
+class Net(nn.Module):
+    """Two weights of 4800 elements, one of which only some steps use; the rest is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = nn.Linear(12, 400), nn.Linear(12, 400), nn.Linear(400, 3)
+
+    def forward(self, x: torch.Tensor, *, spare: bool) -> torch.Tensor:
+        inner = self.first(x) + self.spare(x) if spare else self.first(x)
+        out: torch.Tensor = self.last(inner.tanh())
+        return out
+
+
 def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 400), nn.Tanh(), nn.Linear(400, 3))  # one weight of 4800 elements, the rest is small
+    model = Net()
     ours, theirs, settings = KINDS[kind]
     optimizer = (ours if lazy else theirs)(model.parameters(), **settings)
     wrapped, layouts = run.wrap(model, optimizer=optimizer), []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        nn.functional.mse_loss(wrapped(data(run.rank, step)[0]), data(run.rank, step)[1]).backward()
+        x, y = data(run.rank, step)
+        nn.functional.mse_loss(wrapped(x, spare=step % 3 == 0), y).backward()
         layouts.append([p.grad is not None and p.grad.is_sparse for p in model.parameters()])
         if cleared and step == 2:
             continue  # the average is thrown away, so its entries are owed
@@ -71,8 +87,9 @@ def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any
             setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.02)")
             found.append(ranks.call(play, WORLD, script, setting))
     sparse, dense = found
-    assert sparse[0]["layouts"] == [[True, False, False, False]] * STEPS
-    assert dense[0]["layouts"] == [[False] * 4] * STEPS
+    assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
+    assert sum(layout[SPARE] for layout in sparse[0]["layouts"]) >= STEPS / 3
+    assert not any(any(layout) for layout in dense[0]["layouts"])
     for name in set(sparse[0]) - {"layouts"}:
         assert torch.equal(sparse[0][name], sparse[1][name]), "replicas stay the same to the last bit"
         assert torch.allclose(sparse[0][name], dense[0][name], atol=1e-5)
@@ -86,4 +103,4 @@ def test_averages_with_many_entries_stay_dense() -> None:
     with coordinators(1, WORLD, 1) as made:
         setting = Setting("module", tuple(each.address for each in made), "fp16()")
         results = pool(WORLD).call(play, WORLD, dense_codec, setting)
-    assert results[0]["layouts"] == [[False] * 4] * STEPS
+    assert not any(layout[FIRST] for layout in results[0]["layouts"])

@@ -25,7 +25,7 @@ from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.sparse_averages import hand_over, stepped_lazily
+from commlayer.runtime.sparse_averages import hand_over, make_dense, stepped_lazily
 from commlayer.runtime.write_gradients import targets_of
 
 
@@ -91,6 +91,7 @@ class ModuleDriver:
             self._end()
 
     def drain(self) -> bool:
+        make_dense(self._lazy)
         return self._loop.drain(self._parameters)
 
     def detach(self) -> None:
@@ -113,6 +114,7 @@ class ModuleDriver:
         self._attached.check(self._loop.worker.latch)
         if self._loop.count_local():
             return
+        make_dense(self._lazy)
         buffers = self._buffers_now()
         averages = self._loop.average([*(p.grad for p in self._parameters), *buffers],
                                       lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])

@@ -42,3 +42,10 @@ def hand_over(parameters: Sequence[nn.Parameter]) -> None:
         count, beyond, finite = kernels.select(p.grad.view(-1), None, SMALLEST, 0, idx, values)
         if finite and not beyond:
             p.grad = sparse_gradient(idx[:count], values[:count], p.shape)
+
+
+def make_dense(parameters: Sequence[nn.Parameter]) -> None:
+    """Ahead of an exchange: what is left of the last one's, to which this backward pass has added nothing."""
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
