@@ -20,6 +20,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4": {"plan": "int4()"},
     "topk 1 %, gradients": {"plan": SPARSE},
     "topk 1 %, updates": {"plan": SPARSE, "codes": "updates"},
+    "topk 1 % of all, gradients": {"plan": SPARSE, "config": {"ratio_over": "plan"}},
+    "topk 1 % of all, updates": {"plan": SPARSE, "config": {"ratio_over": "plan"}, "codes": "updates"},
     "int4, updates": {"plan": "int4()", "codes": "updates"},
     "every=4, int4": {"plan": "int4()", "every": 4},
     "every=4, int4, overlapped": {"plan": "int4()", "every": 4, "overlap": "round"},

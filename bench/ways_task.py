@@ -113,7 +113,8 @@ def learn(task: Task, attached: dict[str, Any], steps: int, looks: int = 3) -> d
     """Trains with AdamW, attached that way. The validation loss at `looks` places, and what it took."""
     rank, model = dist.get_rank(), task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    session = commlayer.attach(model, optimizer, config={"ranks_per_node": 1}, **attached)
+    config = {"ranks_per_node": 1} | attached.get("config", {})
+    session = commlayer.attach(model, optimizer, **attached | {"config": config})
     losses, began = {}, time.perf_counter()
     for step in range(1, steps + 1):
         optimizer.zero_grad()
