@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "planner": "bench.planner",
     "tuning": "bench.tuning",
     "wan": "bench.wan",
+    "wire": "bench.wire",
 }
 
 
