@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "tuning": "bench.tuning",
     "wan": "bench.wan",
     "ways": "bench.ways",
+    "wire": "bench.wire",
 }
 
 

@@ -52,7 +52,7 @@ def test_golden_bytes(name: str) -> None:
 def test_the_documented_offsets() -> None:
     data = wire(FULL, b"abc")
     assert HEADER_NBYTES == 68
-    assert data[:8] == b"CML2" + bytes([2, Kind.PUSH, Flag.AGAIN, 1])
+    assert data[:8] == b"CML2" + bytes([framing.VERSION, Kind.PUSH, Flag.AGAIN, 1])
     assert struct.unpack_from("<IIIHHHH", data, 8) == (7, 123456, 42, 2, 5, 3, 17)
     assert data[28:32] == bytes([9, 0, 0, 0])
     assert struct.unpack_from("<QQff", data, 32) == ((1 << 63) | 5, (1 << 62) | 3, 0.75, 1.5)
@@ -136,7 +136,7 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
-    (4, 3, "frame version 3, here 2"),
+    (4, 2, "frame version 2, here 3"),
     (5, 0, "unknown kind 0"),
     (5, 77, "unknown kind 77"),
     (6, 0x80, "flags 0x80"),

@@ -56,21 +56,25 @@ def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
     return closing(list(Hub().mesh(range(n))))
 
 
-def connect_all(transports: list[TcpTransport]) -> None:
+FAR = "127.0.0.2"
+"""An end that listens here seems to be on another machine to who dials it, and the other way round."""
+
+
+def connect_all(transports: list[TcpTransport], host: str = "127.0.0.1") -> None:
     """Every pair, the lower rank dialling; both ends are ready when it returns."""
     ready = Header(Kind.DATA, bucket=2**32 - 1)
     for i, dialler in enumerate(transports):
         for acceptor in transports[i + 1 :]:
-            dialler.dial(acceptor.rank, acceptor.listen(), soon())
+            dialler.dial(acceptor.rank, acceptor.listen(host), soon())
             dialler.send(acceptor.rank, ready)
             acceptor.wait(acceptor.recv(dialler.rank, key(ready)), soon())
 
 
 @contextlib.contextmanager
-def tcp_mesh(n: int, settings: Settings = SMALL_BUFFERS) -> Iterator[list[Transport]]:
+def tcp_mesh(n: int, settings: Settings = SMALL_BUFFERS, host: str = "127.0.0.1") -> Iterator[list[Transport]]:
     transports = [TcpTransport(Hello("test", rank), settings=settings) for rank in range(n)]
     with closing(list(transports)) as mesh:
-        connect_all(transports)
+        connect_all(transports, host)
         yield mesh
 
 
@@ -89,7 +93,14 @@ def faulty_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
     return closing([faulty(t, ()) for t in Hub().mesh(range(n))])
 
 
-MESHES: dict[str, Mesh] = {"loopback": loopback_mesh, "tcp": tcp_mesh, "shaped": shaped_mesh, "faulty": faulty_mesh}
+def far_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
+    """TCP between machines: large bodies go in parts, and there is a limit to what is under way."""
+    return tcp_mesh(n, host=FAR)
+
+
+MESHES: dict[str, Mesh] = {
+    "loopback": loopback_mesh, "tcp": tcp_mesh, "far": far_mesh, "shaped": shaped_mesh, "faulty": faulty_mesh,
+}
 
 
 def in_threads(transports: list[Transport], work: Callable[[Transport], T]) -> list[T]:

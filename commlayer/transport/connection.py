@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
-from commlayer.transport import framing, mailbox
+from commlayer.transport import credit, framing, mailbox
 from commlayer.transport.crc import crc32c
+from commlayer.transport.credit import Credit
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.pacing import Pacer
+from commlayer.transport.parts import Assembly, cut
 from commlayer.transport.protocol import Header, Kind, Message, peer_name
 
 INLINE_NBYTES = 64 << 10
 """On an idle wire, bodies up to this go out on the caller's thread, as far as they go without blocking."""
-
 _LAST = 1 << 32
 """After every step: where BYE waits its turn."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
@@ -57,29 +58,58 @@ def _on_one_machine(sock: socket.socket) -> bool:
 
 
 class _Outgoing:
-    """A frame that is queued or partly on the wire."""
+    """A frame that is queued or partly on the wire; a large one goes in parts, once `cut` has said how large these are."""
 
     def __init__(self, operation: Operation, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
         self._body = memoryview(body).cast("B")
         self._packed = framing.pack(header, len(self._body))
+        self._parts = [(0, len(self._body))]
+        self._next = 0
         self._left: list[memoryview] | None = None
 
     @property
     def nbytes(self) -> int:
         return len(self._body)
 
+    @property
+    def out(self) -> bool:
+        return self._next == len(self._parts)
+
+    def cut(self, part_nbytes: int) -> None:
+        """Once, before the first part."""
+        if self._next == 0 and self._left is None:
+            self._parts = cut(len(self._body), part_nbytes)
+
+    def part_nbytes(self) -> int:
+        start, stop = self._parts[self._next]
+        return stop - start
+
     def write(self, sock: socket.socket, flags: int) -> bool:
-        """One system call's worth. Whether all is out."""
+        """One system call's worth of a part. Whether that part is out."""
         if self._left is None:
-            head = framing.seal(self._packed, crc32c(self._body))
-            self._left = [memoryview(head), self._body] if self._body else [memoryview(head)]
+            self._left = self._pieces()
         n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
         while self._left and n >= len(self._left[0]):
             n -= len(self._left.pop(0))
-        if self._left and n:
+        if self._left:
             self._left[0] = self._left[0][n:]
-        return not self._left
+            return False
+        self._left = None
+        self._next += 1
+        return True
+
+    def _pieces(self) -> list[memoryview]:
+        start, stop = self._parts[self._next]
+        body, packed = self._body[start:stop], self._packed
+        if len(self._parts) > 1:
+            packed = framing.pack(self.header._replace(part=self._next, parts=len(self._parts)), len(body))
+        head = memoryview(framing.seal(packed, crc32c(body)))
+        return [head, body] if body else [head]
+
+
+_Item = tuple[int, int, int, _Outgoing]
+"""A frame behind what it is sorted by."""
 
 
 class Connection:
@@ -89,13 +119,17 @@ class Connection:
         self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
     ) -> None:
         self.peer = peer
-        self._pacer = None if _on_one_machine(sock) else pacer
+        near = _on_one_machine(sock)
+        self._pacer = None if near else pacer
+        self._credit = None if near or not credit.SUPPORTED else Credit()
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
+        self._assembly = Assembly(reader.allocate, lambda: reader.max_nbytes, lambda: box.max_kept_nbytes)
+        reader.place = self._assembly.place
         self._work = threading.Condition()
-        self._queue: list[tuple[int, int, int, _Outgoing]] = []
+        self._queue: list[_Item] = []
         self._seq = 0
         self._busy = False  # somebody is writing a frame
-        self._rest: _Outgoing | None = None  # a frame that a caller began and the sender thread must finish
+        self._rest: _Item | None = None  # a frame that a caller began and the sender thread must finish
         self._users = 2  # threads that may be inside a system call on the socket; the last one out closes it
         self._over: CommError | None = None
         name = peer_name(peer)
@@ -110,24 +144,26 @@ class Connection:
 
     def send(self, operation: Operation, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
+        inline_nbytes = INLINE_NBYTES if self._credit is None else min(INLINE_NBYTES, self._credit.part_nbytes)
         with self._work:
             over = self._over
-            inline = over is None and not (self._busy or self._queue) and len(body) <= INLINE_NBYTES and not last
+            self._seq += 1
+            item = (_LAST if last else header.step, header.order, self._seq, frame)
+            inline = over is None and not (self._busy or self._queue) and len(body) <= inline_nbytes and not last
             if inline:
                 self._busy = True
                 self._users += 1
             elif over is None:
-                self._seq += 1
-                heapq.heappush(self._queue, (_LAST if last else header.step, header.order, self._seq, frame))
+                heapq.heappush(self._queue, item)
                 if not self._busy:
                     self._work.notify()
         if over is not None:
             operation.fail(over)
         elif inline:
-            self._write_inline(frame)
+            self._write_inline(item)
 
-    def _write_inline(self, frame: _Outgoing) -> None:
-        done, error = False, None
+    def _write_inline(self, item: _Item) -> None:
+        frame, done, error = item[-1], False, None
         try:
             done = frame.write(self._sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -138,7 +174,7 @@ class Connection:
             if done or error or self._over:
                 self._busy = False
             else:
-                self._rest = frame
+                self._rest = item
             if self._queue or self._rest:
                 self._work.notify()
         if error is not None:
@@ -150,11 +186,11 @@ class Connection:
         self._leave()
 
     def _send_loop(self) -> None:
-        while (frame := self._next()) is not None:
+        while (item := self._next()) is not None:
+            frame = item[-1]
             try:
                 self._pace(frame)
-                while not frame.write(self._sock, 0):
-                    pass
+                self._write_part(frame)
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
@@ -164,8 +200,29 @@ class Connection:
                 break
             with self._work:
                 self._busy = False
-            mailbox.sent(frame.operation, frame.header)
+                over = self._over
+                if over is None and not frame.out:
+                    heapq.heappush(self._queue, item)
+            if frame.out:
+                mailbox.sent(frame.operation, frame.header)
+            elif over is not None:
+                frame.operation.fail(over)
         self._leave()
+
+    def _write_part(self, frame: _Outgoing) -> None:
+        if self._credit is not None:
+            frame.cut(self._credit.part_nbytes)
+        while not frame.write(self._sock, 0):
+            pass
+
+    def _hold_s(self) -> float:
+        """How long the most urgent frame had better wait for what is under way. Under the lock."""
+        if self._credit is None or self._queue[0][-1].nbytes <= credit.LEAST_NBYTES:
+            return 0.0
+        if (now := time.monotonic()) >= self._credit.due_s:
+            self._credit.see(now, credit.look(self._sock))
+            credit.bound_unsent(self._sock, self._credit.part_nbytes)
+        return self._credit.wait_s(credit.waiting_nbytes(self._sock))
 
     def _pace(self, frame: _Outgoing) -> None:
         if self._pacer is None:
@@ -175,26 +232,32 @@ class Connection:
         elif frame.nbytes > INLINE_NBYTES:
             self._pacer.begins(self._sock)
 
-    def _next(self) -> _Outgoing | None:
+    def _next(self) -> _Item | None:
         with self._work:
             while self._over is None:
-                frame, self._rest = self._rest, None
-                if frame is None and self._queue and not self._busy:
-                    frame = heapq.heappop(self._queue)[-1]
-                if frame is not None:
+                if self._rest is not None:
+                    item, self._rest = self._rest, None
                     self._busy = True
-                    return frame
-                self._work.wait()
+                    return item
+                if self._busy or not self._queue:
+                    self._work.wait()
+                elif hold_s := self._hold_s():
+                    self._work.wait(hold_s)
+                else:
+                    self._busy = True
+                    return heapq.heappop(self._queue)
         return None
 
     def _receive_loop(self) -> None:
         try:
             while True:
                 while (frame := self._reader.next()) is not None:
-                    self._take(frame)
+                    if (whole := self._assembly.whole(frame)) is not None:
+                        self._take(whole)
                 n = self._sock.recv_into(self._reader.wanted())
                 if n == 0:
-                    raise PeerLost("connection closed" + ("" if self._reader.between else " in the middle of a frame"))
+                    between = self._reader.between and self._assembly.between
+                    raise PeerLost("connection closed" + ("" if between else " in the middle of a frame"))
                 self._reader.filled(n)
         except CommError as error:
             self.end(type(error)(error.what, peer=peer_name(self.peer), step=error.step, bucket=error.bucket))
@@ -225,7 +288,7 @@ class Connection:
             if self._over is not None:
                 return
             self._over = reason
-            frames = [item[-1] for item in self._queue] + ([self._rest] if self._rest else [])
+            frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()
         self._mailbox.end(reason, self.peer)

@@ -16,7 +16,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 2
+VERSION = 3
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
@@ -134,7 +134,9 @@ class Reader:
     """
 
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = fresh) -> None:
-        self.max_nbytes, self._allocate = max_nbytes, allocate
+        self.max_nbytes, self.allocate = max_nbytes, allocate
+        self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
+        """Where a body belongs. May raise CorruptFrame: nothing has been allocated for it then."""
         self.state = State.HEADER
         self._staging = memoryview(bytearray(STAGING_NBYTES))
         self._start = self._stop = 0  # what of the staging is filled and not yet used
@@ -200,7 +202,7 @@ class Reader:
         raw = self._staging[self._start : self._start + HEADER_NBYTES]
         self._header, nbytes, self._crc = decode(raw, self.max_nbytes)
         self._start += HEADER_NBYTES
-        self._body = self._allocate(nbytes)
+        self._body = self.place(self._header, nbytes)
         n = min(nbytes, self._stop - self._start)
         self._body[:n] = self._staging[self._start : self._start + n]
         self._start += n

@@ -6,14 +6,13 @@ and sending again took a third of the time where four nodes pushed dense gradien
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 import sys
-import termios
 import threading
 
-MUCH_NBYTES = 64 << 10
+from commlayer.transport.credit import waiting_nbytes
+
+MUCH_NBYTES = 16 << 10
 """Waiting in the kernel or on its way. Less fits any queue."""
 SLACK = 1.1
 """Rates are measured in a second or so: rather a little lost than a link that is never filled."""
@@ -44,7 +43,7 @@ class Pacer:
             return
         with self._lock:
             self._capped.setdefault(sock, UNLIMITED)
-            busy = [one for one in self._capped if one is sock or _waiting_nbytes(one) > MUCH_NBYTES]
+            busy = [one for one in self._capped if one is sock or waiting_nbytes(one) > MUCH_NBYTES]
             each = min(MOST, max(LEAST, int(SLACK * self._bps / 8 / len(busy))))
             for one in busy:
                 self._cap(one, each)
@@ -67,10 +66,3 @@ class Pacer:
         except OSError:
             pass  # the connection is ending
         self._capped[sock] = nbytes_s
-
-
-def _waiting_nbytes(sock: socket.socket) -> int:
-    try:
-        return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
-    except (OSError, ValueError):  # closed meanwhile
-        return 0

@@ -57,6 +57,7 @@ class Header(NamedTuple):
     bucket: int = 0
     part: int = 0
     parts: int = 1
+    """Carriers cut bodies and put them together: a message has one part."""
     round: int = 0
     codec: int = 0
     sender: int = 0
@@ -106,7 +107,8 @@ class Transport(Protocol):
     """Moves messages between peers. Every wait has a deadline; every error names its peer.
 
     The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of
-    (step, order), then of sending, so an urgent bucket overtakes those that wait but never the one on the wire.
+    (step, order), then of sending, so an urgent bucket overtakes those that wait, between machines also the rest of the one
+    on the wire.
     """
 
     @property

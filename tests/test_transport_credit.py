@@ -1,0 +1,101 @@
+"""What may be under way on a connection: over links that are arithmetic, and what a real kernel says."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from commlayer.transport import credit
+from commlayer.transport.credit import LEAST_NBYTES, MOST_NBYTES, PART_S, PATIENCE, WINDOWS, Credit, Seen
+
+MEGABIT = 1e6 / 8
+
+
+def settled(rate: float, round_trip_s: float) -> Credit:
+    made = Credit()
+    for i in range(1 + PATIENCE):
+        made.see(float(i), Seen(rate, round_trip_s))
+    return made
+
+
+def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() -> None:
+    made = Credit()
+    assert made.wait_s(1 << 30) == 0.0
+    for i in range(10):
+        made.see(float(i), Seen(MEGABIT * 2**i, 0.03))
+        assert made.wait_s(1 << 30) == 0.0
+    for i in range(PATIENCE):
+        made.see(10.0 + i, Seen(MEGABIT * 2**9, 0.03))
+    assert made.wait_s(1 << 30) > 0.0
+
+
+@pytest.mark.parametrize("rate", [1 * MEGABIT, 10 * MEGABIT, 100 * MEGABIT, 1000 * MEGABIT])
+@pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
+def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
+    made = settled(rate, round_trip_s)
+    holds = rate * round_trip_s
+    queue = max(credit.QUEUE_S * rate, holds / 3, 2 * LEAST_NBYTES)
+    assert holds < made.nbytes <= holds + queue + 1
+    assert made.wait_s(int(made.nbytes)) == 0.0
+    assert made.wait_s(int(made.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("mbps", "nbytes"), [(1, LEAST_NBYTES), (10, LEAST_NBYTES), (100, 50_000), (100_000, MOST_NBYTES)])
+def test_a_part_is_some_milliseconds_of_the_link(mbps: float, nbytes: int) -> None:
+    assert settled(mbps * MEGABIT, 0.03).part_nbytes == nbytes
+    assert PART_S * 100 * MEGABIT == 50_000
+
+
+@pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
+@pytest.mark.parametrize("start", [0.01, 0.9])
+def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, start: float) -> None:
+    """What is under way arrives once a round trip, so a limit bounds the rate that is seen and the rate makes the limit."""
+    link = 100 * MEGABIT
+    made = settled(start * link, round_trip_s)
+    for i in range(60):
+        rate = min(link, made.nbytes / round_trip_s) if made.settled else link
+        made.see(10.0 + i, Seen(rate, round_trip_s))
+    assert made.nbytes >= link * round_trip_s
+
+
+def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
+    made = settled(100 * MEGABIT, 0.03)
+    before = made.nbytes
+    for i in range(WINDOWS):
+        made.see(10.0 + i, Seen(10 * MEGABIT, 0.03))
+    assert made.nbytes == pytest.approx(before / 10, rel=0.01)
+
+
+def test_a_sender_that_wakes_late_gets_a_longer_queue_and_one_in_time_the_short_one_again() -> None:
+    rate, round_trip_s = 100 * MEGABIT, 0.03
+    made = settled(rate, round_trip_s)
+    short = made.nbytes
+    for _ in range(20):
+        assert made.wait_s(int(2 * made.nbytes)) > 0.0
+        made.wait_s(0)  # woken, and nothing is under way any more
+    longest = made.nbytes
+    assert longest == pytest.approx(rate * (round_trip_s + credit.MOST_QUEUE_S))
+    made.wait_s(0)  # it did not wait, so this says nothing
+    assert made.nbytes == longest
+    for _ in range(1000):
+        assert made.wait_s(int(2 * made.nbytes)) > 0.0
+    assert made.nbytes == short
+
+
+@pytest.mark.skipif(not credit.SUPPORTED, reason="asks a Linux kernel")
+def test_what_the_kernel_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs = listener.accept()[0]
+        with theirs:
+            for _ in range(100):
+                ours.sendall(bytes(10_000))
+                left = 10_000
+                while left:
+                    left -= len(theirs.recv(left))
+            seen = credit.look(ours)
+            credit.bound_unsent(ours, 1000)
+            assert ours.getsockopt(socket.IPPROTO_TCP, credit.TCP_NOTSENT_LOWAT) == credit.UNSENT_PARTS * 1000
+    assert seen.rate > 1e6
+    assert 0.0 < seen.round_trip_s < 1.0
+    assert credit.waiting_nbytes(ours) == 0
