@@ -15,10 +15,12 @@ from commlayer.config import Config, read_config
 from commlayer.ddp import HookState, comm_hook
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
+from commlayer.job.clipping import Clipping, checked, clipping
 from commlayer.job.connection import Connection
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
+from commlayer.job.overlap_check import check_overlap
 from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
@@ -49,8 +51,8 @@ class Driver(Inspected, Protocol):
 class Session:
     """One attached model. Made by `attach`; `switch` goes over to another plan."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self._inspection = driver, Inspection(driver)
+    def __init__(self, driver: Driver, clips: Clipping | None = None) -> None:
+        self._driver, self._inspection, self._clips = driver, Inspection(driver), clips
 
     @property
     def inspect(self) -> Inspection:
@@ -119,6 +121,8 @@ class Session:
     def close(self, reason: str = "") -> None:
         """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
         self._driver.detach()
+        if self._clips is not None:
+            self._clips.remove()
         self._driver.connection.close(reason)
 
     def __enter__(self) -> Session:
@@ -132,6 +136,7 @@ def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
     every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int = 1,
+    max_norm: float | None = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
@@ -141,6 +146,8 @@ def attach(
     `every`: each rank takes so many steps on its own gradients, then the changes of weights are exchanged and averaged.
     `codes`: "updates" does that with every=1, too: for optimizers like Adam under sparse codecs. Otherwise "gradients".
     `overlap`: "round" lets such an exchange run while the next `every` steps are taken. `fragments`: part by part, in turns.
+    "forward", without `every`, lets backward() return at once and results come in until the next forward pass needs them, with
+    the same weights bit for bit. `max_norm`: clips as the optimizer's step begins, as clip_grad_norm_ ahead of it would.
     `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
@@ -159,9 +166,13 @@ def attach(
         check_model(model)
         refuse(model.named_parameters())
         ways, wrapped = read_ways(every, codes, optimizer, overlap=overlap, fragments=fragments), None
+        norm = checked(max_norm, optimizer)
+        if ways.forward:
+            check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
             if not ways.updates:
-                return Session(_DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer)))
+                driver = _DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer))
+                return Session(driver, clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
             wrapped, model = model, model.module
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
@@ -178,8 +189,9 @@ def attach(
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    return Session(ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
-                                ddp=None if wrapped is None else QuietDDP(wrapped)))
+    made = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
+                        ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
+    return Session(made, clipping(parameters_of(model), optimizer, norm))
 
 
 def switch(session: Session, plan: Plan) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pool_kit
 import pytest
 import torch
+from forward_kit import Held
 from pool_kit import pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,8 @@ LOCAL: dict[str, dict[str, Any]] = {
     "updates": {"codes": "updates"}, "rounds": {"every": 4}, "overlapped": {"every": 4, "overlap": "round", "fragments": 2},
 }
 """Ways in which each rank steps on its own gradients, and changes of weights are exchanged."""
+WAYS = LOCAL | {"forward": {"overlap": "forward"}}
+"""And that in which results come in during the next forward pass."""
 
 
 class Given(nn.Module):
@@ -77,16 +80,19 @@ class Script:
     def __init__(self, rank: int, how: str, kind: str, per_node: int, address: str) -> None:
         self.rank, self.model = rank, Given()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        # With a scaler results would be waited for.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100, enabled="forward" not in how)
         self.wrapped: Any = self.model
         if "ddp" in how:
             self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.002, find_unused_parameters=True,
                                                    gradient_as_bucket_view="view" in how)
         config = pool_kit.quick(ranks_per_node=per_node, join=address)
-        self.local = next((name for name in LOCAL if name in how), "")
+        self.way = next((name for name in WAYS if name in how), "")
         self.session = commlayer.attach(self.wrapped, None if "unnamed" in how else self.optimizer, config=config,
                                         plan=plan_of(job_of(self.model), kind, per_node), scaler=self.scaler,
-                                        **LOCAL.get(self.local, {}))
+                                        **WAYS.get(self.way, {}))
+        if "late" in how:
+            self.held = Held(self.session.inspect.connection.worker, until_awaited=True)
         self.put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
         self.step = 0
 
@@ -107,7 +113,7 @@ class Script:
         self.step += 1
 
     def account(self) -> dict[str, Any]:
-        if self.local:
+        if self.way:
             self.session.drain()
         return {"put": [p.clone() for p in self.put], "owed": owed_by(self.session), "applied": applied_to(self.model)}
 
@@ -209,7 +215,7 @@ EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
 )}
 
 
-LEFT_OUT = {name: {"skips", "weights"} for name in LOCAL}
+LEFT_OUT = {name: {"skips", "weights"} for name in LOCAL} | {"forward": {"skips"}}
 """Where a rank skips alone, the others' steps count; and a round has one weight for all of its steps."""
 LEFT_OUT["overlapped"] = {"skips", "weights", "there_and_back"}
 """A plan of single steps does not divide into turns."""
@@ -219,7 +225,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str) -> list[tup
     script, found = Script(rank, how, kind, per_node, address), []
     try:
         for name, event in EVENTS.items():
-            if name in LEFT_OUT.get(script.local, ()):
+            if name in LEFT_OUT.get(script.way, ()):
                 continue
             event(script)
             found.append((name, script.account()))
@@ -231,6 +237,8 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str) -> list[tup
 @pytest.mark.parametrize(("how", "kind", "per_node"), [
     ("module", "topk", 1), ("module", "int8", 2), ("module", "onebit", 1), ("module", "low rank", 1), ("module", "topk", 2),
     ("module", "topk, staged", 1), ("module", "int8, staged", 2), ("module, optimizer unnamed", "topk", 1),
+    ("module, forward", "topk", 1), ("module, forward, late", "int8", 1), ("module, forward", "onebit", 2),
+    ("module, forward", "topk, staged", 1),
     ("ddp", "topk", 1), ("ddp", "int8", 1), ("ddp, view", "topk", 1), ("ddp", "onebit", 2), ("ddp", "topk, staged", 1),
     ("module, updates", "topk", 1), ("ddp, rounds", "int8", 1), ("module, overlapped", "topk", 2),
     ("ddp, overlapped", "topk, staged", 1),

@@ -48,10 +48,12 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
 
 def check_plan(
     plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, *, steps_locally: bool, fragments: int = 1,
+    forward: bool = False,
 ) -> None:
     """ValueError with the first reason why it cannot run."""
     problems = planner.verify(plan, job) or unsuited(
-        plan, nodes, per_node, cuda=device.type == "cuda", steps_locally=steps_locally, fragments=fragments)
+        plan, nodes, per_node, cuda=device.type == "cuda", steps_locally=steps_locally, fragments=fragments,
+        forward=forward)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"plan: {problems[0]}{more}")

@@ -100,7 +100,7 @@ class Connection:
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
         """Called on all ranks between the same two steps."""
-        self.bring_in: list[Callable[[], None]] = []
+        self.bring_in: list[Callable[[], object]] = []
         """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
         way."""
 

@@ -17,6 +17,7 @@ from commlayer.job.accepted_models import refuse_ddp_around
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
+from commlayer.job.forward_overlap import ForwardOverlap
 from commlayer.job.observers import Observers
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
@@ -34,9 +35,10 @@ class ModuleDriver:
 
     def __init__(
         self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
-        ddp: QuietDDP | None = None,
+        ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
-        """`ddp`: what keeps a DistributedDataParallel module around this one from reducing."""
+        """`ddp`: what keeps a DistributedDataParallel module around this one from reducing. `clips`: the optimizer's step
+        begins with a norm of all gradients."""
         self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
         self._parameters = [p for _, p in parameters_of(model)]
@@ -48,6 +50,7 @@ class ModuleDriver:
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
         self._attached: AttachedModel | None = None
+        self._overlap: ForwardOverlap | None = None
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
                                     connection=connection, observers=self.observers, deadline_s=config.deadline_s)
         named: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -59,7 +62,15 @@ class ModuleDriver:
             self._attached = AttachedModel(model, parameters_of(model), optimizer)
             connection.on_close.append(self._attached.remove)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
-            self._order = ForwardOrder(model, {id(p): i for i, p in enumerate(self._parameters)})
+            ordered: list[torch.Tensor] = [*self._parameters]
+            if connection.ways.forward:
+                self._overlap = ForwardOverlap(model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now,
+                                               self._note, clips=clips)
+                connection.worker.eager, connection.worker.bring_in = True, self._overlap.end
+                connection.bring_in.append(self._complete)
+                connection.on_close.append(self._overlap.drop)
+                ordered += self._buffers_now()
+            self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
             if ddp is None:
                 refuse_ddp_around(model)
             # Compiled modules pass attributes on to the one that they are made from.
@@ -78,19 +89,29 @@ class ModuleDriver:
             self._syncing = before
 
     def weight(self, n: float, total: float | None) -> None:
-        self._loop.weigh(n, total)
+        if self._overlap is None:
+            self._loop.weigh(n, total)
+        else:
+            self._overlap.then(lambda: self._loop.weigh(n, total))
 
     def report(self, loss: float | torch.Tensor) -> None:
         self._loop.report(loss)
 
     def when_connected(self, action: Callable[[], None]) -> None:
+        self._complete()
         action()
 
     def synchronize(self) -> None:
-        if self._written != self._gradients():
+        if not self._complete() and self._written != self._gradients():
             self._end()
+            self._complete()
+
+    def _complete(self) -> bool:
+        """Waits for what comes in during a forward pass. Whether there was any."""
+        return self._overlap is not None and self._overlap.end()
 
     def drain(self) -> bool:
+        self._complete()
         make_dense(self._lazy)
         return self._loop.drain(self._parameters)
 
@@ -99,6 +120,8 @@ class ModuleDriver:
             self._hooks.remove()
         if self._ddp is not None:
             self._ddp.remove()
+        if self._overlap is not None:
+            self._overlap.detach()
         self._loop.detach()
 
     def _ready(self, number: int, gradient: torch.Tensor) -> None:
@@ -116,14 +139,20 @@ class ModuleDriver:
             return
         make_dense(self._lazy)
         buffers = self._buffers_now()
+        if self._overlap is not None and self._overlap.takes():
+            self._overlap.hand_in(buffers)
+            return
         averages = self._loop.average([*(p.grad for p in self._parameters), *buffers],
                                       lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
         for p, average in zip(self._parameters, averages, strict=False):
             p.grad = average
         hand_over(self._lazy)
-        self._written = self._gradients()
+        self._note()
         self._loop.written()
         self._loop.observe()
+
+    def _note(self) -> None:
+        self._written = self._gradients()
 
     def _gradients(self) -> list[tuple[int, int, int] | None]:
         """What tells whether gradients are what they were, and nobody has stepped with them."""

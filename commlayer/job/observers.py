@@ -31,15 +31,23 @@ def _nothing() -> None:
     """It does not look on then."""
 
 
+def _never() -> bool:
+    """It does not look at sums."""
+    return False
+
+
 class Observer(NamedTuple):
     """One of them, and what it does when. A CommError that it raises is latched in the worker."""
 
     place: Place
     who: Any
     after_step: Callable[[], None] = _nothing
-    """Averages are written, and the optimizer's step is still to come."""
+    """Averages are written, and the optimizer's step is still to come. With overlap="forward": behind it, ahead of the next
+    step's first gradient."""
     before_commit: Callable[[], None] = _nothing
     """Sums are in, and averages not yet written."""
+    looks: Callable[[], bool] = _never
+    """Whether `before_commit` has something to see in the step under way."""
     after_exchange: Callable[[], None] = _nothing
     """Local steps have been exchanged."""
 

@@ -60,7 +60,7 @@ def connect(
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally=steps_locally,
-                   fragments=ways.fragments)
+                   fragments=ways.fragments, forward=ways.forward)
         if not isinstance(plan, Plan) or not settled.servers:
             return made
     try:
@@ -74,7 +74,8 @@ def connect(
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
             requested_plan.settle(plan, job, config, made.world, per_node, updates=ways.updates), made.basis, nodes, made.say),
             whole), ways), made.groups)
-        check_plan(made.plan, job, nodes, per_node, device, steps_locally=steps_locally, fragments=ways.fragments)
+        check_plan(made.plan, job, nodes, per_node, device, steps_locally=steps_locally, fragments=ways.fragments,
+                   forward=ways.forward)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.

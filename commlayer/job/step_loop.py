@@ -11,7 +11,8 @@ Who calls it (session.py, ddp.py) knows where gradients come from and where aver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class StepLoop:
         """
         self.connection, self.observers = connection, observers
         self._optimizer, self._scaler, self._schedule = optimizer, scaler, schedule
-        self._batch, self._deadline_s = config.batch, config.deadline_s
+        self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
         if connection.worker is not None:
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
@@ -57,7 +58,8 @@ class StepLoop:
             observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step))
         self._guard = guard_of(connection, config)
         if self._guard is not None:
-            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look))
+            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look,
+                                   looks=self._guard.looks))
         trace_once(connection, observers, config.trace, planning=auto is not None)
         if (watch := watch_of(connection)) is not None:
             observers.add(Observer(Place.STALE_PLAN, watch, watch))
@@ -110,30 +112,47 @@ class StepLoop:
         self.begin()
         if self._use is not None:
             self._use.end()
-        self.worker.finish(leftovers, self._deadline_s)
+        self.worker.finish(leftovers, self.deadline_s)
         for observer in self.observers:
             observer.before_commit()
         into = targets()
         self.worker.commit(into)
         return into
 
-    def written(self) -> None:
-        """The averages of the step are in `.grad`."""
+    def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """In place of `average`: the backward pass is over, and results are taken bucket by bucket (forward_overlap.py)."""
+        self.begin()
         if self._use is not None:
-            self._use.wrote(keeps=self.worker.keeps)
+            self._use.end()
+        self.worker.complete(leftovers)
+        self.worker.stopwatch.start()
 
-    def observe(self) -> None:
-        """The step is committed. Who looks on may go over to another plan."""
+    @property
+    def looked_at(self) -> bool:
+        """Whether somebody looks at the sums of this step, or at its times: then it is waited for as a whole."""
+        return self.worker.recorder.on or any(observer.looks() for observer in self.observers)
+
+    def written(self, known: Collection[int] = ()) -> None:
+        """The averages of the step are in `.grad`. Of those that are `known` it has been told what became of them."""
+        if self._use is not None:
+            self._use.wrote(keeps=self.worker.keeps, known=known)
+
+    def observe(self, *, between: bool = True) -> None:
+        """The step is committed. Who looks on may go over to another plan. `between`: no forward pass has been since."""
         for observer in self.observers:
+            begin = time.perf_counter()
             observer.after_step()
-            self.worker.stopwatch.start()  # what it took is no computing
+            if between:
+                self.worker.stopwatch.start()  # what it took is no computing
+            else:
+                self.worker.stopwatch.skip(time.perf_counter() - begin)
 
     def abandon(self) -> None:
         """An exception ended the last backward pass, and the script went on: the step is dropped on all ranks."""
         if not self.local:
             if self._use is not None:
                 self._use.end()
-            abandon(self.worker, self._deadline_s)
+            abandon(self.worker, self.deadline_s)
 
     # ---- between two steps
 

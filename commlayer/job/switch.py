@@ -47,7 +47,7 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: 
                              "different states: make it without staleness")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, steps_locally=made.steps_locally,
-                   fragments=made.ways.fragments)
+                   fragments=made.ways.fragments, forward=made.ways.forward)
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
     told, undone = False, old.undone()
     try:

@@ -23,9 +23,12 @@ class Ways(NamedTuple):
     """Whether an exchange runs while the next steps are taken."""
     fragments: int = 1
     """In so many parts, one after the other, the model is exchanged."""
+    forward: bool = False
+    """Whether results of a step come in during the next forward pass."""
 
     def __str__(self) -> str:
         more = (", overlap='round'" if self.overlap else "") + (f", fragments={self.fragments}" if self.fragments > 1 else "")
+        more += ", overlap='forward'" if self.forward else ""
         return f"every={self.every or 'as planned'}, codes={CODES[self.updates]!r}{more}"
 
 
@@ -43,15 +46,18 @@ def read_ways(
                          "take every=1")
     if several or codes == "updates":
         _check_optimizer(f"every={every}" if several else "codes='updates'", optimizer)
-    if overlap not in (None, "round"):
-        raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more")
-    if overlap and not several:
+    if overlap not in (None, "round", "forward"):
+        raise ValueError(f"overlap: got {overlap!r}, allowed: 'forward', or 'round' with every=2 or more")
+    if overlap == "forward" and (several or codes == "updates"):
+        raise ValueError("overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
+                         "codes='updates', which exchange weights and have overlap='round'")
+    if overlap == "round" and not several:
         raise ValueError(f"overlap='round' with every={every}: an exchange runs while a round of several local steps computes; "
                          "allowed: every=2 or more")
     if not isinstance(fragments, int) or isinstance(fragments, bool) or fragments < 1 or (every or 1) % fragments:
         raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
                          "exchanged every H / fragments steps")
-    return Ways(every, several or codes == "updates", overlap is not None, fragments)
+    return Ways(every, several or codes == "updates", overlap == "round", fragments, overlap == "forward")
 
 
 def _check_optimizer(what: str, optimizer: Any) -> None:

@@ -64,15 +64,15 @@ class AverageUse:
         """Whether it sees gradients being added, and has since the pass began: it does not in the first."""
         return bool(self._of_parameters)
 
-    def wrote(self, *, keeps: bool) -> None:
+    def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
         """A step is over, its averages are in `.grad`. `keeps`: part of it could be taken back, so it matters what becomes of
-        them."""
+        them, except of those of which that is `known` already."""
         self.touched.clear()
         self._open.clear()
         if keeps != self.watching:
             self._watch() if keeps else self._look_away()
         if keeps:
-            final = frozenset[int]().union(*self._stepping.values())
+            final = frozenset(known).union(*self._stepping.values())
             self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
 
     def _watch(self) -> None:

@@ -145,6 +145,8 @@ class WorkerBucket:
         self.started = self.done = False
         self.finite = True
         self.weight, self.used = 0.0, 0
+        self.spent = 0
+        """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
         self.abandoned = ""
         """Who broke the step off, and why: then there is no sum."""
         self.total = 0.0

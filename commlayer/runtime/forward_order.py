@@ -17,11 +17,11 @@ def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapp
     return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
 
 
-def reorder(buckets: Sequence[WorkerBucket], places: Mapping[int, int]) -> None:
-    """Order on the wire by place in the forward pass; what that did not see keeps its order behind."""
+def reorder(buckets: Sequence[WorkerBucket], places: Mapping[int, int], first: WorkerBucket | None = None) -> None:
+    """Order on the wire by place in the forward pass; what that did not see keeps its order behind. `first` precedes all."""
     spans = [[s.tensor for s in f.slices] for f in buckets]
-    for order, i in enumerate(by_place(spans, [f.order for f in buckets], places)):
-        buckets[i].order = order
+    for order, i in enumerate(by_place(spans, [f.order for f in buckets], places), int(first is not None)):
+        buckets[i].order = 0 if buckets[i] is first else order
 
 
 class ForwardOrder:
@@ -32,11 +32,12 @@ class ForwardOrder:
     """
 
     def __init__(self, model: nn.Module, index: dict[int, int]) -> None:
-        """`index` maps id(parameter) to the tensor's number."""
+        """`index` maps id(parameter), and id(buffer) if the order of those matters, to the tensor's number."""
         self._places: dict[int, int] = {}
         self._handles = []
         for module in model.modules():
-            numbers = [index[id(p)] for p in module.parameters(recurse=False) if id(p) in index]
+            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            numbers = [index[id(tensor)] for tensor in held if id(tensor) in index]
             if numbers:
                 self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
 

@@ -31,7 +31,8 @@ class Intake:
             for i, s in enumerate(bucket.slices):
                 self.by_tensor[s.tensor].append((bucket, i))
         self._order = CollectiveOrder([b for b in buckets if routes.of[b.id].ordered], self._begin)
-        self._last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
+        self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
+        """Is held back until backward is over. So its sum says whether all workers came to that end."""
         self.reset()
 
     def reset(self) -> None:
@@ -61,7 +62,7 @@ class Intake:
 
     def rest(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: the tensors that were not announced have what `leftovers` says."""
-        waiting = self._last if self._last is not None and self._last.waiting == 0 else None
+        waiting = self.last if self.last is not None and self.last.waiting == 0 else None
         self._ending = True
         for tensor, seen in enumerate(self._seen):
             if not seen:
@@ -86,7 +87,7 @@ class Intake:
                 self._complete(bucket)
 
     def _complete(self, bucket: WorkerBucket) -> None:
-        if bucket is self._last and not self._ending:
+        if bucket is self.last and not self._ending:
             return  # until backward is over: should it break off, there is something left to say so with
         if not self._routes.of[bucket.id].ordered:
             self._begin(bucket)

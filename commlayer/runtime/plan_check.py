@@ -17,8 +17,13 @@ from commlayer.runtime.fragments import fragments_of
 
 def unsuited(
     plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True, fragments: int = 1,
+    forward: bool = False,
 ) -> list[str]:
-    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
+    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs. `forward`: results come in
+    during the next forward pass."""
+    if forward and (plan.local_steps > 1 or any(b.stale for b in plan.buckets)):
+        what = f"{plan.local_steps} local steps" if plan.local_steps > 1 else "results that are a step late"
+        return [f"has {what}, and overlap='forward' brings each step's results in ahead of the next: one or the other"]
     if plan.local_steps > 1 and not steps_locally:
         return [f"of {plan.local_steps} local steps: they need a module that is no DistributedDataParallel, and its optimizer: "
                 "attach(model, optimizer), or make it with max_local_steps=1"]

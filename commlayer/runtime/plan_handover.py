@@ -29,5 +29,6 @@ def hand_over(before: Worker, after: Worker) -> None:
     inherit(before.buckets, after.buckets)
     after.counters, after.stopwatch = before.counters, before.stopwatch
     after.record(before.recorder)
+    after.eager, after.bring_in = before.eager, before.bring_in
     after.reorder(before.places)
     after.settle = before.settle

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 
 from commlayer.observe import Recorder
 from commlayer.runtime.units import Units
@@ -64,8 +65,9 @@ class Arrivals:
     """How many buckets of a route the step still waits for. `arrived` is called on lanes, the rest on the training thread."""
 
     def __init__(self) -> None:
-        self._lock, self._all = threading.Lock(), threading.Event()
+        self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
         self._left = 0
+        self._ended = False
 
     def expect(self, count: int) -> None:
         """Before a step."""
@@ -80,10 +82,22 @@ class Arrivals:
             self._left -= 1
             if self._left == 0:
                 self._all.set()
+        self._next.set()
 
     def end(self) -> None:
+        self._ended = True
         self._all.set()
+        self._next.set()
 
     def wait(self, deadline: float) -> bool:
         """Until all have arrived or an error is known. False when the deadline passed before."""
         return self._all.wait(max(0.0, deadline - time.monotonic()))
+
+    def wait_for(self, here: Callable[[], bool], deadline: float) -> bool:
+        """The same until `here()`, which some arrival makes true."""
+        while True:
+            self._next.clear()
+            if here() or self._ended:
+                return True
+            if not self._next.wait(max(0.0, deadline - time.monotonic())):
+                return here() or self._ended

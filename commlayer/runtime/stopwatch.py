@@ -25,23 +25,28 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._begin: float | torch.cuda.Event | None = None
-        self._laps: deque[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event]] = deque(maxlen=LAPS_KEPT)
+        self._skipped_s = 0.0
+        self._laps: deque[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event, float]] = deque(maxlen=LAPS_KEPT)
 
     def start(self) -> None:
         """An averaging is over; again, and what lies between does not count."""
-        self._begin = self._now()
+        self._begin, self._skipped_s = self._now(), 0.0
+
+    def skip(self, seconds: float) -> None:
+        """So long it has waited since, or done something else."""
+        self._skipped_s += seconds
 
     def stop(self, step: int) -> None:
         """That step's backward pass is over."""
         if self._begin is not None:
-            self._laps.append((step, self._begin, self._now()))
+            self._laps.append((step, self._begin, self._now(), self._skipped_s))
             self._begin = None
 
     def take(self) -> list[Lap]:
         """The laps that are over and were not taken before."""
         found = []
         while self._laps:
-            step, begin, end = self._laps[0]
+            step, begin, end, skipped_s = self._laps[0]
             if self._on_device:
                 if not cast(torch.cuda.Event, end).query():
                     break
@@ -49,7 +54,7 @@ class Stopwatch:
             else:
                 seconds = cast(float, end) - cast(float, begin)
             self._laps.popleft()
-            found.append(Lap(step, seconds))
+            found.append(Lap(step, max(0.0, seconds - skipped_s)))
         return found
 
     def _now(self) -> float | torch.cuda.Event:

@@ -43,6 +43,12 @@ class Unapplied:
                 if bucket.sound:
                     bucket.unapplied &= ~(1 << i)
 
+    def spent(self, tensors: Collection[int]) -> None:
+        """An optimizer has stepped with these averages already, of a step that is not over: they are owed no longer."""
+        for tensor in tensors:
+            for bucket, i in self._by_tensor[tensor]:
+                bucket.spent |= 1 << i
+
     def undone(self) -> dict[int, int]:
         """By bucket, what of the last step was not applied and servers have not heard, between steps. The same on all ranks."""
         self.settle()
@@ -55,7 +61,7 @@ class Unapplied:
         residual cannot be put right."""
         if self._routes.drain(DRAIN_S):
             for bucket in self.buckets:
-                bucket.unapplied |= bucket.all_slices if bucket.started else 0
+                bucket.unapplied |= bucket.all_slices & ~bucket.spent if bucket.started else 0
                 self._routes.of[bucket.id].undo(bucket)
 
     def heard(self) -> None:

@@ -3,7 +3,8 @@
     ready(tensor, gradient)      from the hooks, as gradients become final
     finish(leftovers, deadline)  when backward is over: waits for every bucket, then the caller commits or is raised at
 
-`finish` is `complete` and `wait`, and `commit` is `write` and `end`, for who lets a step's buckets go in turns.
+`finish` is `complete` and `wait`, and `commit` is `write` and `end`, for who lets a step's buckets go in turns. Who wants them
+one by one calls `take` and `write_bucket` between `complete` and `end`.
 
 It is a loop over a table from bucket to route (routes/table.py). The first error of a step latches: what still runs ends, no
 gradient is overwritten, residuals get back what was sent, and every later call raises the same error.
@@ -31,6 +32,7 @@ from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole
 from commlayer.runtime.pacing import pace
+from commlayer.runtime.routes.route import Route
 from commlayer.runtime.routes.table import routes_of
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Counters, Step
@@ -39,6 +41,10 @@ from commlayer.runtime.unapplied import Unapplied
 from commlayer.runtime.units import Units
 from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import Transport
+
+
+def _nothing() -> None:
+    """Every step ends behind its backward pass."""
 
 
 class Worker(Unapplied):
@@ -89,8 +95,13 @@ class Worker(Unapplied):
         """Where the forward pass needs each tensor, as far as it was seen."""
         self.ended = Ended()
         self._abandoned = False
+        self.bring_in: Callable[[], object] = _nothing
+        """Who takes steps bucket by bucket waits here for what the last one still lacks."""
+        self._finished: list[Route] = []
         self._deadline_s = 0.0
         self.stopwatch = Stopwatch(device)
+        self.eager = False
+        """Whether results are wanted one by one: then what they all wait for (see `agreed`) goes first on the wire."""
         self._reset()
 
     # ---- a step
@@ -113,8 +124,7 @@ class Worker(Unapplied):
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
         self.complete(leftovers)
-        for turn in range(len(self.turns)):
-            self.wait(deadline_s, turn)
+        self.rest(deadline_s)
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: whatever was not yet on its way goes."""
@@ -131,7 +141,7 @@ class Worker(Unapplied):
         self._deadline_s = deadline_s
         try:
             for route in self._routes.turns[turn]:
-                if self.now.error is None:
+                if self.now.error is None and route not in self._finished:
                     route.finish(begin + deadline_s)
         except BaseException as error:
             self.latch(error)
@@ -151,18 +161,21 @@ class Worker(Unapplied):
         finite, keeps = True, self.keeps
         with whole(targets, self._intake.cut) as into:
             for bucket in self.turns[turn]:
-                if bucket.late:
-                    continue
-                if keeps and not bucket.coded:
-                    bucket.look()
-                if bucket.buffer and not bucket.finite:
-                    continue  # a buffer that some rank has as NaN stays what it is on each; the optimizer does not read it
-                finite = finite and bucket.finite
-                bucket.commit(self._factor(bucket, bucket.weight), [into[s.tensor] for s in bucket.slices])
+                if not bucket.late:
+                    finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices], keeps=keeps) and finite
             return self.late.commit(self._factor, into) and finite
 
-    def end(self, *, finite: bool) -> None:
-        """The step is over, its averages written."""
+    def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None], *, keeps: bool) -> bool:
+        """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them."""
+        if keeps and not bucket.coded:
+            bucket.look()
+        if bucket.buffer and not bucket.finite:
+            return True  # a buffer that some rank has as NaN stays what it is on each
+        bucket.commit(self._factor(bucket, bucket.weight), targets)
+        return bucket.finite
+
+    def end(self, *, finite: bool, computes: bool = True) -> None:
+        """The step is over, its averages written. `computes`: from here on computing for the next one is timed."""
         try:
             self.units.learn(next((w for bucket in self._in_time if (w := bucket.summed_weight())), 0.0))
         except ValueError as error:
@@ -171,7 +184,7 @@ class Worker(Unapplied):
         self.tentative = not finite
         self._judge(finite=finite)
         self.counters.steps += 1
-        self._next()
+        self._next(computes=computes)
 
     def _drop(self, reason: str) -> None:
         """The step is none, on any rank."""
@@ -185,13 +198,15 @@ class Worker(Unapplied):
             bucket.judge(finite=finite)
         self.late.judge(finite=finite)
 
-    def _next(self) -> None:
+    def _next(self, *, computes: bool = True) -> None:
         self.step += 1
         self._reset()
         self.recorder.next()
-        self.stopwatch.start()
+        if computes:
+            self.stopwatch.start()
 
     def _reset(self) -> None:
+        self._finished.clear()
         for route in self._routes.all:
             route.reset()
         self._intake.reset()
@@ -205,6 +220,48 @@ class Worker(Unapplied):
         self.latch(error)
         raise error
 
+    # ---- a step bucket by bucket: complete(), take() and write_bucket() each, end()
+
+    def agreed(self, deadline: float | None, deadline_s: float) -> bool:
+        """Whether the step is one: all workers came to the end of their backward pass. Until then nothing may be applied.
+
+        Waits until that is known, if there is a deadline. StepAbandoned if some worker did not; then all has come in.
+        """
+        last = self._intake.last
+        if last is None or not self.take(last, deadline):
+            return last is None
+        if broken_off([last], here=False):
+            self.rest(deadline_s)
+        return True
+
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        """Whether this bucket can be written; waits for it, if there is a deadline. CommError as from `finish`."""
+        route = self._routes.of[bucket.id]
+        here: bool | None = True
+        begin = time.monotonic()
+        try:
+            if route not in self._finished and (here := route.take(bucket, deadline)) is None and deadline is not None:
+                route.finish(deadline)
+                self._finished.append(route)
+                here = True
+        except BaseException as error:
+            self.latch(error)
+        self.check()
+        if deadline is not None:
+            waited_s = time.monotonic() - begin
+            self.counters.exposed_s += waited_s
+            self.stopwatch.skip(waited_s)
+        return bool(here)
+
+    def rest(self, deadline_s: float) -> None:
+        """Waits for all buckets. Routes put their books in order, also where nothing is missing any more."""
+        for turn in range(len(self.turns)):
+            self.wait(deadline_s, turn)
+
+    def holding(self, tensor: int) -> list[WorkerBucket]:
+        """The buckets with parts of that tensor."""
+        return [bucket for bucket, _ in self._by_tensor[tensor]]
+
     # ---- what the session and checkpoints ask
 
     def used(self) -> list[bool]:
@@ -216,6 +273,7 @@ class Worker(Unapplied):
     def drain(self) -> None:
         """Waits until no exchange is under way; late results are kept then. All ranks call it behind the same step."""
         self.check()
+        self.bring_in()
         try:
             if self._routes.late is not None:
                 self._routes.late.quiet(time.monotonic() + self._deadline_s)
@@ -250,7 +308,7 @@ class Worker(Unapplied):
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
         self.places = places
-        reorder(self.buckets, places)
+        reorder(self.buckets, places, self._intake.last if self.eager else None)
 
     def record(self, recorder: Recorder) -> None:
         """Goes on recording there."""

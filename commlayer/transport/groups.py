@@ -28,6 +28,10 @@ class Pending:
     def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
         self._work, self._what, self._on_device = work, what, on_device
 
+    def is_over(self) -> bool:
+        """Whether `wait` would not wait."""
+        return bool(self._work.is_completed())
+
     def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
         """Until `deadline` of time.monotonic(), or until failed() gives an error, which is raised.
 

@@ -59,11 +59,16 @@ class AccuracyGuard:
 
     # ---- at the end of a step's exchange
 
+    def looks(self) -> bool:
+        """Whether `look` will have something to do."""
+        # A piece of a plan that is no longer in force is of buckets that nobody sends.
+        return (self._piece is not None or decide.due(self._state, self._steps)) and self._in_force is self._plan
+
     def look(self) -> None:
         """Compares, where it is time to. CommError, latched in the worker, if another rank is gone."""
         due = decide.due(self._state, self._steps)
-        if (self._piece is None and not due) or self._in_force is not self._plan:
-            return  # a piece of a plan that is no longer in force is of buckets that nobody sends
+        if not self.looks():
+            return
         worker, begin_s = self._worker, time.perf_counter()
         try:
             exact = None if self._piece is None else self._look_here(worker, self._piece)

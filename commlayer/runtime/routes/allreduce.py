@@ -40,6 +40,17 @@ class AllReduce(Route):
             self._step.recorder.add("all.allreduce", bucket.id, at)
             bucket.read_used()
 
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        for issued in self._issued:
+            if issued.bucket is bucket:
+                if deadline is None and not issued.pending.is_over():
+                    return False
+                issued.pending.wait(deadline or 0.0, self._step.failed)
+                bucket.read_used()
+                self._issued.remove(issued)
+                break
+        return True
+
     def reset(self) -> None:
         self._issued.clear()
         for bucket in self._buckets:

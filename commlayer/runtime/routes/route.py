@@ -1,9 +1,10 @@
 """The contract of a route: how one kind of bucket gets from final gradients to the sum over all workers. Knows no route.
 
 In a step the worker calls, for each route: `open` at the first gradient; `begin` for each of its buckets; `finish` when
-backward is over; then it commits what lies in the buckets, and calls `reset`. Between steps, or behind the first error of all,
-it may call `undo`. `drain` and `close` end it. These calls come from one thread at a time; what a route does on threads of its
-own it reports to the step that it was given: errors, counts and arrivals.
+backward is over, with `take` of single buckets before that where somebody wants them one by one; then it commits what lies in
+the buckets, and calls `reset`. Between steps, or behind the first error of all, it may call `undo`. `drain` and `close` end it.
+These calls come from one thread at a time; what a route does on threads of its own it reports to the step that it was given:
+errors, counts and arrivals.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ class Route(ABC):
         """All buckets have begun. Waits until commit can read `y`, `used` and `weight` of each, and the step can go on.
 
         Raises who is missing when the deadline passes, and returns early when the step has failed."""
+
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool | None:
+        """Whether commit can read this bucket, ahead of the others; waits for it until `deadline`, if one is given.
+
+        None: this route has all its results together, see `finish`. Behind the last bucket `finish` is called all the same."""
+        del bucket, deadline
+        return None
 
     def undo(self, bucket: WorkerBucket) -> bool:
         """Takes back what of the bucket's last exchange was not applied. Whether there was anything."""

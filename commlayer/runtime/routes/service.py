@@ -39,6 +39,13 @@ class Service(Route):
             raise self._exchange.overdue(next((b for b in self._buckets if not b.done), self._buckets[0]))
         self._staging.join()
 
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        if deadline is not None and not self._arrivals.wait_for(lambda: bucket.done, deadline):
+            raise self._exchange.overdue(bucket)
+        if bucket.done:
+            self._staging.join()
+        return bucket.done
+
     def reset(self) -> None:
         self._arrivals.expect(len(self._buckets))
         for bucket in self._buckets:

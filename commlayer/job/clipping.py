@@ -1,0 +1,47 @@
+"""attach(..., max_norm=): clips averages as the optimizer's step begins, when they are final in every way. No networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def checked(max_norm: Any, optimizer: Any) -> float | None:
+    """ValueError for what is no norm, or where no step tells when to clip."""
+    if max_norm is None:
+        return None
+    try:
+        norm = float(max_norm)
+    except (TypeError, ValueError):
+        norm = -1.0
+    if not 0 < norm < float("inf"):
+        raise ValueError(f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
+    return norm
+
+
+def clipping(named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, max_norm: float | None) -> Clipping | None:
+    """If there is a norm to clip to."""
+    return None if max_norm is None else Clipping([p for _, p in named], optimizer, max_norm)
+
+
+class Clipping:
+    """What clip_grad_norm_(parameters, max_norm) would do ahead of each step, of gradients without loss scale."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self._parameters, self._max_norm = parameters, max_norm
+        self._handle = optimizer.register_step_pre_hook(self._clip)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            raise ValueError("max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: clip "
+                             "with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which takes the scale out by itself
+        nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
+
+    def remove(self) -> None:
+        self._handle.remove()

@@ -1,0 +1,354 @@
+"""overlap="forward": backward() returns while results are on their way, and each is applied when it comes in. Exact.
+
+    hand_in       backward is over: marks stand in `.grad`, which refuse to be used
+    step()        the optimizer applies what is in; of the rest it is noted with which hyperparameters it is to be applied
+    forward       each module waits for what it holds, the whole model for what is in no module that is called
+    next_pass     the next backward pass begins: what is left comes in, the step ends, observers look at it
+
+Knows modules, an optimizer and their hooks; how results travel it knows not. Where a weight is used by other ways than its
+module, runtime/weight_guard.py brings it in; what somebody does to a gradient meets runtime/gradient_mark.py. A step that must
+be known as a whole (a loss scaler, a closure, somebody who looks at sums or times) is waited for at the end of its backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.errors import CommError, StepAbandoned
+from commlayer.job.step_loop import StepLoop
+from commlayer.optim.pieces import Group, step_piece, values_of
+from commlayer.runtime.gradient_mark import GradientMark
+from commlayer.runtime.outstanding import Outstanding
+from commlayer.runtime.weight_guard import guard, unguard
+
+log = logging.getLogger("commlayer")
+
+
+class ForwardOverlap:
+    """Of one attached module and its optimizer. At most one step is on its way."""
+
+    def __init__(
+        self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
+        loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *, clips: bool,
+    ) -> None:
+        """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
+        self._parameters = [p for _, p in named]
+        self._marks = [GradientMark.of(name, p) for name, p in named]
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
+        self._lock = threading.RLock()
+        self._out: Outstanding | None = None
+        self._buffers: Sequence[torch.Tensor] = ()
+        self._later: dict[int, Group] = {}
+        """Parameters whose update is still to come, and the hyperparameters of their step."""
+        self._held: list[int] = []
+        """Parameters without their average in the optimizer's step that runs."""
+        self._stepping = self._unobserved = False
+        self._stepped: set[int] = set()
+        self._gone: set[int] = set()
+        """Parameters whose averages were thrown away before the optimizer had them."""
+        self._after: list[Callable[[], None]] = []
+        self._said: set[str] = set()
+        self._error: CommError | None = None
+        self._seen: set[int] = set()
+        """What modules hold that were called since the whole model was."""
+        self._whole_called = False
+        self._handles: list[Any] = []
+        self._hook(model, buffers())
+
+    def _hook(self, model: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
+        numbers = self._numbers | {id(b): len(self._parameters) + i for i, b in enumerate(buffers)}
+        for module in model.modules():
+            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if (mine := [numbers[id(tensor)] for tensor in held if id(tensor) in numbers]) and module is not model:
+                hook = _ModuleHook(partial(self._before_module, mine), compiled=False)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        # Compiled code calls no modules: what it reads is waited for ahead of it.
+        whole = _ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
+        self._handles += [
+            model.register_forward_pre_hook(whole, prepend=True),
+            *(p.register_hook(self._before_adding) for p in self._parameters),
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
+        ]
+
+    # ---- behind the backward pass
+
+    def takes(self) -> bool:
+        """Whether the step whose backward pass is over goes this way."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            return self._not("a GradScaler skips steps by all gradients")
+        if self._stepping:
+            return self._not("the optimizer's closure needs its gradients at once")
+        return not self._loop.looked_at
+
+    def _not(self, why: str) -> bool:
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("overlap='forward': %s, so backward() waits for them", why)
+        return False
+
+    def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Everything is on its way; nobody waits."""
+        with self._lock:
+            # Buffers under another name, which is not guarded: they are read and written by who sends and receives them.
+            tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
+            self._loop.hand_in(tensors)
+            self._out = Outstanding(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
+            self._buffers = buffers
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                p.grad = mark.fresh()
+            for number, buffer in enumerate(buffers, len(self._parameters)):
+                guard(buffer, partial(self._need, (number,)))
+
+    # ---- the optimizer's step
+
+    def _before_step(self, _optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            self._stepping, self._held = True, []
+            if self._out is None:
+                return
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if self._later or self._clips or closure is not None:
+                self._take(self._out.rest)
+                return
+            self._take(self._out.arrived)
+            for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
+                if p.grad is mark and mark.zeroed:
+                    self._take(partial(self._out.wait, (number,)))
+                elif p.grad is mark:
+                    self._held.append(number)
+                    p.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        with self._lock:
+            self._stepping = False
+            if self._out is None:
+                return
+            held, self._held = set(self._held), []
+            self._stepped.update(number for number, p in enumerate(self._parameters)
+                                 if number not in held and number not in self._gone and p.grad is not None)
+            exposed = []
+            for group in optimizer.param_groups:
+                numbers = held.intersection(self._numbers.get(id(p), -1) for p in group["params"])
+                values = values_of(group) if numbers else {}
+                for number in sorted(numbers):
+                    self._later[number] = values
+                    self._parameters[number].grad = self._marks[number]
+                    if not guard(self._parameters[number], partial(self._need, (number,))):
+                        exposed.append(number)
+            if not self._whole_called:
+                exposed += sorted(held - self._seen)
+            self._whole_called = False
+            self._need(exposed)
+
+    # ---- the forward pass
+
+    def _before_module(self, numbers: Sequence[int]) -> None:
+        self._seen.update(numbers)
+        if self._out is not None:
+            self._need(numbers)
+
+    def _before_model(self, numbers: set[int]) -> None:
+        unseen, self._seen, self._whole_called = numbers - self._seen, set(), True
+        if self._out is not None:
+            self._need(sorted(unseen))
+
+    def _need(self, numbers: Iterable[int]) -> None:
+        """Somebody is about to use these."""
+        with self._lock:
+            if self._out is None:
+                return
+            out = self._out
+            wanted = [n for n in numbers if not out.complete(n) and (n in self._later or n >= len(self._parameters))]
+            if wanted:
+                self._take(partial(out.wait, wanted))
+            self._end_if_over()
+
+    def _bring_in(self) -> None:
+        """Weights and buffers are what the last step makes them."""
+        self._need([*self._later, *range(len(self._parameters), len(self._parameters) + len(self._buffers))])
+
+    # ---- the end of a step
+
+    def _before_adding(self, _gradient: torch.Tensor) -> None:
+        """Inside a backward pass: a gradient is about to be added to `.grad`."""
+        if self._out is None and not self._unobserved:
+            return
+        with self._lock:
+            self.end()
+            if self._unobserved:
+                self._unobserved = False
+                self._loop.observe(between=False)
+
+    def end(self) -> bool:
+        """Waits for what is on its way: weights, buffers and gradients are then as without overlap. Whether anything was."""
+        with self._lock:
+            if self._out is None:
+                return False
+            self._take(self._out.rest)
+            if self._out is not None:
+                self._end()
+            return True
+
+    def _end_if_over(self) -> None:
+        if self._out is not None and self._out.over and not self._stepping:
+            self._end()
+
+    def _end(self) -> None:
+        out, worker = self._out, self._loop.worker
+        assert out is not None
+        out.end()
+        worker.applied(self._stepped - self._gone)
+        for number in self._gone:
+            worker.cleared(number)
+        self._loop.written(self._stepped | self._gone)
+        self._forget()
+        self._unobserved = True
+        self._written()
+        after, self._after = self._after, []
+        for act in after:
+            act()
+
+    def _forget(self) -> None:
+        self._out = None
+        self._later.clear()
+        self._stepped.clear()
+        self._gone.clear()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Does it when the step on its way is over; now, if there is none."""
+        with self._lock:
+            if self._out is None:
+                act()
+            else:
+                self._after.append(act)
+
+    # ---- results that have come in
+
+    def _take(self, come: Callable[[], Sequence[int]]) -> None:
+        assert self._out is not None
+        try:
+            numbers = come()
+        except StepAbandoned:
+            self._abandon()
+            raise
+        except CommError as error:
+            self._say(error)
+            raise
+        due = []
+        for number in numbers:
+            if number >= len(self._parameters):
+                unguard(self._buffers[number - len(self._parameters)])
+            elif number in self._later and self._out.averages[number] is not None:
+                due.append(number)
+            else:
+                self._put(number)
+        if due:
+            self._apply(due)
+
+    def _put(self, number: int) -> None:
+        """The optimizer has not been asked for it, or passes over it."""
+        assert self._out is not None
+        p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
+        if self._later.pop(number, None) is not None:
+            unguard(p)
+            self._stepped.add(number)
+        elif p.grad is not mark or mark.zeroed:
+            self._gone.add(number)
+        if p.grad is mark:
+            p.grad = average.zero_() if mark.zeroed and average is not None else average
+
+    def _apply(self, numbers: Sequence[int]) -> None:
+        """Makes the updates that their step has left open."""
+        assert self._out is not None
+        groups: dict[int, Group] = {}
+        left = {}
+        for number in sorted(numbers):
+            p, values = self._parameters[number], self._later[number]
+            unguard(p)
+            left[number], p.grad = p.grad, self._out.averages[number]
+            groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
+        try:
+            # As in the script's own call of step(), wherever this one comes from.
+            kind = self._parameters[numbers[0]].device.type
+            with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+                step_piece(self._optimizer, [*groups.values()])
+        except BaseException as error:
+            self._out.worker.latch(error)
+            raise
+        for number, grad in left.items():
+            p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
+            assert average is not None
+            p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
+            del self._later[number]
+        self._stepped.update(numbers)
+        self._out.worker.spent(numbers)
+
+    # ---- failure and end
+
+    def _abandon(self) -> None:
+        """The step is none: gradients are this rank's own again, and nothing has been applied."""
+        assert self._out is not None
+        for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
+            unguard(p)
+            if p.grad is mark:
+                own = self._out.averages[number]
+                p.grad = own.zero_() if mark.zeroed and own is not None else own
+        for buffer in self._buffers:
+            unguard(buffer)
+        self._forget()
+
+    def _say(self, error: CommError) -> None:
+        """What of the step that broke off has been applied, once, in the error that everybody gets to see."""
+        if self._later and self._out is not None and error is not self._error:
+            self._error = error
+            done, due = len(self._stepped), len(self._stepped) + len(self._later)
+            note = (f"; in step {self._out.step} {done} of {due} parameters have had their updates, so weights are of no one "
+                    "step: go on from what was saved")
+            error.what += note
+            error.args = (f"{error.args[0]}{note}",)
+
+    def detach(self) -> None:
+        """Hooks go; what is on its way can still be brought in."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def drop(self) -> None:
+        """The connection has ended. What has not come in by now never will."""
+        with self._lock:
+            if self._out is None:
+                return
+            if self._later:
+                log.warning("step %d: its updates of %d parameters did not come in, and are not made", self._out.step,
+                            len(self._later))
+            self._abandon()
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                p.grad = None if p.grad is mark else p.grad
+
+
+class _ModuleHook:
+    """Calls `act` ahead of a module's forward, in compiled code if that is wanted. In copies of the module it does nothing."""
+
+    def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
+        self._act, self._compiled = act, compiled
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        if self._act is not None and (self._compiled or not torch.compiler.is_compiling()):
+            self._act()
+
+    def __deepcopy__(self, _memo: Any) -> _ModuleHook:
+        return _ModuleHook()
+
+    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
+        return _ModuleHook, ()

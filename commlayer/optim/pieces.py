@@ -1,0 +1,138 @@
+"""Steps some of an optimizer's parameters now and the rest later, and tries beforehand whether that is the same. No networks.
+
+torch's optimizers pass over a parameter whose `.grad` is None, and keep what they remember by parameter: so a step in pieces is
+the step. One that mixes parameters, or counts its steps by itself, is found out on a few small tensors of the same kinds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+Group = dict[str, Any]
+"""One of an optimizer's `param_groups`."""
+ROUNDS = 3
+MOST = 3
+"""Parameters of a group that are tried, and elements of each of their dimensions."""
+RATE = 0.01
+"""In place of a rate of 0, as at the start of a warm-up: it would move nothing."""
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def values_of(group: Mapping[str, Any]) -> Group:
+    """A group's hyperparameters as they are now: schedules change them, tensors among them in place."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
+    """Steps the parameters in `groups` alone, with the hyperparameters that stand there. Hooks of steps are not called."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)
+    twin.__dict__.update({hook: OrderedDict() for hook in HOOKS}, is_piece=True)
+    twin.param_groups = list(groups)
+    _plain_step(type(optimizer))(twin)
+
+
+def is_piece(optimizer: Any) -> bool:
+    """Whether this is a step's piece, and not somebody's optimizer: seen by hooks on the steps of all optimizers."""
+    return bool(vars(optimizer).get("is_piece", False))
+
+
+def _plain_step(kind: type) -> Callable[..., Any]:
+    """Without what torch puts around it to call hooks."""
+    step: Callable[..., Any] = kind.step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def indivisible(optimizer: Any) -> str:
+    """Why it cannot be stepped in pieces, "" if it can."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer) or not all(hook in vars(optimizer) for hook in HOOKS):
+        return f"{name} is no torch.optim.Optimizer with hooks on its steps: pass the one inside it"
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return f"somebody has put another step() into this {name}"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return f"{name} is capturable, for CUDA graphs, which replay a whole step: leave capturable out"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(mode=False):
+            found = _try(optimizer)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        return f"a trial step of {name} alone, without a closure, ended with {type(error).__name__}: {said}"
+    return f"{name} {found}" if found else ""
+
+
+def _try(optimizer: Optimizer) -> str:
+    """Steps two small copies, one as a whole and one in pieces. What differs behind it."""
+    whole, parts = _small(optimizer), _small(optimizer)
+    before = [values_of(group) for group in whole.param_groups]
+    made = torch.Generator().manual_seed(0)
+    for number in range(ROUNDS):
+        pairs = list(zip(_parameters(whole), _parameters(parts), strict=True))
+        for p, q in pairs:
+            p.grad = torch.randn(p.shape, generator=made).to(p)
+            q.grad = None
+        _plain_step(type(whole))(whole)
+        later = [place % 2 == number % 2 for place in range(len(pairs))]
+        for (p, q), wait in zip(pairs, later, strict=True):
+            q.grad = None if wait else _copy(p.grad)
+        _plain_step(type(parts))(parts)
+        rest = {id(q) for (_, q), wait in zip(pairs, later, strict=True) if wait}
+        for p, q in pairs:
+            q.grad = _copy(p.grad) if id(q) in rest else None
+        groups = [{**values_of(g), "params": [q for q in g["params"] if id(q) in rest]} for g in parts.param_groups]
+        step_piece(parts, [group for group in groups if group["params"]])
+    if not all(torch.equal(p, q) for p, q in zip(_parameters(whole), _parameters(parts), strict=True)):
+        return "mixes parameters, or counts its steps by itself: in pieces it gives other weights"
+    if not _alike([whole.state.get(p) for p in _parameters(whole)], [parts.state.get(q) for q in _parameters(parts)]):
+        return "mixes parameters, or counts its steps by itself: in pieces it remembers other things"
+    if not _alike(before, [values_of(group) for group in whole.param_groups]):
+        return "changes its own param_groups in a step"
+    return ""
+
+
+def _small(optimizer: Optimizer) -> Optimizer:
+    """The same with small parameters, and nothing remembered."""
+    made, memo = torch.Generator().manual_seed(1), {}
+    for p in _parameters(optimizer):
+        shape = [min(size, MOST) for size in p.shape]
+        memo[id(p)] = torch.nn.Parameter(torch.randn(shape, generator=made).to(p.device, p.dtype))
+    new = object.__new__(type(optimizer))
+    kept = {k: v for k, v in vars(optimizer).items() if k not in {"state", "param_groups", "step", *HOOKS}}
+    new.__dict__.update(copy.deepcopy({k: v for k, v in kept.items() if not k.endswith("_hooks")}, memo))
+    new.__dict__.update({k: OrderedDict() for k in vars(optimizer) if k.endswith("_hooks")})
+    new.state = defaultdict(dict)
+    new.param_groups = []
+    for group in optimizer.param_groups:
+        values = copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo)
+        rate = values.get("lr")
+        if isinstance(rate, int | float | torch.Tensor) and not float(rate):
+            values["lr"] = torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE
+        new.param_groups.append({**values, "params": [memo[id(p)] for p in group["params"][:MOST]]})
+    return new
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two nested values are the same, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_alike(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one is other or one == other)

@@ -1,0 +1,99 @@
+"""Lets nobody read a tensor that is still to be written: its first use brings in what it waits for. Knows tensors alone.
+
+A guarded tensor stays the same object, but is of a class made from its own that hears of each use (torch's protocol for that is
+`__torch_function__`). It is one again of its own class before the use goes on. What only asks for shape, type or `.grad` waits
+for nothing. Only plain tensors and parameters can be guarded; code that is compiled, or written in C++ and called by other
+ways than torch's functions, does not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_waits: Any = WeakIdKeyDictionary()
+"""By guarded tensor, what its first use calls."""
+_T: Any = torch.Tensor
+_ATTRIBUTES = (
+    _T.grad, _T.shape, _T.dtype, _T.device, _T.layout, _T.requires_grad, _T.is_leaf, _T.ndim, _T.grad_fn, _T._version,
+    _T.is_cuda, _T.is_cpu, _T.is_sparse,
+)
+_HARMLESS: set[Any] = {
+    *(attribute.__get__ for attribute in _ATTRIBUTES), _T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_,
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.element_size,
+    _T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__len__,
+}
+"""What tells nothing of a tensor's contents."""
+
+
+class _Guarded:
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            for tensor in _guarded([*args, *kwargs.values()]):
+                _fetch(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    # torch gives these the class first, and lets them read the contents behind that.
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _fetch(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _fetch(self).__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return str(_fetch(self).__repr__(**kwargs))
+
+
+class _GuardedParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
+    pass
+
+
+class _GuardedTensor(_Guarded, torch.Tensor):  # type: ignore[misc]
+    pass
+
+
+_CLASSES: dict[type, type] = {nn.Parameter: _GuardedParameter, torch.Tensor: _GuardedTensor}
+_OWN = {guarded: own for own, guarded in _CLASSES.items()}
+
+
+def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
+    """From now on `wait()` is called ahead of the tensor's first use; it is no longer guarded then. False: it cannot be."""
+    if type(tensor) not in _CLASSES:
+        return False
+    _waits[tensor] = wait
+    tensor.__class__ = _CLASSES[type(tensor)]
+    return True
+
+
+def unguard(tensor: torch.Tensor) -> None:
+    """It is as it should be, or nobody will ever write it."""
+    if type(tensor) in _OWN:
+        tensor.__class__ = _OWN[type(tensor)]
+        _waits.pop(tensor, None)
+
+
+def _fetch(tensor: Any) -> Any:
+    wait = _waits.get(tensor)
+    if wait is not None:
+        wait()
+    unguard(tensor)
+    return tensor
+
+
+def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, _Guarded):
+            yield value  # type: ignore[misc]
+        elif isinstance(value, list | tuple):
+            yield from _guarded(value)
+        elif isinstance(value, dict):
+            yield from _guarded([*value.values()])
