@@ -190,7 +190,7 @@ def replaced(model: nn.Module) -> torch.optim.Optimizer:
 
 
 MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
-    "a word": (sgd, {"overlap": "both"}, "overlap: got 'both', allowed: 'forward', or 'round'"),
+    "a word": (sgd, {"overlap": "both"}, "overlap: got 'both', allowed: 'round', with every=2 or more, or 'forward'"),
     "no optimizer": (lambda m: None, {}, "overlap='forward' steps with the optimizer .*attach.model, optimizer"),
     "lbfgs": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "a trial step of LBFGS alone, without a closure"),
     "mixes": (lambda m: CountsItself(m.parameters(), lr=0.1), {}, "CountsItself mixes parameters, or counts its steps"),
@@ -267,7 +267,8 @@ def abandons(rank: int, address: str, overlap: str | None) -> tuple[list[str], d
                 training.session.drain()
         except (StepAbandoned, ZeroDivisionError) as error:
             said.append(type(error).__name__)
-            training.schedule.step()
+            if rank == 1:
+                training.schedule.step()  # as the other has, behind the step that is none
     kept = {name: t.clone() for name, t in training.model.state_dict().items()}
     training.session.close()
     return said, kept
@@ -299,6 +300,9 @@ def main(how: str) -> None:
     training.session.drain()
     held = Held(training.worker, ["hidden.2.weight"])
     training.train(3, 4)
+    for name, p in training.model.named_parameters():
+        if name != "hidden.2.weight":
+            p.detach()  # comes in with that
     print("ready", flush=True)
     if rank == 1:
         signal.pause()

@@ -47,7 +47,7 @@ def read_ways(
     if several or codes == "updates":
         _check_optimizer(f"every={every}" if several else "codes='updates'", optimizer)
     if overlap not in (None, "round", "forward"):
-        raise ValueError(f"overlap: got {overlap!r}, allowed: 'forward', or 'round' with every=2 or more")
+        raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more, or 'forward'")
     if overlap == "forward" and (several or codes == "updates"):
         raise ValueError("overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
                          "codes='updates', which exchange weights and have overlap='round'")
