@@ -67,18 +67,25 @@ def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
     assert made.nbytes == pytest.approx(before / 10, rel=0.01)
 
 
-def test_a_sender_that_wakes_late_gets_a_longer_queue_and_one_in_time_the_short_one_again() -> None:
+def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_one_again() -> None:
     rate, round_trip_s = 100 * MEGABIT, 0.03
     made = settled(rate, round_trip_s)
     short = made.nbytes
     for _ in range(20):
         assert made.wait_s(int(2 * made.nbytes)) > 0.0
-        made.wait_s(0)  # woken, and nothing is under way any more
+        made.idle()
+        made.wait_s(0)  # there was nothing to send
+    assert made.nbytes == short
+    for _ in range(20):
+        assert made.wait_s(int(2 * made.nbytes)) > 0.0
+        made.wait_s(0)  # and nothing is under way any more
     longest = made.nbytes
-    assert longest == pytest.approx(rate * (round_trip_s + credit.MOST_QUEUE_S))
-    made.wait_s(0)  # it did not wait, so this says nothing
+    assert longest > 2 * short
+    assert longest == pytest.approx(rate * (round_trip_s + credit.MOST_QUEUE_S), rel=0.01)
+    for _ in range(5):
+        made.wait_s(0)  # it fills the link again: that counts once
     assert made.nbytes == longest
-    for _ in range(1000):
+    for _ in range(5000):
         assert made.wait_s(int(2 * made.nbytes)) > 0.0
     assert made.nbytes == short
 

@@ -240,6 +240,8 @@ class Connection:
                     self._busy = True
                     return item
                 if self._busy or not self._queue:
+                    if self._credit is not None:
+                        self._credit.idle()
                     self._work.wait()
                 elif hold_s := self._hold_s():
                     self._work.wait(hold_s)

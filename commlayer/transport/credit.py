@@ -29,7 +29,7 @@ QUEUE_S, MOST_QUEUE_S = 0.01, 0.1
 QUEUE_SHARE = 1 / 3
 """As much at least, as a part of the round trip: a link that has become faster is seen by that."""
 LATER, EARLIER = 1.5, 0.995
-"""Factors for each time that the sender woke too late, or in time."""
+"""Factors for each time that the sender came too late, or had to wait."""
 
 _INFO = struct.Struct("=148xI8xQ")
 """Of tcp_info: smallest round trip in microseconds, delivery rate in bytes a second."""
@@ -54,7 +54,7 @@ class Credit:
         self._rates: deque[float] = deque(maxlen=WINDOWS)
         self._best, self._without = 0.0, 0
         self._round_trip_s = 0.0
-        self._queue_s, self._held = QUEUE_S, False
+        self._queue_s, self._full = QUEUE_S, False
 
     def see(self, now: float, seen: Seen) -> None:
         self._round_trip_s = seen.round_trip_s
@@ -82,14 +82,18 @@ class Credit:
 
         It may go beyond the limit: a part that is much of it would else keep the rate, and so the limit, below the link's.
         """
-        if not self.settled:
+        if not self.settled or not self._best:
             return 0.0
-        if self._held:
-            late = waiting_nbytes < self._best * self._round_trip_s  # less than the link holds: it has stood idle
-            self._queue_s = min(MOST_QUEUE_S, LATER * self._queue_s) if late else max(QUEUE_S, EARLIER * self._queue_s)
         over = waiting_nbytes - self.nbytes
-        self._held = over > 0 and self._best > 0
-        return over / self._best if self._held else 0.0
+        if over > 0:
+            self._full, self._queue_s = True, max(QUEUE_S, EARLIER * self._queue_s)
+        elif self._full and waiting_nbytes < self._best * self._round_trip_s:
+            self._full, self._queue_s = False, min(MOST_QUEUE_S, LATER * self._queue_s)  # the link has stood idle
+        return max(0.0, over / self._best)
+
+    def idle(self) -> None:
+        """There was nothing to send: that little is under way is not this sender's doing."""
+        self._full = False
 
 
 SUPPORTED = sys.platform == "linux"
