@@ -65,5 +65,6 @@ def test_every_kernel_is_digested() -> None:
     driver = (NATIVE / "tests" / "agree.cc").read_text()
     declared = set(re.findall(r"^\w[\w *]* \**(cml_\w+)\(", header, re.MULTILINE))
     assert len(declared) > 40
-    one_body = {"cml_error_name", *(f"cml_schedule_{what}" for what in ("run", "sweep", "scratch", "chains"))}
+    one_body = {"cml_error_name", "cml_flat_positions", "cml_coordinates",
+                *(f"cml_schedule_{what}" for what in ("run", "sweep", "scratch", "chains"))}
     assert {name for name in declared if name not in driver} == one_body

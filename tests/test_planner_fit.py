@@ -10,7 +10,8 @@ from codecs_kit import NAMED
 from msgspec import structs
 from plan_kit import toy_job
 
-from commlayer.compressors import codec_of, parse
+from commlayer.compressors import parse
+from commlayer.compressors.feedback import wrap
 from commlayer.measure import codec_costs
 from commlayer.planner import lower, verify
 from commlayer.planner.model.cluster import Cluster, Line, Node, Policy, Profile
@@ -98,14 +99,14 @@ def test_every_plan_runs(seed: int) -> None:
 
 def test_what_is_measured_says_what_a_codec_promises() -> None:
     for cost in measured().codecs:
-        assert Promise(cost.sums, cost.alone, cost.answers) == promise_of(codec_of(Bucket(0, (), "service", cost.codec)))
+        assert Promise(cost.sums, cost.alone, cost.answers) == promise_of(wrap(parse(cost.codec)))
 
 
 def test_the_tables_promise_what_codecs_keep() -> None:
     cluster = Cluster((machines.node("n", "cpu", "10g"),))
     names = [*(t for t in NAMED.values() if t.partition("(")[0] in TABLED), *machines.DEFAULT_CODECS]
     for cost in machines.profile_from_tables(cluster, names).codecs:
-        mine = promise_of(codec_of(Bucket(0, (), "service", cost.codec)))
+        mine = promise_of(wrap(parse(cost.codec)))
         assert (cost.sums, cost.alone, cost.answers) == mine, cost.codec
 
 
