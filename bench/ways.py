@@ -52,7 +52,7 @@ IN_QUICK = {"int4", "int4, overlap=forward", "int4, every=4, overlap=round"}
 
 
 def run(quick: bool) -> Result:
-    seconds = 20.0 if quick else 60.0
+    seconds = 20.0 if quick else 45.0
     task = Task()
     bound, alone = (trained(None, way, seconds, task) for way in ("together", "alone"))
     paced_s, goal = bound.s_per_step, at(alone.curve, seconds)
