@@ -21,8 +21,8 @@ from commlayer.compressors.wrapper import Wrapper
 from commlayer.control.server_codecs import ops_of
 from commlayer.records import Plan
 from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.entries_sent import pace
 from commlayer.runtime.model_job import job_of
-from commlayer.runtime.pacing import pace
 
 WORKERS, CUT_NBYTES, RATIO = 4, 1 << 14, 0.01
 CODEC = f"error_feedback(topk(ratio={RATIO}))"

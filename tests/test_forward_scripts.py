@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pool_kit
 import pytest
 import torch
-from forward_kit import Held, Training, loss_of
+from forward_kit import Held, Net, Training, loss_of
 from pool_kit import pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -54,6 +54,17 @@ def clears_with_zeros(t: Training) -> None:
         t.optimizer.zero_grad(set_to_none=False)
         if step == 3:
             t.step()  # with zeros: momentum and weight decay go on
+
+
+def freezes_some(t: Training) -> None:
+    """With zeros in place of some gradients, between others."""
+    for step in range(STEPS):
+        t.optimizer.zero_grad()
+        t.backward(step)
+        frozen = [p for number, p in enumerate(t.model.parameters()) if number % 3 == step % 3]
+        for p in frozen:
+            p.grad.zero_()
+        t.step()
 
 
 def accumulates(t: Training) -> None:
@@ -179,8 +190,8 @@ def goes_over(t: Training) -> None:
 
 
 SCRIPTS: list[Callable[[Training], None]] = [
-    clears_late, clears_behind_the_step, clears_with_zeros, accumulates, averages_twice, throws_away, steps_twice, never_clears,
-    synchronizes, weighs, evaluates, mixes_types, recomputes, uses_in_turns, closes_over, goes_over,
+    clears_late, clears_behind_the_step, clears_with_zeros, freezes_some, accumulates, averages_twice, throws_away, steps_twice,
+    never_clears, synchronizes, weighs, evaluates, mixes_types, recomputes, uses_in_turns, closes_over, goes_over,
 ]
 
 
@@ -202,6 +213,32 @@ def differing(*runs: list[dict[str, torch.Tensor]]) -> list[tuple[str, list[str]
     pairs = zip(SCRIPTS, *runs, strict=True)
     return [(script.__name__, [name for name in a if not torch.equal(a[name], b[name])]) for script, a, b in pairs
             if any(not torch.equal(a[name], b[name]) for name in a)][:1]
+
+
+def averaged(rank: int, address: str, overlap: str | None) -> torch.Tensor:
+    """An average of weights that a hook makes, which the script had set before it attached."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean = torch.zeros_like(model.conv.weight)
+    optimizer.register_step_post_hook(lambda *_: mean.lerp_(model.conv.weight.detach(), 0.5))
+    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.int8(), overlap=overlap,
+                               config=pool_kit.quick(join=address))
+    for step in range(STEPS):
+        if overlap and step == 1:
+            Held(session.inspect.connection.worker, until_awaited=True)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    session.close()
+    return mean
+
+
+def test_a_hook_that_was_there_before_reads_new_weights() -> None:
+    means = []
+    for overlap in (None, "forward"):
+        with pool_kit.Servers(WORLD, 1) as servers:
+            means += pool(WORLD).call(averaged, servers.address, overlap)
+    assert all(torch.equal(mean, means[0]) for mean in means)
 
 
 def test_scripts_train_as_if_they_waited() -> None:

@@ -180,6 +180,11 @@ def refused(rank: int, address: str) -> dict[str, str]:
             attempt()
         said[name] = str(caught.value)
     session = commlayer.attach(model, adamw, plan="int4()", every=2, config=pool_kit.quick(join=address))  # nothing is left
+    commlayer.switch(session, msgspec.structs.replace(plan, local_steps=1))
+    assert session.inspect.plan.local_steps == 2, "every stays what the script said"
+    with pytest.raises(ValueError) as caught:
+        commlayer.switch(session, plan)
+    said["switch"] = str(caught.value)
     session.close()
     return said
 
@@ -193,7 +198,7 @@ def test_what_cannot_be_is_one_line() -> None:
                 "gradients": "leave codes out, or take every=1", "alone": "attach(model, optimizer, every=4)",
                 "alone, updates": "attach(model, optimizer, codes='updates')", "lbfgs": "LBFGS", "hooked": "communication hook",
                 "plan": "every=4, but the plan is one of 8 local steps", "stale": "a step late, and updates are coded",
-                "unlike": "every=2, codes='updates' on rank 0",
+                "unlike": "every=2, codes='updates' on rank 0", "switch": "every=2, but the plan is one of 8 local steps",
             }.items():
                 assert words in said[name], (name, said[name])
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from commlayer.optim.lazy import Lazy
+
 
 def checked(max_norm: Any, optimizer: Any) -> float | None:
     """ValueError for what is no norm, or where no step tells when to clip."""
@@ -21,6 +23,9 @@ def checked(max_norm: Any, optimizer: Any) -> float | None:
         raise ValueError(f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError("max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
+    if isinstance(optimizer, Lazy):
+        raise ValueError(f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
+                         "leave max_norm out, or take an optimizer of torch.optim")
     return norm
 
 

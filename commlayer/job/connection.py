@@ -168,7 +168,7 @@ class Connection:
             try:
                 for act in self.bring_in:
                     act()
-            except CommError as failed:
+            except Exception as failed:  # of an optimizer, too: whatever it is, the others must hear of the end
                 log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
         error: BaseException | None = self._verdict.error
         broken = ""

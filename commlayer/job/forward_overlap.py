@@ -3,7 +3,7 @@
     hand_in       backward is over: marks stand in `.grad`, which refuse to be used
     step()        the optimizer applies what is in; of the rest it is noted with which hyperparameters it is to be applied
     forward       each module waits for what it holds, the whole model for what is in no module that is called
-    next_pass     the next backward pass begins: what is left comes in, the step ends, observers look at it
+    end           the next backward pass begins: what is left comes in, the step ends, observers look at it
 
 Knows modules, an optimizer and their hooks; how results travel it knows not. Where a weight is used by other ways than its
 module, runtime/weight_guard.py brings it in; what somebody does to a gradient meets runtime/gradient_mark.py. A step that must
@@ -72,11 +72,14 @@ class ForwardOverlap:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         # Compiled code calls no modules: what it reads is waited for ahead of it.
         whole = _ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
+        behind = self._optimizer.register_step_post_hook(self._after_step)
+        # Ahead of the script's own, which may read weights.
+        self._optimizer._optimizer_step_post_hooks.move_to_end(behind.id, last=False)
         self._handles += [
             model.register_forward_pre_hook(whole, prepend=True),
             *(p.register_hook(self._before_adding) for p in self._parameters),
             self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            behind,
             self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
         ]
@@ -89,6 +92,8 @@ class ForwardOverlap:
             return self._not("a GradScaler skips steps by all gradients")
         if self._stepping:
             return self._not("the optimizer's closure needs its gradients at once")
+        if not self._loop.worker.alone:
+            return self._not("ranks of a node hand results on to each other, which all of them must be there for")
         return not self._loop.looked_at
 
     def _not(self, why: str) -> bool:
@@ -115,19 +120,29 @@ class ForwardOverlap:
     def _before_step(self, _optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         with self._lock:
             self._stepping, self._held = True, []
-            if self._out is None:
-                return
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if self._later or self._clips or closure is not None:
-                self._take(self._out.rest)
-                return
-            self._take(self._out.arrived)
-            for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
-                if p.grad is mark and mark.zeroed:
-                    self._take(partial(self._out.wait, (number,)))
-                elif p.grad is mark:
-                    self._held.append(number)
-                    p.grad = None
+            try:
+                self._hold(args, kwargs)
+            except BaseException:
+                self._stepping = False  # there will be no step
+                raise
+
+    def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Takes what is in, and keeps the rest from the optimizer."""
+        if self._out is None:
+            return
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._later or self._clips or closure is not None:
+            self._take(self._out.rest)
+            return
+        self._take(self._out.arrived)
+        marked = [*enumerate(zip(self._parameters, self._marks, strict=True))]
+        # Ahead of holding any: what is waited for brings others with it.
+        if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
+            self._take(partial(self._out.wait, zeroed))
+        for number, (p, mark) in marked:
+            if p.grad is mark:
+                self._held.append(number)
+                p.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         with self._lock:
@@ -169,7 +184,8 @@ class ForwardOverlap:
             if self._out is None:
                 return
             out = self._out
-            wanted = [n for n in numbers if not out.complete(n) and (n in self._later or n >= len(self._parameters))]
+            # A result that came in ahead of an error has been written, and not applied: asking for it meets that error.
+            wanted = [n for n in numbers if n in self._later or (n >= len(self._parameters) and not out.complete(n))]
             if wanted:
                 self._take(partial(out.wait, wanted))
             self._end_if_over()
@@ -207,7 +223,8 @@ class ForwardOverlap:
     def _end(self) -> None:
         out, worker = self._out, self._loop.worker
         assert out is not None
-        out.end()
+        with torch.inference_mode(mode=False):
+            out.end()
         worker.applied(self._stepped - self._gone)
         for number in self._gone:
             worker.cleared(number)
@@ -215,6 +232,10 @@ class ForwardOverlap:
         self._forget()
         self._unobserved = True
         self._written()
+        self._act()
+
+    def _act(self) -> None:
+        """What was put off until the step is over."""
         after, self._after = self._after, []
         for act in after:
             act()
@@ -238,7 +259,8 @@ class ForwardOverlap:
     def _take(self, come: Callable[[], Sequence[int]]) -> None:
         assert self._out is not None
         try:
-            numbers = come()
+            with torch.inference_mode(mode=False):  # an evaluation may be what asks
+                numbers = come()
         except StepAbandoned:
             self._abandon()
             raise
@@ -307,6 +329,7 @@ class ForwardOverlap:
         for buffer in self._buffers:
             unguard(buffer)
         self._forget()
+        self._act()
 
     def _say(self, error: CommError) -> None:
         """What of the step that broke off has been applied, once, in the error that everybody gets to see."""

@@ -7,6 +7,7 @@ from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.agreed_plan import agreed_plan, check_plan
 from commlayer.job.connection import Connection
+from commlayer.job.ways import stepping
 from commlayer.records import Plan
 from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.worker import Worker
@@ -37,7 +38,7 @@ def switch(made: Connection, plan: Plan | None) -> None:
 
 def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None) -> None:
     _check_between(old, groups)
-    agreed = agreed_plan(lambda: _given(plan), groups)
+    agreed = agreed_plan(lambda: stepping(_given(plan), made.ways), groups)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:

@@ -34,14 +34,9 @@ def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)
-    twin.__dict__.update({hook: OrderedDict() for hook in HOOKS}, is_piece=True)
+    twin.__dict__.update({hook: OrderedDict() for hook in HOOKS})
     twin.param_groups = list(groups)
     _plain_step(type(optimizer))(twin)
-
-
-def is_piece(optimizer: Any) -> bool:
-    """Whether this is a step's piece, and not somebody's optimizer: seen by hooks on the steps of all optimizers."""
-    return bool(vars(optimizer).get("is_piece", False))
 
 
 def _plain_step(kind: type) -> Callable[..., Any]:

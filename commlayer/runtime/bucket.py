@@ -29,7 +29,7 @@ TINY = 1e-30
 
 
 class Pace(Protocol):
-    """Tells codecs how much to send: pacing.py."""
+    """Tells codecs how much to send: entries_sent.py."""
 
     def begin(self, step: int) -> None:
         """Ahead of each encode of that step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.debts import Debt, pay
-from commlayer.runtime.pacing import inherit
+from commlayer.runtime.entries_sent import inherit
 from commlayer.runtime.shared_buffers import pass_on
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.ended import Ended
+from commlayer.runtime.entries_sent import pace
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded import Forwarded
 from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole
-from commlayer.runtime.pacing import pace
 from commlayer.runtime.routes.route import Route
 from commlayer.runtime.routes.table import routes_of
 from commlayer.runtime.staging import Staging
@@ -296,6 +296,11 @@ class Worker(Unapplied):
     def coded(self) -> list[WorkerBucket]:
         """The buckets that this worker encodes."""
         return [bucket for bucket in self.buckets if bucket.coded or bucket.staged]
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank can wait for results at a time of its own."""
+        return all(route.alone for route in self._routes.all)
 
     def begins(self) -> bool:
         """Whether the next gradient is the first of its step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -220,8 +221,12 @@ class Connection:
         if self._credit is None or self._queue[0][-1].nbytes <= credit.LEAST_NBYTES:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
-            self._credit.see(now, credit.look(self._sock))
-            credit.bound_unsent(self._sock, self._credit.part_nbytes)
+            try:
+                self._credit.see(now, credit.look(self._sock))
+                credit.bound_unsent(self._sock, self._credit.part_nbytes)
+            except (OSError, struct.error):  # a kernel that does not tell: then nothing is held back
+                self._credit = None
+                return 0.0
         return self._credit.wait_s(credit.waiting_nbytes(self._sock))
 
     def _pace(self, frame: _Outgoing) -> None:

@@ -23,6 +23,7 @@ class NodeSum(Route):
     """Route. Every rank of a node has all these buckets and codes those that it owns."""
 
     ordered = True
+    alone = False
 
     def __init__(
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
