@@ -74,7 +74,8 @@ class ForwardOverlap:
         whole = _ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
         behind = self._optimizer.register_step_post_hook(self._after_step)
         # Ahead of the script's own, which may read weights.
-        self._optimizer._optimizer_step_post_hooks.move_to_end(behind.id, last=False)
+        hooks: Any = self._optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(behind.id, last=False)
         self._handles += [
             model.register_forward_pre_hook(whole, prepend=True),
             *(p.register_hook(self._before_adding) for p in self._parameters),
@@ -139,6 +140,8 @@ class ForwardOverlap:
         # Ahead of holding any: what is waited for brings others with it.
         if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
             self._take(partial(self._out.wait, zeroed))
+        # The optimizer steps them, with zeros, and so they count as applied, as without overlap.
+        self._gone -= {number for number in self._gone if self._parameters[number].grad is not None}
         for number, (p, mark) in marked:
             if p.grad is mark:
                 self._held.append(number)
