@@ -15,13 +15,11 @@ import torch
 from msgspec import structs
 
 from bench import energy_models, report
+from bench.virtual_workers import VirtualWorkers
 from commlayer import planner
-from commlayer.compressors import codec_of, payload
+from commlayer.compressors import payload
 from commlayer.compressors.wrapper import Wrapper
-from commlayer.control.server_codecs import ops_of
-from commlayer.records import Plan
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.entries_sent import pace
 from commlayer.runtime.model_job import job_of
 
 WORKERS, CUT_NBYTES, RATIO = 4, 1 << 14, 0.01
@@ -75,15 +73,15 @@ def train(model: str, optimizer: str, way: str, seed: int, steps: int = 0) -> tu
     if optimizer == "sgd":
         made = torch.optim.SGD(parameters, task.sgd_lr, momentum=0.9)
     feeds = [task.batches(rank, WORKERS) for rank in range(WORKERS)]
-    cluster = None if way == "dense" else Cluster(task.model, way)
+    workers = None if way == "dense" else Measured(task.model, way)
     sent: list[Sent] = []
     results: list[int] = []
-    for step in range(steps or task.steps):
+    for _ in range(steps or task.steps):
         gradients = [torch.autograd.grad(task.loss(next(feed)), parameters) for feed in feeds]
-        if cluster is None:
+        if workers is None:
             averages: Sequence[torch.Tensor] = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
         else:
-            averages, told, nbytes = cluster.step(step, gradients)
+            averages, told, nbytes = workers.step(gradients)
             sent += told
             results.append(nbytes)
         for parameter, average in zip(parameters, averages, strict=True):
@@ -93,59 +91,35 @@ def train(model: str, optimizer: str, way: str, seed: int, steps: int = 0) -> tu
         return float(task.loss(task.test)), sent, results
 
 
-class Cluster:
-    """The coded part of a job: every worker's buckets, and one server."""
+class Measured(VirtualWorkers):
+    """Sees what each worker sends, and of what."""
 
     def __init__(self, model: torch.nn.Module, ratio_over: Any) -> None:
         job = job_of(model)
         plan = planner.default_plan(job, codec=CODEC, path="service", servers=1, ranks_per_node=1, fuse_nbytes=CUT_NBYTES,
                                     cut_nbytes=CUT_NBYTES)
-        self.plan: Plan = structs.replace(plan, ratio_over=ratio_over)
-        self.shapes = [info.shape for info in job.tensors]
-        self.ops = ops_of(self.plan, 0)
-        self.accs = {number: ops.zeros(0) for number, ops in self.ops.items()}
-        self.workers = [
-            [WorkerBucket(b, job, codec_of(b, plan=self.plan), torch.device("cpu"), i, rank=rank)
-             for i, b in enumerate(self.plan.buckets)]
-            for rank in range(WORKERS)
-        ]
-        for buckets in self.workers:
-            pace(buckets)
+        super().__init__(job, structs.replace(plan, ratio_over=ratio_over), WORKERS)
+        self._results = len(plan.buckets) * payload.HEADER_NBYTES
+        self._sums = [[0.0] * 4 for _ in range(WORKERS)]
 
-    def step(
-        self, step: int, gradients: Sequence[Sequence[torch.Tensor]]
-    ) -> tuple[list[torch.Tensor], list[Sent], int]:
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[Sent], int]:
         """(averages, what each worker sent, bytes of the results)."""
-        told = []
-        for rank, (buckets, mine) in enumerate(zip(self.workers, gradients, strict=True)):
-            kept = alike = whole = 0.0
-            sent = 0
-            for bucket in buckets:
-                bucket.rewind()
-                bucket.step = step
-                bucket.sources = [mine[s.tensor].contiguous() for s in bucket.slices]
-                bucket.gather(1 / WORKERS, 1.0)
-                owed = bucket.host + bucket.state["residual"]
-                nbytes = bucket.encode()
-                body = bucket.payload[:nbytes]
-                self.ops[bucket.id].add(0, body, self.accs[bucket.id], rank == 0)
-                energy = owed.square()
-                kept += float(energy[sparse(bucket).places(body, bucket.numel).long()].sum())
-                alike += float(energy.topk(math.ceil(RATIO * bucket.numel)).values.sum())
-                whole += float(energy.sum())
-                sent += nbytes - payload.HEADER_NBYTES
-            told.append(Sent(kept / whole, alike / whole, sent))
-        averages = [torch.empty(shape) for shape in self.shapes]
-        back = 0
-        for bucket in self.workers[0]:
-            out = memoryview(bytearray(bucket.bound))
-            nbytes = self.ops[bucket.id].emit(0, self.accs[bucket.id], out)
-            bucket.decode(out[:nbytes])
-            back += nbytes - payload.HEADER_NBYTES
-            for s, view in zip(bucket.slices, bucket.views_y, strict=True):
-                averages[s.tensor].view(-1)[s.start : s.stop] = view.reshape(-1)
-        return averages, told, back
+        self._sums = [[0.0] * 4 for _ in range(WORKERS)]
+        averages, _ = self.average(gradients)
+        told = [Sent(kept / whole, alike / whole, round(nbytes)) for kept, alike, whole, nbytes in self._sums]
+        return averages, told, self.received - self._results
 
+    def code(self, rank: int, worker: WorkerBucket) -> memoryview:
+        energy = (worker.host + worker.state["residual"]).square()
+        body = super().code(rank, worker)
+        figures = (
+            float(energy[sparse(worker).places(body, worker.numel).long()].sum()),
+            float(energy.topk(math.ceil(RATIO * worker.numel)).values.sum()),
+            float(energy.sum()),
+            len(body) - payload.HEADER_NBYTES,
+        )
+        self._sums[rank] = [before + more for before, more in zip(self._sums[rank], figures, strict=True)]
+        return body
 
 
 def sparse(bucket: WorkerBucket) -> Any:

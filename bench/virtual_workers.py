@@ -14,6 +14,7 @@ from commlayer.compressors import codec_of
 from commlayer.control.server_codecs import ops_of, senders_of
 from commlayer.records import Job, Plan
 from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.entries_sent import pace
 from commlayer.transport.protocol import Header, Kind, Message
 from commlayer.transport.summation import Reply, Summation
 
@@ -25,9 +26,14 @@ class VirtualWorkers:
         self.world, self._step = world, 0
         self._server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, world))
         self._buckets = [
-            [WorkerBucket(bucket, job, codec_of(bucket), torch.device("cpu"), order, rank=rank) for rank in range(world)]
+            [WorkerBucket(bucket, job, codec_of(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
+             for rank in range(world)]
             for order, bucket in enumerate(plan.buckets)
         ]
+        for of_worker in zip(*self._buckets, strict=True):
+            pace(of_worker)
+        self.received = 0
+        """Bytes of the last step's results."""
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
         """The mean over all workers' gradients, which every worker gets; what the busiest direction of a worker carries for it.
@@ -39,9 +45,11 @@ class VirtualWorkers:
         for bucket in self._buckets:
             replies: list[Reply] = []
             for rank, (worker, own) in enumerate(zip(bucket, gradients, strict=True)):
-                worker.sources = [own[s.tensor] for s in worker.slices]
+                worker.rewind()
+                worker.step = self._step
+                worker.sources = [own[s.tensor].contiguous() for s in worker.slices]
                 worker.gather(1.0, 1.0)
-                body = worker.payload[: worker.encode()]
+                body = self.code(rank, worker)
                 sent[rank] += len(body)
                 header = Header(Kind.PUSH, 1, self._step, worker.id, codec=worker.codec.id, sender=rank, weight=1.0,
                                 used=worker.all_slices, total=float(self.world) if worker.in_means else 0.0)
@@ -51,4 +59,9 @@ class VirtualWorkers:
             received += len(replies[0].body)
             bucket[0].commit(1.0 / self.world, [mean[s.tensor] for s in bucket[0].slices])
         self._step += 1
+        self.received = received
         return mean, max(received, *sent)
+
+    def code(self, rank: int, worker: WorkerBucket) -> memoryview:
+        """One bucket's payload. For who measures what is sent, too."""
+        return worker.payload[: worker.encode()]
