@@ -63,7 +63,7 @@ class ModuleDriver:
             connection.on_close.append(self._attached.remove)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
             ordered: list[torch.Tensor] = [*self._parameters]
-            if connection.ways.forward:
+            if connection.worker.plan.overlap == "forward":
                 self._overlap = ForwardOverlap(model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now,
                                                self._note, clips=clips)
                 connection.worker.eager, connection.worker.bring_in = True, self._overlap.end

@@ -63,10 +63,10 @@ class Worker(Unapplied):
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
-        explain: Callable[[BaseException], BaseException] = lambda e: e, fragments: int = 1,
+        explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
         """`members` workers are in the view (0: those of the groups). `recycle` takes back the bodies of results that have been
-        decoded; `explain` may know a better error for one. `fragments`: in so many turns buckets may be waited for."""
+        decoded; `explain` may know a better error for one."""
         self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
         self._explain = explain
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
@@ -82,7 +82,7 @@ class Worker(Unapplied):
         allot_entries(self.buckets)
         self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
-        self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, fragments)]
+        self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
         """What goes in each turn of a step: everything in one, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
         staging = Staging(device)
