@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from commlayer.errors import CommError
-from commlayer.transport.groups import Pending, named
 from commlayer.transport.members import Members
+from commlayer.transport.pending import Pending, named
 from commlayer.transport.row_spacing import spacing as spacing
 
 
