@@ -17,6 +17,8 @@ from commlayer.errors import RecordError
 from commlayer.records import MAX_BUCKET_NBYTES, Record
 
 PREFIX = "COMMLAYER_"
+KEYS_TOKEN = "token"
+"""The file of a node's keys that holds the job's secret."""
 DAY_S = 86400.0
 MOST_CODEC_THREADS = 4
 """Unless asked for more: beyond it memory is the limit."""
