@@ -39,12 +39,13 @@ class Keys:
         """RecordError, in a line, if the folder does not let this node take part."""
         self.folder = Path(folder)
         self._lock = threading.Lock()
-        self._contexts: dict[tuple[bool, str], ssl.SSLContext] = {}
+        self._contexts: dict[tuple[bool, str], tuple[Stamp | None, ssl.SSLContext]] = {}
         self._stamp: Stamp | None = None
         self._revoked: frozenset[int] = frozenset()
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
         self.me = self._own()
         self.revoked()
+        self.context(SERVICE, server=False)  # what does not go together is said now, not by the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
 
@@ -72,8 +73,9 @@ class Keys:
         now = datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
             raise RecordError(f"keys: the certificate of {name} in {self.folder} is good from "
-                              f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's clock "
-                              f"says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} --again`")
+                              f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
+                              f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
+                              "--again`")
         return certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
 
     def revoked(self) -> frozenset[int]:
@@ -97,7 +99,7 @@ class Keys:
                 log.warning("keys: %s is left unread: %s; what it said before still holds", path, error)
                 self._stamp = stamp
                 return self._revoked
-            self._stamp, self._contexts = stamp, {}
+            self._stamp = stamp
             self._revoked = frozenset(one.serial_number for one in listed)
             return self._revoked
 
@@ -105,9 +107,15 @@ class Keys:
         """TLS 1.3, both ends with a certificate of this CA that nobody has revoked."""
         self.revoked()
         with self._lock:
-            made = self._contexts.get((server, protocol))
-            if made is None:
-                made = self._contexts[server, protocol] = self._context(protocol, server)
+            stamp, made = self._contexts.get((server, protocol), (None, None))
+            if made is None or stamp != self._stamp:
+                try:
+                    made = self._context(protocol, server)
+                except RecordError:
+                    if made is None:
+                        raise
+                    # The former one stands in: who has been revoked is looked up behind each handshake, too.
+                self._contexts[server, protocol] = self._stamp, made
             return made
 
     def _context(self, protocol: str, server: bool) -> ssl.SSLContext:
