@@ -35,6 +35,11 @@ ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
 
 
+def _forbids(_way: str) -> str:
+    return ("a communication hook that a script registers averages gradients, and steps nothing: attach(model, optimizer), or "
+            "make the plan without it")
+
+
 class _Part(NamedTuple):
     """What one call of the hook brought."""
 
@@ -139,7 +144,8 @@ class HookState:
             found = found_in([p for part in self._step for p in part.parameters], self.module)
             self.claim(found.named)
             self.connection = connect(found.job, device, start, plan=self._plan, config=self._config, whole=found.whole,
-                                      must={"wrapper": "DistributedDataParallel"})
+                                      forbids=_forbids,
+                                      must={"wrapper": "DistributedDataParallel", "optimizer": "not given"})
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
         self._attached = AttachedModel(self.module, found.named, self._optimizer,

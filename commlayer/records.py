@@ -169,6 +169,12 @@ class Plan(Record, frozen=True):
     ranks_per_node: int = 1
     local_steps: int = 1
     """Steps of local training per exchange."""
+    codes: Literal["gradients", "updates"] = "gradients"
+    """What an exchange is of; with several local steps it is of updates, whatever stands here: see `steps_locally`."""
+    overlap: Literal["", "round", "forward"] = ""
+    """What goes on while an exchange is under way: nothing; the next round of local steps; the next forward pass."""
+    fragments: int = 1
+    """In so many parts, one after the other, a round's changes are exchanged."""
     step_s: float = 0.0
     """Predicted seconds of a step; 0: nobody predicted."""
     free_s: float = 0.0
@@ -181,6 +187,11 @@ class Plan(Record, frozen=True):
     warmup: int = 0
     """Steps of the job over which the ratios of sparse codecs over servers come down from 25 %; 0: none."""
     schema: int = SCHEMA
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether each rank steps on its own gradients, and exchanges are of what its weights have changed by."""
+        return self.local_steps > 1 or self.codes == "updates"
 
 
 class Member(Record, frozen=True):

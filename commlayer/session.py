@@ -15,6 +15,7 @@ from commlayer.config import Config, read_config
 from commlayer.ddp import HookState, comm_hook
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
+from commlayer.job.allowed_ways import check_local, forbids_of
 from commlayer.job.clipping import Clipping, checked, clipping
 from commlayer.job.connection import Connection
 from commlayer.job.inspection import Inspected, Inspection
@@ -135,7 +136,7 @@ class Session:
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
-    every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int = 1,
+    every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int | None = None,
     max_norm: float | None = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
@@ -165,12 +166,14 @@ def attach(
         read = read_config(config)
         check_model(model)
         refuse(model.named_parameters())
-        ways, wrapped = read_ways(every, codes, optimizer, overlap=overlap, fragments=fragments), None
+        asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments), None
+        if asked.updates:
+            check_local(optimizer, f"every={every}" if every not in (None, 1) else "codes='updates'")
         norm = checked(max_norm, optimizer)
-        if ways.forward:
+        if asked.overlap == "forward":
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
-            if not ways.updates:
+            if not asked.updates:
                 driver = _DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer))
                 return Session(driver, clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
@@ -181,10 +184,11 @@ def attach(
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim = Claim(parameters_of(model))
-        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync)}
+        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync),
+                "optimizer": "not given" if optimizer is None else "given"}
         try:
-            connection = connect(job, device, start, plan=plan, config=read, align=tensors, steps_locally=optimizer is not None,
-                                 ways=ways, must=must)
+            connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=asked,
+                                 forbids=forbids_of(wrapped or model, parameters_of(model), optimizer))
         except BaseException:
             claim.release()
             raise

@@ -18,23 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.optim import Outer
-from commlayer.planner import default_plan
+from commlayer.planner import default_plan, verify_alone
 from commlayer.records import Job, Plan
 from commlayer.runtime.model_job import job_of
-from commlayer.runtime.plan_check import unsuited
 
 WORLD, SERVERS, H = 3, 2, 4
 NESTEROV = Outer(lr=0.7, momentum=0.9)
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -314,13 +304,15 @@ def refused(rank: int, address: str) -> list[str]:
 def test_local_steps_without_an_optimizer_to_follow_are_refused() -> None:
     with Servers(WORLD, SERVERS) as servers:
         results = pool(WORLD).call(refused, servers.address)
-    assert all(f"of {H} local steps: they need a module that is no DistributedData" in line for r in results for line in r)
+    for alone, hooked in results:
+        assert alone.startswith(f"plan: of {H} local steps: got optimizer NoneType, allowed: a torch.optim.Optimizer")
+        assert f"of {H} local steps: a communication hook that a script registers averages gradients" in hooked
 
 
 def test_local_steps_and_late_results_are_one_or_the_other() -> None:
     made = plan(job_of(model_of()))
     late = tuple(msgspec.structs.replace(b, stale=True) for b in made.buckets)
-    assert unsuited(msgspec.structs.replace(made, buckets=late), WORLD, 1) == [
+    assert verify_alone(msgspec.structs.replace(made, buckets=late)) == [
         f"of {H} local steps, and results that are a step late: one or the other"]
 
 

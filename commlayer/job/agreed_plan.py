@@ -8,6 +8,7 @@ import torch
 
 from commlayer import planner, records
 from commlayer.errors import CommError
+from commlayer.job.ways import Forbids, ways_of
 from commlayer.records import Job, Plan
 from commlayer.runtime.plan_check import unsuited
 from commlayer.transport.groups import Groups
@@ -47,13 +48,11 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
 
 
 def check_plan(
-    plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, *, steps_locally: bool, fragments: int = 1,
-    forward: bool = False,
+    plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids,
 ) -> None:
     """ValueError with the first reason why it cannot run."""
-    problems = planner.verify(plan, job) or unsuited(
-        plan, nodes, per_node, cuda=device.type == "cuda", steps_locally=steps_locally, fragments=fragments,
-        forward=forward)
+    problems = planner.verify(plan, job) or unsuited(plan, nodes, per_node, cuda=device.type == "cuda") or \
+        [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"plan: {problems[0]}{more}")

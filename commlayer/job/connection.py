@@ -20,7 +20,7 @@ from commlayer.control.leaving import end as end_part
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.fault import FaultVerdict
-from commlayer.job.ways import Ways
+from commlayer.job.ways import Asked, Forbids
 from commlayer.observe import StalePlan
 from commlayer.planner.model.cluster import Basis
 from commlayer.records import Job, Plan
@@ -50,7 +50,8 @@ class Connection:
     =====================================  ====================================================================
     rank, world, groups, uplink, embedded  connect(), once
     waits, loss, max_loss                  connect(), once
-    steps_locally, ways                    connect(), once
+    asked, forbids                         connect(), once
+    useless                                whoever steps: module_driver.py
     plan, worker                           connect(), switch()
     basis                                  connect(), switch(); autoplan/, for the plan that it has chosen
     auto                                   connect(); a session, whose user asks for a plan
@@ -72,10 +73,12 @@ class Connection:
         self.plan: Plan | None = None
         self.worker: Worker | None = None
         self.waits = Waits()
-        self.steps_locally = False
-        """Whether a plan of local steps can run: whoever made this connection steps weights and not only gradients."""
-        self.ways = Ways()
-        """What attach() was told of how steps are exchanged."""
+        self.asked = Asked()
+        """What attach() was told of how steps are exchanged; it holds for every plan."""
+        self.forbids: Forbids = lambda _: ""
+        """Why a plan cannot go a way here: see allowed_ways.py."""
+        self.useless: Forbids = lambda _: ""
+        """Why it would gain nothing, for whoever chooses."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
 
@@ -126,7 +129,7 @@ class Connection:
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.rank, members=self.world, generation=generation, groups=self.groups,
-            transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain, fragments=self.ways.fragments,
+            transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain,
         )
 
     def follow(self, worker: Worker) -> None:

@@ -77,16 +77,15 @@ class ExchangeSchedule:
     def _enter(self) -> None:
         """A plan has come into force."""
         made, plan = self._connection, self._connection.plan
-        every = 1 if plan is None else plan.local_steps
         self._unhook()
-        if made.worker is None or (every == 1 and made.local is None and not made.ways.updates):
+        if made.worker is None or plan is None or (made.local is None and not plan.steps_locally):
             return
+        how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if made.local is None:
             units = made.worker.units
             weights = StepWeights(units.weight, units.total if units.told else None)
-            made.local = LocalSteps(self._parameters, every, self._outer, weights, fragments=made.ways.fragments,
-                                    overlap=made.ways.overlap)
-        made.local.every = every
+            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, **how)
+        made.local.go(plan.local_steps, **how)
         self._handles.append(self._optimizer.register_step_post_hook(lambda *_: self._if_due()))
         self._handles.append(self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None))
 

@@ -26,7 +26,7 @@ from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.sparse_averages import hand_over, make_dense, stepped_lazily
+from commlayer.runtime.sparse_averages import make_dense, make_sparse, stepped_lazily
 from commlayer.runtime.write_gradients import targets_of
 
 
@@ -63,7 +63,7 @@ class ModuleDriver:
             connection.on_close.append(self._attached.remove)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
             ordered: list[torch.Tensor] = [*self._parameters]
-            if connection.ways.forward:
+            if connection.worker.plan.overlap == "forward":
                 self._overlap = ForwardOverlap(model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now,
                                                self._note, clips=clips)
                 connection.worker.eager, connection.worker.bring_in = True, self._overlap.end
@@ -146,7 +146,7 @@ class ModuleDriver:
                                       lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
         for p, average in zip(self._parameters, averages, strict=False):
             p.grad = average
-        hand_over(self._lazy)
+        make_sparse(self._lazy)
         self._note()
         self._loop.written()
         self._loop.observe()

@@ -19,7 +19,7 @@ from commlayer.job import requested_plan
 from commlayer.job.agreed_plan import agreed_plan, check_plan, from_rank_0
 from commlayer.job.connection import Connection, Waits
 from commlayer.job.rendezvous import HEARD_S, Start, plan_kind
-from commlayer.job.ways import Ways, stepping
+from commlayer.job.ways import Asked, Forbids, stepping
 from commlayer.planner.model import float64
 from commlayer.planner.model.gradients_only import without_buffers
 from commlayer.records import Job, Plan
@@ -33,22 +33,22 @@ NOTICE_HEARTBEATS = 3
 
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    steps_locally: bool = False, ways: Ways = Ways(), whole: Job | None = None, must: Mapping[str, str] | None = None,
+    forbids: Forbids = lambda _: "", asked: Asked = Asked(), whole: Job | None = None, must: Mapping[str, str] | None = None,
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
-    `must`: what else is to be the same on all ranks.
+    `must`: what else is to be the same on all ranks. `forbids`: why a plan cannot go a way here (allowed_ways.py).
     `whole`: this job and buffers that are not averaged here; a plan may be of either.
     """
     kernels.choose(config.backend)
-    given = {"plan": plan_kind(plan), "optimizer": "given" if steps_locally else "not given", "steps": str(ways)}
+    given = {"plan": plan_kind(plan), "steps": str(asked)}
     met = start.meet(config, model=job.digest(), must=given | dict(must or {}))
     # A server child takes no more.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
     made = Connection()
-    made.steps_locally, made.ways = steps_locally, ways
-    made.auto = isinstance(plan, str) and plan == "auto" and not ways.updates
+    made.asked, made.forbids = asked, forbids
+    made.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
     made.loss, made.max_loss = config.loss, config.max_loss or loss_budget.BUDGET
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
@@ -56,11 +56,10 @@ def connect(
     if met.members is not None:
         made.rank, made.world = met.members.rank, met.members.world
     if not grouped and not config.join:
-        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=ways.updates), whole), ways)
+        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=asked.updates), whole), asked)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
-        check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, steps_locally=steps_locally,
-                   fragments=ways.fragments, forward=ways.forward)
+        check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
         if not isinstance(plan, Plan) or not settled.servers:
             return made
     try:
@@ -72,10 +71,9 @@ def connect(
             made.say(met.note)
         nodes = made.world // per_node
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
-            requested_plan.settle(plan, job, config, made.world, per_node, updates=ways.updates), made.basis, nodes, made.say),
-            whole), ways), made.groups)
-        check_plan(made.plan, job, nodes, per_node, device, steps_locally=steps_locally, fragments=ways.fragments,
-                   forward=ways.forward)
+            requested_plan.settle(plan, job, config, made.world, per_node, updates=asked.updates), made.basis, nodes, made.say),
+            whole), asked), made.groups)
+        check_plan(made.plan, job, nodes, per_node, device, forbids)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.

@@ -38,7 +38,7 @@ def switch(made: Connection, plan: Plan | None) -> None:
 
 def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None) -> None:
     _check_between(old, groups)
-    agreed = agreed_plan(lambda: stepping(_given(plan), made.ways), groups)
+    agreed = agreed_plan(lambda: stepping(_given(plan), made.asked), groups)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:
@@ -47,8 +47,7 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: 
             raise ValueError("plan: has results that are a step late, behind local steps, which left the ranks' optimizers in "
                              "different states: make it without staleness")
         per_node = groups.ranks_per_node
-        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, steps_locally=made.steps_locally,
-                   fragments=made.ways.fragments, forward=made.ways.forward)
+        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.forbids)
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
     told, undone = False, old.undone()
     try:

@@ -1,42 +1,53 @@
-"""How a script wants its steps exchanged: attach's `every=` and `codes=`, checked, and laid into a plan. Exchanges nothing."""
+"""How a script wants its steps exchanged: attach's `every=`, `codes=` and so on, checked, and laid into a plan.
+
+From there on the plan alone says how steps are exchanged. Exchanges nothing. The ways that are not everybody's:
+
+    forward     results come in during the next forward pass        (Plan.overlap)
+    updates     each rank steps on its own gradients, H = 1         (Plan.codes)
+    local       the same with H above 1                             (Plan.local_steps)
+    round       exchanges that run while the next round computes    (Plan.overlap)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from msgspec import structs
 
 from commlayer.records import Plan
 
 CODES = ("gradients", "updates")
+OVERLAPS = ("round", "forward")
+WAYS = ("forward", "updates", "local", "round")
+Forbids = Callable[[str], str]
+"""Of one of `WAYS` the reason why it is not for this rank, "" if it is."""
 
 
-class Ways(NamedTuple):
-    """What attach() was told, the same on all ranks."""
+class Asked(NamedTuple):
+    """What attach() was told, the same on all ranks. None: as the plan says. It holds for every plan of the job."""
 
     every: int | None = None
-    """Steps to an exchange; None: as many as the plan says."""
-    updates: bool = False
-    """Whether each rank steps on its own gradients, and the change of its weights is what is coded."""
-    overlap: bool = False
-    """Whether an exchange runs while the next steps are taken."""
-    fragments: int = 1
-    """In so many parts, one after the other, the model is exchanged."""
-    forward: bool = False
-    """Whether results of a step come in during the next forward pass."""
+    codes: str | None = None
+    overlap: str | None = None
+    fragments: int | None = None
+
+    @property
+    def updates(self) -> bool:
+        """Whether changes of weights are to be exchanged, whatever the plan says."""
+        return (self.every or 1) > 1 or self.codes == "updates"
 
     def __str__(self) -> str:
-        more = (", overlap='round'" if self.overlap else "") + (f", fragments={self.fragments}" if self.fragments > 1 else "")
-        more += ", overlap='forward'" if self.forward else ""
-        return f"every={self.every or 'as planned'}, codes={CODES[self.updates]!r}{more}"
+        codes = CODES[1] if self.updates else self.codes
+        more = "" if codes is None else f", codes={codes!r}"
+        more += "" if self.overlap is None else f", overlap={self.overlap!r}"
+        more += "" if self.fragments is None else f", fragments={self.fragments}"
+        return f"every={self.every or 'as planned'}{more}"
 
 
-def read_ways(
-    every: int | None, codes: str | None, optimizer: Any, *, overlap: str | None = None, fragments: int = 1,
-) -> Ways:
-    """ValueError, a line, for what cannot be."""
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None) -> Asked:
+    """ValueError, a line, for what cannot be under any plan."""
+    if every is not None and not _whole(every):
         raise ValueError(f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
     if codes not in (None, *CODES):
         raise ValueError(f"codes: got {codes!r}, allowed: {', '.join(map(repr, CODES))}")
@@ -44,40 +55,56 @@ def read_ways(
     if several and codes == "gradients":
         raise ValueError(f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
                          "take every=1")
-    if several or codes == "updates":
-        _check_optimizer(f"every={every}" if several else "codes='updates'", optimizer)
-    if overlap not in (None, "round", "forward"):
+    if overlap not in (None, *OVERLAPS):
         raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more, or 'forward'")
     if overlap == "forward" and (several or codes == "updates"):
         raise ValueError("overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
                          "codes='updates', which exchange weights and have overlap='round'")
-    if overlap == "round" and not several:
-        raise ValueError(f"overlap='round' with every={every}: an exchange runs while a round of several local steps computes; "
-                         "allowed: every=2 or more")
-    if not isinstance(fragments, int) or isinstance(fragments, bool) or fragments < 1 or (every or 1) % fragments:
+    if fragments is not None and not _whole(fragments):
         raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
                          "exchanged every H / fragments steps")
-    return Ways(every, several or codes == "updates", overlap == "round", fragments, overlap == "forward")
+    return Asked(every, codes, overlap, fragments)
 
 
-def _check_optimizer(what: str, optimizer: Any) -> None:
-    if not hasattr(optimizer, "register_step_post_hook"):
-        raise ValueError(f"{what}: got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
-                         f"steps weights are exchanged: attach(model, optimizer, {what})")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{what}: LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
-                         "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def stepping(plan: Plan, ways: Ways) -> Plan:
-    """The plan with as many local steps as attach() was told. ValueError if it says otherwise itself."""
-    if ways.updates and any(b.stale for b in plan.buckets):
+def stepping(plan: Plan, asked: Asked) -> Plan:
+    """The plan with what attach() was told in it. ValueError if the two do not go together."""
+    if asked.updates and any(b.stale for b in plan.buckets):
         raise ValueError("plan: has results that are a step late, and updates are coded, which ranks step on: make it without "
                          "staleness")
-    if ways.every is None or ways.every == plan.local_steps:
-        return plan
+    if asked.every is not None and asked.every != plan.local_steps > 1:
+        raise ValueError(f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "
+                         "make the plan with max_local_steps=1")
+    every = asked.every or plan.local_steps
+    if asked.codes == "gradients" and (every > 1 or plan.codes == "updates"):
+        what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
+        raise ValueError(f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
+    if asked.overlap == "round" and every == 1:
+        raise ValueError(f"overlap='round' with every={asked.every}: an exchange runs while a round of several local steps "
+                         "computes; allowed: every=2 or more")
+    if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
+        raise ValueError(f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
+    if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, asked.fragments)):
+        has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
+        raise ValueError(f"fragments: got {asked.fragments} with every={every}{has}, allowed: a divisor of every, since one "
+                         "fragment is exchanged every H / fragments steps")
+    laid = structs.replace(
+        plan, local_steps=every, codes=asked.codes or plan.codes, overlap=asked.overlap or plan.overlap,
+        fragments=asked.fragments or plan.fragments)
+    if every == plan.local_steps and laid.overlap == plan.overlap and laid.steps_locally == plan.steps_locally:
+        return laid
+    # What was predicted is the time of a step that exchanges, and that waits for it.
+    return structs.replace(laid, step_s=0.0, free_s=0.0)
+
+
+def ways_of(plan: Plan) -> list[tuple[str, str]]:
+    """Those of `WAYS` that a plan goes, and how it says so."""
+    found = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
     if plan.local_steps > 1:
-        raise ValueError(f"every={ways.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or make "
-                         "the plan with max_local_steps=1")
-    # What was predicted is the time of a step that exchanges.
-    return structs.replace(plan, local_steps=ways.every, step_s=0.0, free_s=0.0)
+        found.append(("local", f"of {plan.local_steps} local steps"))
+    elif plan.codes == "updates":
+        found.append(("updates", "of coded updates"))
+    return found + ([("round", "overlap='round'")] if plan.overlap == "round" else [])

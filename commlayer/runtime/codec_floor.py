@@ -92,7 +92,7 @@ def _lifted(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) ->
     if all(level(codec, bucket.spec) >= floor * EQUAL for codec in _codecs(bucket)):
         return bucket
     for candidate in _candidates(bucket, floor):
-        alone = structs.replace(plan, buckets=(candidate,))
+        alone = structs.replace(plan, buckets=(candidate,), fragments=1)
         if not unsuited(alone, nodes, plan.ranks_per_node, cuda=cuda):
             return candidate
     return bucket

@@ -71,14 +71,14 @@ class _Sent(NamedTuple):
 
 
 class LocalSteps:
-    """Of one model. `every` may change between two rounds."""
+    """Of one model. How rounds go may change between two of them."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
         overlap: bool = False,
     ) -> None:
-        self._parameters, self.every, self.weights = parameters, every, weights
-        self._fragments, self._overlap = fragments, overlap
+        self._parameters, self.weights = parameters, weights
+        self.go(every, fragments=fragments, overlap=overlap)
         self.taken = 0
         """Steps since the last exchange began."""
         self.starts = [_wide(p) for p in parameters]
@@ -90,6 +90,10 @@ class LocalSteps:
         self._sent: _Sent | None = None
         self._sound: dict[int, bool] = {}
         """By tensor, whether what came back in this round was finite."""
+
+    def go(self, every: int, *, fragments: int, overlap: bool) -> None:
+        """From now on. Nothing is under way."""
+        self.every, self._fragments, self._overlap = every, fragments, overlap
 
     def count(self) -> None:
         """A backward pass is over, its optimizer step still to come."""

@@ -15,25 +15,10 @@ from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 from commlayer.runtime.fragments import fragments_of
 
 
-def unsuited(
-    plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, steps_locally: bool = True, fragments: int = 1,
-    forward: bool = False,
-) -> list[str]:
-    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs. `forward`: results come in
-    during the next forward pass."""
-    if forward and (plan.local_steps > 1 or any(b.stale for b in plan.buckets)):
-        what = f"{plan.local_steps} local steps" if plan.local_steps > 1 else "results that are a step late"
-        return [f"has {what}, and overlap='forward' brings each step's results in ahead of the next: one or the other"]
-    if plan.local_steps > 1 and not steps_locally:
-        return [f"of {plan.local_steps} local steps: they need a module that is no DistributedDataParallel, and its optimizer: "
-                "attach(model, optimizer), or make it with max_local_steps=1"]
-    if plan.local_steps > 1 and any(b.stale for b in plan.buckets):
-        return [f"of {plan.local_steps} local steps, and results that are a step late: one or the other"]
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> list[str]:
+    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
     try:
-        if plan.local_steps % fragments:
-            return [f"of {plan.local_steps} local steps, and fragments={fragments}, of which one goes every H / fragments "
-                    "steps: take a divisor"]
-        fragments_of(plan.buckets, fragments)
+        fragments_of(plan.buckets, plan.fragments)
     except ValueError as error:
         return [str(error)]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):

@@ -25,7 +25,7 @@ from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.ended import Ended
-from commlayer.runtime.entries_sent import pace
+from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded import Forwarded
 from commlayer.runtime.fragments import fragments_of
@@ -63,10 +63,10 @@ class Worker(Unapplied):
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
-        explain: Callable[[BaseException], BaseException] = lambda e: e, fragments: int = 1,
+        explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
         """`members` workers are in the view (0: those of the groups). `recycle` takes back the bodies of results that have been
-        decoded; `explain` may know a better error for one. `fragments`: in so many turns buckets may be waited for."""
+        decoded; `explain` may know a better error for one."""
         self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
         self._explain = explain
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
@@ -79,10 +79,10 @@ class Worker(Unapplied):
         ]
         self.tracked = any(bucket.in_means for bucket in self.buckets)
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
-        pace(self.buckets)
+        allot_entries(self.buckets)
         self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
-        self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, fragments)]
+        self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
         """What goes in each turn of a step: everything in one, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
         staging = Staging(device)
@@ -124,7 +124,7 @@ class Worker(Unapplied):
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
         self.complete(leftovers)
-        self.rest(deadline_s)
+        self.wait_all(deadline_s)
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: whatever was not yet on its way goes."""
@@ -132,7 +132,7 @@ class Worker(Unapplied):
         self.stopwatch.stop(self.counters.steps)
         self.recorder.mark("backward")
         self.check()
-        self._intake.rest(leftovers)
+        self._intake.take_leftovers(leftovers)
         self.counters.exposed_s += time.monotonic() - begin
 
     def wait(self, deadline_s: float, turn: int = 0) -> None:
@@ -231,7 +231,7 @@ class Worker(Unapplied):
         if last is None or not self.take(last, deadline):
             return last is None
         if broken_off([last], here=False):
-            self.rest(deadline_s)
+            self.wait_all(deadline_s)
         return True
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
@@ -253,7 +253,7 @@ class Worker(Unapplied):
             self.stopwatch.skip(waited_s)
         return bool(here)
 
-    def rest(self, deadline_s: float) -> None:
+    def wait_all(self, deadline_s: float) -> None:
         """Waits for all buckets. Routes put their books in order, also where nothing is missing any more."""
         for turn in range(len(self.turns)):
             self.wait(deadline_s, turn)

@@ -34,13 +34,37 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
     elif world % plan.ranks_per_node:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
-    problems += [f"{name} is {getattr(plan, name)}, allowed: at least {least}"
-                 for name, least in (("local_steps", 1), ("servers", 0), ("warmup", 0)) if getattr(plan, name) < least]
+    least = {"local_steps": 1, "fragments": 1, "servers": 0, "warmup": 0}
+    problems += [f"{name} is {getattr(plan, name)}, allowed: at least {n}" for name, n in least.items()
+                 if getattr(plan, name) < n]
     if plan.ratio_over not in ("bucket", "plan"):
         problems.append(f"ratio_over is {plan.ratio_over!r}, allowed: 'bucket' or 'plan'")
+    problems += [*_steps(plan)]
     problems += [f"{name} is {getattr(plan, name)}, allowed: seconds, 0 or more"
                  for name in ("step_s", "free_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
     return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
+
+
+def _steps(plan: Plan) -> Iterator[str]:
+    """How steps are exchanged: ways that exclude each other."""
+    late = any(b.stale for b in plan.buckets)
+    if plan.codes not in ("gradients", "updates"):
+        yield f"codes is {plan.codes!r}, allowed: 'gradients' or 'updates'"
+    if plan.overlap not in ("", "round", "forward"):
+        yield f"overlap is {plan.overlap!r}, allowed: 'round', 'forward', or nothing"
+    if plan.overlap == "round" and plan.local_steps == 1:
+        yield ("overlap is 'round' with local_steps 1: an exchange runs while a round of several local steps computes; "
+               "allowed: local_steps of 2 or more")
+    if plan.overlap == "forward" and (plan.steps_locally or late):
+        what = "results that are a step late" if not plan.steps_locally else \
+            f"{plan.local_steps} local steps" if plan.local_steps > 1 else "coded updates"
+        yield f"has {what}, and overlap='forward' brings each step's results in ahead of the next: one or the other"
+    if late and plan.steps_locally:
+        what = f"of {plan.local_steps} local steps" if plan.local_steps > 1 else "of coded updates, which ranks step on"
+        yield f"{what}, and results that are a step late: one or the other"
+    if plan.local_steps > 0 < plan.fragments and plan.local_steps % plan.fragments:
+        yield (f"of {plan.local_steps} local steps, and fragments={plan.fragments}, of which one goes every H / fragments "
+               "steps: take a divisor")
 
 
 def _buffers(plan: Plan, job: Job) -> Iterator[str]:

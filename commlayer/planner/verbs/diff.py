@@ -27,7 +27,7 @@ class Difference(Record, frozen=True):
         return not self.fields and not self.changes
 
 
-WHOLE = ("servers", "hosts", "ranks_per_node", "local_steps", "ratio_over", "warmup", "schema")
+WHOLE = ("servers", "hosts", "ranks_per_node", "local_steps", "codes", "overlap", "fragments", "ratio_over", "warmup", "schema")
 
 
 def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:

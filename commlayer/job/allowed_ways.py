@@ -1,0 +1,66 @@
+"""Which ways of exchanging steps a job can go over to, and why not others. Knows modules and optimizers; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlayer.job.connection import Connection
+from commlayer.job.overlap_check import check_overlap
+from commlayer.job.quiet_ddp import check_silenceable
+from commlayer.job.ways import WAYS, Forbids
+
+
+def allowed_ways(connection: Connection) -> set[str]:
+    """Those of `WAYS` that a planner may choose here."""
+    return {way for way, why in forbidden_ways(connection).items() if not why}
+
+
+def forbidden_ways(connection: Connection) -> dict[str, str]:
+    """Of each of `WAYS`, why a planner may not choose it; "" if it may. This rank's view: ranks tell each other theirs."""
+    return {way: _asked_otherwise(connection, way) or connection.forbids(way) or connection.useless(way) for way in WAYS}
+
+
+def _asked_otherwise(connection: Connection, way: str) -> str:
+    """What the script has said at attach() holds for every plan."""
+    asked = connection.asked
+    if way == "forward" and (asked.updates or asked.overlap == "round"):
+        return f"attach() was told {asked}"
+    if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):
+        return f"attach() was told {asked}"
+    if way in ("local", "round") and asked.every == 1:
+        return "attach() was told every=1"
+    return ""
+
+
+def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
+    """Of what attach() was given. Asked, it tries: an optimizer may have changed since."""
+
+    def forbids(way: str) -> str:
+        try:
+            if way == "forward":
+                check_overlap(model, named, optimizer)
+            else:
+                check_local(optimizer)
+                if isinstance(model, DistributedDataParallel):
+                    check_silenceable(model)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return forbids
+
+
+def check_local(optimizer: Any, said: str = "") -> None:
+    """ValueError for an optimizer that nobody can step locally with. `said`: what attach() was told."""
+    name, also = f"{said}: " if said else "", f", {said}" if said else ""
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise ValueError(f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
+                         f"steps weights are exchanged: attach(model, optimizer{also})")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
+                         "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
