@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import commlayer
 from bench.balance import BACKWARD, BATCH, PAPER, cubics
 from bench.reference.balance_cluster import PlayedCluster
-from bench.worker import DEADLINE, as_rank
+from bench.worker import DEADLINE, as_rank, host_config
 from commlayer.balance import Line, Sampler
 from commlayer.balance.lbb import Lbb
 
@@ -100,9 +100,7 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, told: dict[str,
     """Ours: equal shares at first, no profile. Yields shares, after each step."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
-    config = {"ranks_per_node": 1, "servers": "each", "bind": here, "insecure": here != "127.0.0.1",
-              "fuse_nbytes": 1 << 17, "cut_nbytes": 1 << 18}  # a small model: buckets as many as a large one has
+    config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model's
     plan = codec if codec == "auto" else commlayer.compressors.parse(codec)
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
     sampler = Sampler(steps * BATCH, BATCH, world=dist.get_world_size(), rank=dist.get_rank())

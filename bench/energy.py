@@ -1,6 +1,6 @@
 """Where 1 % of a model's entries goes: the ratio in each bucket against one threshold over all, by kept energy and by loss.
 
-4 virtual workers train with the buckets, the codecs, the pacing and the server's sums of a real job, both ways coded with
+4 virtual workers train with the buckets, the codecs, the entries and the server's sums of a real job, both ways coded with
 residuals, in one process. Knows no network and no time.
 """
 

@@ -14,7 +14,7 @@ from commlayer.compressors import codec_of
 from commlayer.control.server_codecs import ops_of, senders_of
 from commlayer.records import Job, Plan
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.entries_sent import pace
+from commlayer.runtime.entries_sent import allot_entries
 from commlayer.transport.protocol import Header, Kind, Message
 from commlayer.transport.summation import Reply, Summation
 
@@ -31,7 +31,7 @@ class VirtualWorkers:
             for order, bucket in enumerate(plan.buckets)
         ]
         for of_worker in zip(*self._buckets, strict=True):
-            pace(of_worker)
+            allot_entries(of_worker)
         self.received = 0
         """Bytes of the last step's results."""
 

@@ -16,19 +16,16 @@ import json
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from bench.ways_task import RATE, SEQUENCES, Task
-from bench.worker import as_rank
+from bench.worker import DEADLINE, MODES, as_rank, host_config
 
 RANKS, WIDTH = 4, 192
 """At that width the model has 1.9 M parameters."""
@@ -68,17 +65,13 @@ def wrapped(way: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     """What to call forward on, and what ends it and tells of it."""
     if way in ("alone", "together"):
         return model, dict
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    if way in ("ddp_fp16", "ddp_fp32"):
-        ddp = DistributedDataParallel(model)
-        if way == "ddp_fp16":
-            ddp.register_comm_hook(None, fp16_compress_hook)
-        return ddp, lambda: dist.barrier() or {}
-    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
-    config = {"ranks_per_node": 1, "servers": "each", "bind": here, "insecure": here != "127.0.0.1"}
+    if way in WAYS:
+        trained = MODES[way](model, optimizer, "")
+        return trained.module, lambda: trained.close() or {}
+    dist.init_process_group("gloo", timeout=DEADLINE)
     if "sync" in way:
         way = way | {"sync": commlayer.Outer(**way["sync"])}
-    session = commlayer.attach(model, optimizer, config=config, **way)
+    session = commlayer.attach(model, optimizer, config=host_config(servers="each"), **way)
 
     def end() -> dict[str, Any]:
         told = {"sent_nbytes": session.stats()["sent_nbytes"], "exposed_s": session.stats()["exposed_s"],

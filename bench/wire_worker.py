@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commlayer
-from bench.worker import DEADLINE, as_rank
+from bench.worker import DEADLINE, as_rank, host_config
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key
 from commlayer.transport.tcp import TcpTransport
@@ -45,8 +45,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=DEADLINE)
     model = Gradients(args.numel, args.tensors)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
-    config = {"ranks_per_node": 1, "bind": here, "insecure": here != "127.0.0.1", **json.loads(args.config)}
+    config = host_config(**json.loads(args.config))
     session = commlayer.attach(model, optimizer, plan=commlayer.compressors.parse(args.codec), config=config)
     steps = []
     for _ in range(args.steps):

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -48,6 +48,12 @@ class Trained(NamedTuple):
     """What planning thought of the plan in force."""
 
 
+def host_config(**fields: Any) -> dict[str, Any]:
+    """Settings of a rank that has its host to itself and listens where others reach it: in a lab, whose network is closed."""
+    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
+    return {"ranks_per_node": 1, "bind": here, "insecure": here != "127.0.0.1"} | fields
+
+
 def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
     dist.init_process_group("gloo", timeout=DEADLINE)
     return Trained(DistributedDataParallel(model), dist.barrier)
@@ -63,10 +69,8 @@ def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str
 def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
     """With summation servers on all hosts: every gradient coded by the codec that the argument spells, or plan "auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
-    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
-    config = {"ranks_per_node": 1, "servers": "each", "bind": here, "insecure": here != "127.0.0.1"}
     plan = "auto" if argument == "auto" else commlayer.compressors.parse(argument)
-    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    session = commlayer.attach(model, optimizer, plan=plan, config=host_config(servers="each"))
     return Trained(model, session.close, session.inspect.decisions)
 
 
@@ -74,12 +78,10 @@ def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     """Without servers: every bucket takes the path of stages that the argument names ahead of "|", with the codec behind it."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     path, _, codec = argument.partition("|")
-    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
     made = default_plan(job_of(model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=4 << 20)
     plan = msgspec.structs.replace(made, servers=0, buckets=tuple(msgspec.structs.replace(b, path=path) for b in made.buckets))
-    config = {"ranks_per_node": 1, "bind": here, "insecure": here != "127.0.0.1"}
-    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    session = commlayer.attach(model, optimizer, plan=plan, config=host_config())
     return Trained(model, session.close, session.inspect.decisions)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pool_kit
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -91,6 +92,25 @@ def coordinators(models: int, world: int, servers: int, **fields: Any) -> Iterat
     models = models if servers else 0
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(pool_kit.Servers(world, servers, **fields)) for _ in range(models)]
+
+
+def refusals(tries: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """What each of them is refused with."""
+    said = {}
+    for name, attempt in tries.items():
+        with pytest.raises(ValueError) as caught:
+            attempt()
+        said[name] = str(caught.value)
+    return said
+
+
+def said_in_lines(results: Sequence[dict[str, str]], wanted: dict[str, str]) -> None:
+    """Every rank's refusals are a line each, and have these words."""
+    for said in results:
+        assert said.keys() == wanted.keys()
+        assert not any("\n" in line for line in said.values())
+        for name, words in wanted.items():
+            assert words in said[name], (name, said[name])
 
 
 def mlp(seed: int = 0, width: int = 40) -> nn.Sequential:

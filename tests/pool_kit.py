@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import ranks_kit
 from ranks_kit import clean_environment
 
@@ -68,6 +69,10 @@ class Pool:
             self.kill()
             raise PoolError("\n".join(f"rank {f.rank}: {f.kind}: {f.text}\n{f.trace}" for f in failed))
         return results
+
+    def ready(self, module: str) -> None:
+        """All ranks have started and loaded that module: what waits for them only so long may start."""
+        self.call(_loaded, module)
 
     def _answer(self, rank: int, deadline: float) -> Any:
         _, pipe = self._ranks[rank]
@@ -119,6 +124,20 @@ def pool(world: int = 2) -> Pool:
         _pools[world] = Pool(world)
         atexit.register(_pools[world].close)
     return _pools[world]
+
+
+def ranks_first(world: int) -> Any:
+    """A fixture for all tests of the module that keeps it under a name: the pool of that size is ready before servers start."""
+
+    @pytest.fixture(autouse=True)
+    def _ranks(request: pytest.FixtureRequest) -> None:
+        pool(world).ready(request.module.__name__)
+
+    return _ranks
+
+
+def _loaded(_rank: int, module: str) -> None:
+    importlib.import_module(module)
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
+from commlayer.compressors.allotted import CAP, Allotted, allotted
 from commlayer.compressors.checkpoint import number
-from commlayer.compressors.paced import CAP, Paced, pace
 from commlayer.compressors.warmup import FIRST
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.connection import Connection
@@ -163,7 +163,7 @@ def test_buckets_that_another_rank_codes_have_nothing_to_hand_over(path: str) ->
     codecs = {b.id: codec_of(b, 0, made) for b in made.buckets}
     before, after = (Worker(kit.job(SHAPES), made, codecs, torch.device("cpu")) for _ in range(2))
     hand_over(before, after)
-    assert not any(bucket.pace for bucket in after.buckets)
+    assert not any(bucket.entries for bucket in after.buckets)
     before.close()
     after.close()
 
@@ -200,7 +200,7 @@ def test_codecs_whose_states_were_restored_are_told_again() -> None:
             bucket.forget()
         worker.step = 0
         assert by_tensor(worker) == before
-        worker.buckets[0].pace.begin(0)
+        worker.buckets[0].entries.begin(0)
         assert by_tensor(worker) == told
 
 
@@ -214,15 +214,15 @@ def by_tensor(worker: Any) -> list[int]:
 # ---- the codec
 
 
-def paced(text: str, **how: Any) -> Any:
-    return pace(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
+def told(text: str, **how: Any) -> Any:
+    return allotted(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
 
 
 @pytest.mark.parametrize("text", ["topk(0.05)", "topk(0.05, values='fp32')", "topk(0.4, 'int4')", "block_threshold(0.05)"])
 @pytest.mark.parametrize("numel", [1, 37, 5000, 40_000])
 def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
-    codec, spec = paced(text, steps=5), Spec((numel,))
-    assert isinstance(codec.inner, Paced)
+    codec, spec = told(text, steps=5), Spec((numel,))
+    assert isinstance(codec.inner, Allotted)
     state, out = codec.init(spec), codecs_kit.room(codec, spec)
     most = min(numel, math.ceil(codec.inner.utmost * numel))
     for step, asked in enumerate([most, 1, most, max(1, most // 3), max(1, most // 2)]):
@@ -235,7 +235,7 @@ def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
 
 
 def test_a_saved_state_goes_on_bit_for_bit() -> None:
-    codec, spec = paced("topk(0.02)"), Spec((40_000,))
+    codec, spec = told("topk(0.02)"), Spec((40_000,))
     state, out = codec.init(spec), codecs_kit.room(codec, spec)
     for step in range(3):
         codec.inner.tell(state["inner"], 500 + 300 * step)
@@ -254,15 +254,15 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
 
 def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
     for text in ("int8()", "randomk(0.1)", "chain(topk(0.1, 'fp32'), int8())", "partition(topk(0.1), 2)", "powersgd(2)"):
-        assert paced(text) == wrap(parse(text))
-    assert paced("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
+        assert told(text) == wrap(parse(text))
+    assert told("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
     bucket = Bucket(0, (Slice(0, 0, 100),), "encode@cpu all.allgather decode@cpu", "topk(0.1)")
     assert codec_of(bucket, plan=plan(ratio_over="plan")) == wrap(parse("topk(0.1)")), "collectives pay for the largest size"
-    assert str(paced("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
+    assert str(told("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
 
 
 def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> None:
-    codec, spec = paced("topk(0.1)"), Spec((100,))
+    codec, spec = told("topk(0.1)"), Spec((100,))
     state, out = codec.init(spec), codecs_kit.room(codec, spec)
     codec.start(torch.full((100,), math.inf), state, out)
     assert codec.inner.ask(state["inner"], 0.1).tail is None
@@ -277,7 +277,7 @@ def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> N
 
 def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> None:
     """Fragments of local steps go in turns: that more is asked than was sent before tells nothing until it is sent."""
-    codec, spec = paced("topk(0.02)"), Spec((5000,))
+    codec, spec = told("topk(0.02)"), Spec((5000,))
     state, out = codec.init(spec), codecs_kit.room(codec, spec)
     codec.start(codecs_kit.noise(5000), state, out)
     before = codec.inner.ask(state["inner"], 0.02)

@@ -9,16 +9,7 @@ from forward_kit import Held, Training
 from pool_kit import pool
 
 WORLD, STEPS = 2, 200
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 def trained(rank: int, address: str, overlap: str | None, optimizer: str, codec: str) -> list[dict[str, torch.Tensor]]:

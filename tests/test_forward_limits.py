@@ -26,16 +26,7 @@ from commlayer.planner import default_plan
 from commlayer.runtime.model_job import job_of
 
 WORLD = 2
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 def both(function: Callable[..., Any], *args: Any) -> list[list[Any]]:

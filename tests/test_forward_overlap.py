@@ -15,16 +15,7 @@ from pool_kit import pool
 from torch import nn
 
 WORLD = 2
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 def in_order(rank: int, address: str) -> list[str]:

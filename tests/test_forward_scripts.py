@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pool_kit
-import pytest
 import torch
 from forward_kit import Held, Net, Training, loss_of
 from pool_kit import pool
@@ -16,16 +15,7 @@ import commlayer
 from commlayer.planner import default_plan
 
 WORLD, STEPS = 2, 6
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 # ---- scripts: the same bits whether results are waited for or not

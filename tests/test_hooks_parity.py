@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attach_kit import coordinators, data, mlp
-from pool_kit import pool, quick
+from pool_kit import pool, quick, ranks_first
 from test_attach_cases import Branches
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 
 WORLD, STEPS = 2, 5
+_ranks = ranks_first(WORLD)
 Gradients = list[torch.Tensor | None]
 Wrap = Callable[..., DistributedDataParallel]
 
@@ -174,16 +175,6 @@ def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[lis
         return script(rank, theirs), script(rank, mine)
     finally:
         mine.state.connection.close()
-
-
-def ready(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> None:
-    """They have started, and loaded this module, before anybody waits for them."""
-    assert pool(WORLD).call(ready) == list(range(WORLD))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)

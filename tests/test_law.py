@@ -170,10 +170,10 @@ def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
         hold(r, codec)
 
 
-PACED = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)", "momentum_correction(topk(0.2), 0.5)"]
+TOLD = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)", "momentum_correction(topk(0.2), 0.5)"]
 
 
-@pytest.mark.parametrize("codec", PACED)
+@pytest.mark.parametrize("codec", TOLD)
 def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
     with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
         hold(r, codec)

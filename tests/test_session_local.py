@@ -24,16 +24,7 @@ from commlayer.runtime.model_job import job_of
 
 WORLD, SERVERS, H = 3, 2, 4
 NESTEROV = Outer(lr=0.7, momentum=0.9)
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pool_kit
 import pytest
 import torch
 import torch.distributed as dist
+from attach_kit import refusals, said_in_lines
 from pool_kit import Servers, pool
 from torch import nn
 
@@ -257,25 +259,16 @@ def refused(rank: int, address: str) -> dict[str, str]:
         "more": {"every": 2, "fragments": 4}, "uneven": {"every": 4, "fragments": 3}, "none": {"every": 4, "fragments": 0},
         "few": {"every": 8, "fragments": 8},
     }
-    said = {}
-    for name, how in tries.items():
-        with pytest.raises(ValueError) as caught:
-            Training(rank, address, **how)
-        said[name] = str(caught.value)
-    return said
+    return refusals({name: partial(Training, rank, address, **how) for name, how in tries.items()})
 
 
 def test_what_cannot_be_is_one_line() -> None:
     with Servers(WORLD, 1) as servers:
-        for said in pool(WORLD).call(refused, servers.address):
-            assert all("\n" not in line for line in said.values())
-            for name, words in {
-                "word": "overlap: got 'always', allowed: 'round'", "one": "every=1: an exchange runs while",
-                "open": "every=2 or more", "more": "fragments: got 4 with every=2, allowed: a divisor",
-                "uneven": "fragments: got 3", "none": "fragments: got 0",
-                "few": "fragments=8: the plan's buckets make 4 at most",
-            }.items():
-                assert words in said[name], (name, said[name])
+        said_in_lines(pool(WORLD).call(refused, servers.address), {
+            "word": "overlap: got 'always', allowed: 'round'", "one": "every=1: an exchange runs while",
+            "open": "every=2 or more", "more": "fragments: got 4 with every=2, allowed: a divisor",
+            "uneven": "fragments: got 3", "none": "fragments: got 0", "few": "fragments=8: the plan's buckets make 4 at most",
+        })
 
 
 def bucket(number: int, *slices: tuple[int, int, int]) -> Bucket:

@@ -111,10 +111,6 @@ def ranked(rank: int, plan: str, config: dict[str, Any], traced: str = "") -> di
     return train(rank, [rank], plan, config, traced=traced)
 
 
-def awake(rank: int) -> int:
-    return rank
-
-
 def settings(**fields: Any) -> dict[str, Any]:
     return quick(ranks_per_node=PER_NODE, **fields)
 
@@ -124,7 +120,7 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
     assert call("plan", "lint", "plan.json") == (0, "plan.json: nothing wrong\n", "")
     first, second = str(Path("first.json").resolve()), str(Path("second.json").resolve())
     ranks = pool(WORLD)
-    ranks.call(awake)  # a server waits for workers only so long
+    ranks.ready(__name__)
     with Servers(WORLD) as made:
         results = ranks.call(ranked, plan, settings(join=made.address, trace=first), second)
     alone = train(0, [*range(WORLD)], "", None)
@@ -204,7 +200,7 @@ def test_ddp_runs_the_plan_of_what_it_wraps_and_leaves_out_its_buffers(call: Cal
     plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=200, cut_nbytes=4096)
     file = save(plan)
     ranks = pool(2)
-    ranks.call(awake)
+    ranks.ready(__name__)
     with Servers(2) as made:
         results = ranks.call(under_ddp, file, made.address)
     first, second = (r["weights"] for r in results)

@@ -27,16 +27,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
     "plain": lambda ps: torch.optim.SGD(ps, lr=0.05),
 }
-
-
-def here(rank: int) -> int:
-    return rank
-
-
-@pytest.fixture(autouse=True)
-def _ranks() -> None:
-    """Started before the servers, which wait for them only so long."""
-    pool(WORLD).call(here)
+_ranks = pool_kit.ranks_first(WORLD)
 
 
 def plan(job: Job, codec: str = "identity()", late: str = "some") -> Plan:

@@ -70,7 +70,7 @@ def test_it_waits_for_a_plan_and_begins_anew_with_another(
 ) -> None:
     file = tmp_path / "trace.json"
     ranks = pool(WORLD)
-    ranks.call(awake)
+    ranks.ready(__name__)
     with Servers(WORLD) as made:
         assert ranks.call(train, made.address, str(file), changes, 20) == [done] * WORLD
     told = read_comparison(file)
@@ -78,13 +78,9 @@ def test_it_waits_for_a_plan_and_begins_anew_with_another(
     assert {row.predicted_s is None for row in told.rows} == {bool(note)}
 
 
-def awake(rank: int) -> int:
-    return rank
-
-
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     ranks = pool(WORLD)
-    ranks.call(awake)
+    ranks.ready(__name__)
     with Servers(WORLD) as made:
         assert ranks.call(train, made.address, str(tmp_path / "absent" / "t.json"), {1: "basis"}, 20) == [6] * WORLD
 
@@ -115,7 +111,7 @@ def refused(rank: int, address: str, file: str) -> str:
 
 def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
     ranks = pool(WORLD)
-    ranks.call(awake)
+    ranks.ready(__name__)
     with Servers(WORLD) as made:
         said = ranks.call(refused, made.address, str(tmp_path / "t.json"))
     assert said == ["there is nothing to trace: under a plan of local steps no step sends what it computed"] * WORLD

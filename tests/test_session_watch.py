@@ -120,13 +120,9 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
         return session.inspect.events(), session.inspect.decisions()
 
 
-def awake(rank: int) -> int:
-    return rank
-
-
 def test_a_session_tells_it_on_rank_0() -> None:
     ranks = pool(2)
-    ranks.call(awake)
+    ranks.ready(__name__)
     with Servers(2) as made:
         (events, decisions), other = ranks.call(train, made.address, SHORTEST_S)
     assert other == ([], [])

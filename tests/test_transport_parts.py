@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -116,9 +117,9 @@ def pair() -> Iterator[tuple[TcpTransport, TcpTransport]]:
         end.close()
 
 
-@parted
-def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[TcpTransport, TcpTransport]) -> None:
-    a, b = pair
+@contextlib.contextmanager
+def not_reading(a: TcpTransport, b: TcpTransport) -> Iterator[None]:
+    """What a sends stays on the wire: the thread with which b reads is held at the first of it."""
     gate, entered = threading.Event(), threading.Event()
 
     def hold(_: object) -> None:
@@ -128,16 +129,25 @@ def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[TcpTra
     b.recv(0, (9, 0, 0, 1000, 0, 0)).on_done(hold)
     a.send(1, data(0, bucket=1000))
     assert entered.wait(PATIENCE_S)
-    arrived = [b.recv(0) for _ in range(3)]
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+@parted
+def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[TcpTransport, TcpTransport]) -> None:
+    a, b = pair
     bulk, urgent = bytes(range(256)) * (1 << 16), b"now" * 100_000
-    a.send(1, data(0, bucket=1, order=9), bulk)
-    sock, until = a._connections[1]._sock, soon()
-    while not credit.waiting_nbytes(sock):
-        assert time.monotonic() < until, "the large body does not begin"
-        time.sleep(0.001)
-    a.send(1, data(0, bucket=2, order=3), urgent)
-    a.send(1, data(0, bucket=3, order=9), b"behind")
-    gate.set()
+    with not_reading(a, b):
+        arrived = [b.recv(0) for _ in range(3)]
+        a.send(1, data(0, bucket=1, order=9), bulk)
+        sock, until = a._connections[1]._sock, soon()
+        while not credit.waiting_nbytes(sock):
+            assert time.monotonic() < until, "the large body does not begin"
+            time.sleep(0.001)
+        a.send(1, data(0, bucket=2, order=3), urgent)
+        a.send(1, data(0, bucket=3, order=9), b"behind")
     got = [b.wait(handle, soon()) for handle in arrived]
     assert [m.header.bucket for m in got] == [2, 1, 3]
     assert [m.body == body for m, body in zip(got, (urgent, bulk, b"behind"), strict=True)] == [True] * 3
@@ -147,22 +157,12 @@ def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[TcpTra
 @parted
 def test_the_end_of_a_connection_fails_bodies_between_two_parts(pair: tuple[TcpTransport, TcpTransport]) -> None:
     a, b = pair
-    gate, entered = threading.Event(), threading.Event()
-
-    def hold(_: object) -> None:
-        entered.set()
-        gate.wait(PATIENCE_S)
-
-    b.recv(0, (9, 0, 0, 1000, 0, 0)).on_done(hold)
-    a.send(1, data(0, bucket=1000))
-    assert entered.wait(PATIENCE_S)
-    sent = [a.send(1, data(0, bucket=bucket, order=9 - bucket), bytes(16 << 20)) for bucket in (1, 2, 3)]
-    reason = PeerLost("heartbeats stopped", peer="worker 1")
-    a.abort(reason, 1)
-    for handle in sent:
-        with pytest.raises(PeerLost):
-            a.wait(handle, soon())
-    gate.set()
+    with not_reading(a, b):
+        sent = [a.send(1, data(0, bucket=bucket, order=9 - bucket), bytes(16 << 20)) for bucket in (1, 2, 3)]
+        a.abort(PeerLost("heartbeats stopped", peer="worker 1"), 1)
+        for handle in sent:
+            with pytest.raises(PeerLost):
+                a.wait(handle, soon())
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from commlayer.compressors.allotted import NUMBERS as COUNTS
 from commlayer.compressors.codec import State
 from commlayer.compressors.keys import KEYS
-from commlayer.compressors.paced import NUMBERS as COUNTS
 from commlayer.compressors.threshold import NUMBERS
 
 if TYPE_CHECKING:

@@ -207,7 +207,7 @@ def add_where(into: torch.Tensor, values: torch.Tensor, cut: Cut) -> None:
 
 
 def heed(codec: Codec, acc: Any, state: State) -> None:
-    """Before a server codes what is in `acc`: for a codec whose results depend on more of it than the sum, as Paced's do."""
+    """Before a server codes what is in `acc`: for a codec whose results depend on more of it than the sum, as Allotted's do."""
     if hears := getattr(codec, "heed", None):
         hears(acc, state)
 

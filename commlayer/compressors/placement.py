@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from commlayer.compressors.allotted import Allotted
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import Bf16, Fp16, Identity
 from commlayer.compressors.feedback import ErrorFeedback
@@ -12,7 +13,6 @@ from commlayer.compressors.int4 import Int4
 from commlayer.compressors.int8 import Int8
 from commlayer.compressors.natural import Natural
 from commlayer.compressors.onebit import OneBit
-from commlayer.compressors.paced import Paced
 from commlayer.compressors.qsgd import Qsgd
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.terngrad import Terngrad
@@ -31,7 +31,7 @@ WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, Natural, Terngrad, OneBi
 def runs_on(codec: Codec, device: torch.device) -> bool:
     """Whether all that a worker asks of `codec` can be done there: it has kernels, and the machine can launch them."""
     inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
-    inner = inner.inner if isinstance(inner, Paced) else inner
+    inner = inner.inner if isinstance(inner, Allotted) else inner
     if not isinstance(inner, WITH_KERNELS):
         return False
     from commlayer.compressors.device import launcher  # loads torch

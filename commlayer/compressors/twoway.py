@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from commlayer.codec_name import named
+from commlayer.compressors.allotted import Allotted, allotted
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.dense import Identity
 from commlayer.compressors.ef21 import EF21
 from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
 from commlayer.compressors.momentum import Momentum, MomentumCorrection
 from commlayer.compressors.oneround import OneRound, spell
-from commlayer.compressors.paced import Paced, pace
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import Partition
 from commlayer.compressors.warmup import Warmup
@@ -107,25 +107,25 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
     if node is not None and bucket.by_node:
         codec = wrap(parse(bucket.by_node[node]))
     both = two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
-    return _paced(both, bucket, plan)
+    return _allotted(both, bucket, plan)
 
 
-def _paced(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
+def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
     """Told its entries step by step, where a plan or a `warmup` asks for it and a server sums.
 
     Collectives have room for the largest size in every step, and send it.
     """
     if bucket.path != "service":
-        unpaced: Codec = codec
-        return unpaced
+        alone: Codec = codec
+        return alone
     steps, shared = (0, False) if plan is None else (plan.warmup, plan.ratio_over == "plan")
     ratios = [named(text).ratio for text in bucket.by_node or (bucket.codec,)]
     heard = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
     if isinstance(codec, TwoWay):
-        up, down = (pace(way, heard, steps=steps, shared=shared) for way in (codec.up, codec.down))
+        up, down = (allotted(way, heard, steps=steps, shared=shared) for way in (codec.up, codec.down))
         return TwoWay(up, down)
-    paced: Codec = pace(codec, heard, steps=steps, shared=shared)
-    return paced
+    made: Codec = allotted(codec, heard, steps=steps, shared=shared)
+    return made
 
 
 def _sums(codec: Codec) -> bool:
@@ -160,4 +160,4 @@ def _read(codec: Any) -> Any:
 
 def _bare(codec: Any) -> Any:
     codec = codec.inner if isinstance(codec, ErrorFeedback) else codec
-    return codec.inner if isinstance(codec, Paced) else codec
+    return codec.inner if isinstance(codec, Allotted) else codec

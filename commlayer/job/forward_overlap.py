@@ -6,7 +6,7 @@
     end           the next backward pass begins: what is left comes in, the step ends, observers look at it
 
 Knows modules, an optimizer and their hooks; how results travel it knows not. Where a weight is used by other ways than its
-module, runtime/weight_guard.py brings it in; what somebody does to a gradient meets runtime/gradient_mark.py. A step that must
+module, runtime/deferred_tensor.py brings it in; what is done to a gradient meets runtime/gradient_mark.py. A step that must
 be known as a whole (a loss scaler, a closure, somebody who looks at sums or times) is waited for at the end of its backward.
 """
 
@@ -25,9 +25,9 @@ from commlayer.errors import CommError, StepAbandoned
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.job.step_loop import StepLoop
 from commlayer.optim.pieces import Group, step_piece, values_of
+from commlayer.runtime.deferred_tensor import defer, undefer
 from commlayer.runtime.gradient_mark import GradientMark
 from commlayer.runtime.outstanding import Outstanding
-from commlayer.runtime.weight_guard import guard, unguard
 
 log = logging.getLogger("commlayer")
 
@@ -104,7 +104,7 @@ class ForwardOverlap:
     def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
         """Everything is on its way; nobody waits."""
         with self._lock:
-            # Buffers under another name, which is not guarded: they are read and written by who sends and receives them.
+            # Buffers under another name, which is not deferred: they are read and written by who sends and receives them.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
             self._loop.hand_in(tensors)
             self._out = Outstanding(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
@@ -112,7 +112,7 @@ class ForwardOverlap:
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
-                guard(buffer, partial(self._need, (number,)))
+                defer(buffer, partial(self._need, (number,)))
 
     # ---- the optimizer's step
 
@@ -131,7 +131,7 @@ class ForwardOverlap:
             return
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._later or self._clips or closure is not None:
-            self._take(self._out.rest)
+            self._take(self._out.wait_all)
             return
         self._take(self._out.arrived)
         marked = [*enumerate(zip(self._parameters, self._marks, strict=True))]
@@ -160,7 +160,7 @@ class ForwardOverlap:
                 for number in sorted(numbers):
                     self._later[number] = values
                     self._parameters[number].grad = self._marks[number]
-                    if not guard(self._parameters[number], partial(self._need, (number,))):
+                    if not defer(self._parameters[number], partial(self._need, (number,))):
                         exposed.append(number)
             if not self._whole_called:
                 exposed += sorted(held - self._seen)
@@ -215,7 +215,7 @@ class ForwardOverlap:
         with self._lock:
             if self._out is None:
                 return False
-            self._take(self._out.rest)
+            self._take(self._out.wait_all)
             if self._out is not None:
                 self._end()
             return True
@@ -274,7 +274,7 @@ class ForwardOverlap:
         due = []
         for number in numbers:
             if number >= len(self._parameters):
-                unguard(self._buffers[number - len(self._parameters)])
+                undefer(self._buffers[number - len(self._parameters)])
             elif number in self._later and self._out.averages[number] is not None:
                 due.append(number)
             else:
@@ -287,7 +287,7 @@ class ForwardOverlap:
         assert self._out is not None
         p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
         if self._later.pop(number, None) is not None:
-            unguard(p)
+            undefer(p)
             self._stepped.add(number)
         elif p.grad is not mark or mark.zeroed:
             self._gone.add(number)
@@ -301,7 +301,7 @@ class ForwardOverlap:
         left = {}
         for number in sorted(numbers):
             p, values = self._parameters[number], self._later[number]
-            unguard(p)
+            undefer(p)
             left[number], p.grad = p.grad, self._out.averages[number]
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
         try:
@@ -326,12 +326,12 @@ class ForwardOverlap:
         """The step is none: gradients are this rank's own again, and nothing has been applied."""
         assert self._out is not None
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
-            unguard(p)
+            undefer(p)
             if p.grad is mark:
                 own = self._out.averages[number]
                 p.grad = own.zero_() if mark.zeroed and own is not None else own
         for buffer in self._buffers:
-            unguard(buffer)
+            undefer(buffer)
         self._forget()
         self._act()
 

@@ -29,7 +29,7 @@ from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.sparse_averages import hand_over, make_dense, stepped_lazily
+from commlayer.runtime.sparse_averages import make_dense, make_sparse, stepped_lazily
 from commlayer.runtime.write_gradients import targets_of
 
 
@@ -177,7 +177,7 @@ class ModuleDriver:
                                       lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
         for p, average in zip(self._parameters, averages, strict=False):
             p.grad = average
-        hand_over(self._lazy)
+        make_sparse(self._lazy)
         self._note()
         self._loop.written()
         self._loop.observe()

@@ -28,7 +28,7 @@ TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
 
 
-class Pace(Protocol):
+class Entries(Protocol):
     """Tells codecs how much to send: entries_sent.py."""
 
     def begin(self, step: int) -> None:
@@ -119,7 +119,7 @@ class WorkerBucket:
         """The elements and the state of each encode whose debts are this worker's to pay."""
         self.carry: torch.Tensor | None = None
         self.carried: torch.Tensor | None = None
-        self.pace: Pace | None = None
+        self.entries: Entries | None = None
         """Where it does not send the same ratio in every step."""
         self.codes = False
         """Whether the last exchange has coded something here."""
@@ -220,8 +220,8 @@ class WorkerBucket:
     def encode(self) -> int:
         """Round 0: x to payload."""
         self.started = self.codes = True
-        if self.pace is not None:
-            self.pace.begin(self.step)
+        if self.entries is not None:
+            self.entries.begin(self.step)
         if not self.on_device:
             return self.codec.start(self.host, self.state, self.payload)
         nbytes = self.codec.start(self.x, self.state, self._there[0])
@@ -303,8 +303,8 @@ class WorkerBucket:
     def forget(self) -> None:
         """Its state is another now: what the last exchange coded is in none that could be taken back."""
         self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
-        if self.pace is not None:
-            self.pace.forget()
+        if self.entries is not None:
+            self.entries.forget()
 
     def take_back(self) -> int:
         """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""

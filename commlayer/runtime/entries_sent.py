@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from commlayer.codec_name import CodecName, named
 from commlayer.compressors.allotment import allot
+from commlayer.compressors.allotted import Allotted
 from commlayer.compressors.codec import State
-from commlayer.compressors.paced import Paced
 from commlayer.compressors.twoway import TwoWay
 from commlayer.compressors.warmup import ratio_at
 from commlayer.compressors.wrapper import Wrapper
@@ -20,12 +20,12 @@ from commlayer.runtime.bucket import WorkerBucket
 
 
 class _One(NamedTuple):
-    codec: Paced
+    codec: Allotted
     state: State
 
 
-class Pacing:
-    """Of one worker's buckets under one plan. See bucket.Pace."""
+class EntriesSent:
+    """Of one worker's buckets under one plan. See bucket.Entries."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self.forget()
@@ -33,7 +33,7 @@ class Pacing:
         self._pools: dict[tuple[CodecName, bool], list[_One]] = {}
         """Those whose magnitudes are of one unit, and whose entries take as many bytes."""
         for bucket in buckets:
-            if (one := _paced(bucket.codec, bucket.state)) is None:
+            if (one := _allotted(bucket.codec, bucket.state)) is None:
                 continue
             if one.codec.shared:
                 self._pools.setdefault((named(str(one.codec)).but_ratio(), bucket.in_updates), []).append(one)
@@ -55,12 +55,12 @@ class Pacing:
                 one.codec.tell(one.state, entries)
 
 
-def pace(buckets: Sequence[WorkerBucket]) -> None:
+def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
     """Has those that are to be told what to send told so."""
-    paced = [bucket for bucket in buckets if bucket.coded and _paced(bucket.codec, bucket.state) is not None]
-    pacing = Pacing(paced)
-    for bucket in paced:
-        bucket.pace = pacing
+    told = [bucket for bucket in buckets if bucket.coded and _allotted(bucket.codec, bucket.state) is not None]
+    entries = EntriesSent(told)
+    for bucket in told:
+        bucket.entries = entries
 
 
 def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
@@ -77,7 +77,7 @@ def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> No
 
 
 def _divided(bucket: WorkerBucket) -> _One | None:
-    one = _paced(bucket.codec, bucket.state) if bucket.coded else None
+    one = _allotted(bucket.codec, bucket.state) if bucket.coded else None
     return one if one is not None and one.codec.shared else None
 
 
@@ -85,9 +85,9 @@ def _ratio(one: _One, step: int) -> float:
     return ratio_at(one.codec.inner.ratio, one.codec.steps, step)
 
 
-def _paced(codec: Any, state: State) -> _One | None:
-    """The paced codec inside, with its state."""
-    while not isinstance(codec, Paced):
+def _allotted(codec: Any, state: State) -> _One | None:
+    """The codec inside that is told, with its state."""
+    while not isinstance(codec, Allotted):
         if isinstance(codec, TwoWay):
             codec, state = codec.up, state["up"]
         elif isinstance(codec, Wrapper) and "inner" in state:

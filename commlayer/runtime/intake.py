@@ -60,7 +60,7 @@ class Intake:
         self._step.recorder.tensor(tensor)
         self._feed(tensor, gradient)
 
-    def rest(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+    def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: the tensors that were not announced have what `leftovers` says."""
         waiting = self.last if self.last is not None and self.last.waiting == 0 else None
         self._ending = True

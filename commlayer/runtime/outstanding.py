@@ -61,13 +61,13 @@ class Outstanding:
                 self._write(bucket)
         return self.arrived()
 
-    def rest(self) -> list[int]:
+    def wait_all(self) -> list[int]:
         """Waits for all."""
         return self.wait(range(len(self.averages)))
 
     def end(self) -> None:
         """The step is over."""
-        self.worker.rest(self._deadline_s)
+        self.worker.wait_all(self._deadline_s)
         self.worker.end(finite=self._finite, computes=False)
 
     def _took(self) -> list[int]:

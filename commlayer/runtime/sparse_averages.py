@@ -32,7 +32,7 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> list[n
     return [p for p in parameters if id(p) in held and p.numel() >= LEAST and p.device.type == "cpu" and p.is_contiguous()]
 
 
-def hand_over(parameters: Sequence[nn.Parameter]) -> None:
+def make_sparse(parameters: Sequence[nn.Parameter]) -> None:
     """`.grad` becomes sparse COO where it has few entries and is finite."""
     for p in parameters:
         if p.grad is None or p.grad.is_sparse or not p.grad.is_contiguous():

@@ -26,7 +26,7 @@ from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.device_codecs import device_buckets
 from commlayer.runtime.ended import Ended
-from commlayer.runtime.entries_sent import pace
+from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded import Forwarded
 from commlayer.runtime.fragments import fragments_of
@@ -80,7 +80,7 @@ class Worker(Unapplied):
         ]
         self.tracked = any(bucket.in_means for bucket in self.buckets)
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
-        pace(self.buckets)
+        allot_entries(self.buckets)
         self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
         self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
@@ -127,7 +127,7 @@ class Worker(Unapplied):
         Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
         """
         self.complete(leftovers)
-        self.rest(deadline_s)
+        self.wait_all(deadline_s)
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: whatever was not yet on its way goes."""
@@ -135,7 +135,7 @@ class Worker(Unapplied):
         self.stopwatch.stop(self.counters.steps)
         self.recorder.mark("backward")
         self.check()
-        self._intake.rest(leftovers)
+        self._intake.take_leftovers(leftovers)
         self.counters.exposed_s += time.monotonic() - begin
 
     def wait(self, deadline_s: float, turn: int = 0) -> None:
@@ -234,7 +234,7 @@ class Worker(Unapplied):
         if last is None or not self.take(last, deadline):
             return last is None
         if broken_off([last], here=False):
-            self.rest(deadline_s)
+            self.wait_all(deadline_s)
         return True
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
@@ -256,7 +256,7 @@ class Worker(Unapplied):
             self.stopwatch.skip(waited_s)
         return bool(here)
 
-    def rest(self, deadline_s: float) -> None:
+    def wait_all(self, deadline_s: float) -> None:
         """Waits for all buckets. Routes put their books in order, also where nothing is missing any more."""
         for turn in range(len(self.turns)):
             self.wait(deadline_s, turn)

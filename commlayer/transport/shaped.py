@@ -135,7 +135,7 @@ class Shaped:
         with self._work:
             self.received_nbytes[peer] += nbytes
         if self._near(peer):
-            self._hand_over(peer, message)
+            self._deliver(peer, message)
         else:
             first_bit, last_bit = self._links.reaches(self._hosts[peer], self._hosts[self.rank], self._clock.now(), nbytes)
             self._put(first_bit, _Arrival(peer, message, last_bit))
@@ -152,7 +152,7 @@ class Shaped:
         error = handle.error()
         assert error is not None
         if self._near(peer):
-            self._hand_over(peer, error)
+            self._deliver(peer, error)
         else:
             self._put(0.0, _Arrival(peer, error, 0.0))
 
@@ -182,7 +182,7 @@ class Shaped:
             if not ready:
                 self._clock.sleep_until(due, self._wake)  # or until something comes that may be due earlier
             elif arrival.reserved:
-                self._hand_over(arrival.peer, arrival.what)
+                self._deliver(arrival.peer, arrival.what)
             else:
                 if isinstance(arrival.what, Message):
                     nbytes = HEADER_NBYTES + len(arrival.what.body)
@@ -191,7 +191,7 @@ class Shaped:
                 with self._work:
                     heapq.heappush(self._down, (self._whole.get(arrival.peer, due), seq, arrival._replace(reserved=True)))
 
-    def _hand_over(self, peer: int, what: Message | CommError) -> None:
+    def _deliver(self, peer: int, what: Message | CommError) -> None:
         if isinstance(what, CommError):
             with self._work:
                 self._watched.discard(peer)

@@ -81,9 +81,9 @@ class _Cell:
         # One buffer per kept step and round; a result stays whole until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.rest(None)
+        self.idle(None)
 
-    def rest(self, step: int | None) -> None:
+    def idle(self, step: int | None) -> None:
         """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
         self.begin(step or 0, 0)
         self.open, self.awaited = False, step
@@ -223,7 +223,7 @@ class Summation:
     def _abandon(self, cell: _Cell) -> list[Reply]:
         cell.ops.skip()
         replies = self._reply(cell, Flag.ABANDON, memoryview(cell.abandoned))
-        cell.rest(cell.step + 1)
+        cell.idle(cell.step + 1)
         return replies
 
     def _misjudged(self, cell: _Cell) -> bool:
@@ -246,7 +246,7 @@ class Summation:
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
         else:
-            cell.rest(step + 1)
+            cell.idle(step + 1)
         return replies
 
     def _reply(self, cell: _Cell, flags: Flag, body: memoryview) -> list[Reply]:
@@ -308,7 +308,7 @@ class Summation:
             except (CorruptFrame, ValueError) as error:
                 raise _breach(message, f"sent a state that does not fit: {error}") from None
             cell.results.clear()
-            cell.rest(h.step)
+            cell.idle(h.step)
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
 
     def _between(self, cell: _Cell, message: Message) -> None:

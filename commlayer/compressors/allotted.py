@@ -46,12 +46,12 @@ UNKNOWN = -1
 """`sent` where there is no last payload, or it was flagged."""
 
 
-class Paced(Wrapper, frozen=True):
+class Allotted(Wrapper, frozen=True):
     """State: `asked`, the entries of the next payload; the inner state, whose memory is made anew when that changes; and on a
     worker, of the last payload, `sent`, the `least` magnitude in it and `slope`, how steeply counts fall above that, and how
     many entries are `there` to be sent, where all that are not zero were."""
 
-    name: ClassVar[str] = "paced"
+    name: ClassVar[str] = "allotted"
 
     utmost: float
     """The largest ratio that is ever asked for."""
@@ -161,18 +161,18 @@ class Paced(Wrapper, frozen=True):
         return min(spec.numel, max(1, math.ceil(ratio * spec.numel)))
 
 
-def pace(codec: Any, heard: float | None, *, steps: int, shared: bool) -> Any:
-    """The same wrappers around a paced core, where there is something to pace. `warmup` among them says its own steps.
+def allotted(codec: Any, heard: float | None, *, steps: int, shared: bool) -> Any:
+    """The same wrappers around a core that is told its entries, where that says something. `warmup` says its own steps.
 
     `heard`: the mean ratio of what a server receives; None if that has none.
     """
     if isinstance(codec, Warmup):
-        return pace(codec.inner, heard, steps=codec.steps, shared=shared)
+        return allotted(codec.inner, heard, steps=codec.steps, shared=shared)
     if isinstance(codec, Wrapper) and codec.name != "partition":
-        return msgspec.structs.replace(codec, inner=pace(codec.inner, heard, steps=steps, shared=shared))
+        return msgspec.structs.replace(codec, inner=allotted(codec.inner, heard, steps=steps, shared=shared))
     sparse = isinstance(codec, Fed) and isinstance(codec, OneRound) and hasattr(codec, "ratio") and Round.GATHER in codec.rounds
     shared = shared and isinstance(codec, Picks)
     if not sparse or not (steps or shared):
         return codec
     utmost = max(codec.ratio * (CAP if shared else 1), FIRST if steps else 0.0)
-    return Paced(codec, min(1.0, utmost), codec.ratio if heard is None else heard, steps, shared)
+    return Allotted(codec, min(1.0, utmost), codec.ratio if heard is None else heard, steps, shared)

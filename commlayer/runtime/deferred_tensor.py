@@ -1,8 +1,8 @@
 """Lets nobody read a tensor that is still to be written: its first use brings in what it waits for. Knows tensors alone.
 
-A guarded tensor stays the same object, but is of a class made from its own that hears of each use (torch's protocol for that is
+A deferred tensor stays the same object, but is of a class made from its own that hears of each use (torch's protocol for it is
 `__torch_function__`). It is one again of its own class before the use goes on. What only asks for shape, type or `.grad` waits
-for nothing. Only plain tensors and parameters can be guarded; code that is compiled, or written in C++ and called by other
+for nothing. Only plain tensors and parameters can be deferred; code that is compiled, or written in C++ and called by other
 ways than torch's functions, does not ask.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _waits: Any = WeakIdKeyDictionary()
-"""By guarded tensor, what its first use calls."""
+"""By deferred tensor, what its first use calls."""
 _T: Any = torch.Tensor
 _ATTRIBUTES = (
     _T.grad, _T.shape, _T.dtype, _T.device, _T.layout, _T.requires_grad, _T.is_leaf, _T.ndim, _T.grad_fn, _T._version,
@@ -30,14 +30,14 @@ _HARMLESS: set[Any] = {
 """What tells nothing of a tensor's contents."""
 
 
-class _Guarded:
+class _Deferred:
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _HARMLESS:
-            for tensor in _guarded([*args, *kwargs.values()]):
+            for tensor in _deferred([*args, *kwargs.values()]):
                 _fetch(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -53,20 +53,20 @@ class _Guarded:
         return str(_fetch(self).__repr__(**kwargs))
 
 
-class _GuardedParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
+class _DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
     pass
 
 
-class _GuardedTensor(_Guarded, torch.Tensor):  # type: ignore[misc]
+class _DeferredTensor(_Deferred, torch.Tensor):  # type: ignore[misc]
     pass
 
 
-_CLASSES: dict[type, type] = {nn.Parameter: _GuardedParameter, torch.Tensor: _GuardedTensor}
-_OWN = {guarded: own for own, guarded in _CLASSES.items()}
+_CLASSES: dict[type, type] = {nn.Parameter: _DeferredParameter, torch.Tensor: _DeferredTensor}
+_OWN = {deferred: own for own, deferred in _CLASSES.items()}
 
 
-def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
-    """From now on `wait()` is called ahead of the tensor's first use; it is no longer guarded then. False: it cannot be."""
+def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
+    """From now on `wait()` is called ahead of the tensor's first use; it is no longer deferred then. False: it cannot be."""
     if type(tensor) not in _CLASSES:
         return False
     _waits[tensor] = wait
@@ -74,7 +74,7 @@ def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
     return True
 
 
-def unguard(tensor: torch.Tensor) -> None:
+def undefer(tensor: torch.Tensor) -> None:
     """It is as it should be, or nobody will ever write it."""
     if type(tensor) in _OWN:
         tensor.__class__ = _OWN[type(tensor)]
@@ -85,15 +85,15 @@ def _fetch(tensor: Any) -> Any:
     wait = _waits.get(tensor)
     if wait is not None:
         wait()
-    unguard(tensor)
+    undefer(tensor)
     return tensor
 
 
-def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _deferred(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if isinstance(value, _Guarded):
+        if isinstance(value, _Deferred):
             yield value  # type: ignore[misc]
         elif isinstance(value, list | tuple):
-            yield from _guarded(value)
+            yield from _deferred(value)
         elif isinstance(value, dict):
-            yield from _guarded([*value.values()])
+            yield from _deferred([*value.values()])

@@ -1,0 +1,154 @@
+"""What a way of training costs in steps, looked up in rows of measured trainings. Knows rows; no files, links or seconds.
+
+    excess(rows, "topk(ratio=0.01)", Recipe("adam", every=4)).high     # 0.2: a cautious fifth more steps than dense needs
+
+What is measured is given as measured, made monotone: a smaller ratio or more local steps never cost less. Between measured
+points it lies on a line over log(ratio) and log2(every). What nobody measured costs what its worst measured relatives do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from commlayer.planner.model.learning_curves import Curves, Place, Point, place_of
+from commlayer.records import Record
+
+FIELDS = ("steps", "high", "loss", "loss_high")
+
+
+class LearningRow(Record, frozen=True):
+    """One measured combination over several tasks and seeds."""
+
+    optimizer: str
+    """"sgd" (with momentum) or "adam" (Adam, AdamW, LANS and their like)."""
+    codes: str
+    """"gradients" or "updates"."""
+    codec: str
+    """As plans spell it, without error feedback: "topk(ratio=0.01)"."""
+    every: int
+    """Steps to an exchange."""
+    overlap: str
+    """"" or "round". ("forward" is exact: the row of "" holds.)"""
+    late: bool
+    """Whether results are used one step late."""
+    workers: int
+    """0: the worst over all that were measured."""
+    steps: float
+    """How many times as many steps as dense training in every step, to the same loss: the median over tasks and seeds."""
+    steps_high: float
+    """The same, cautiously: 80 % were better."""
+    loss: float
+    """By what part the loss is higher after equally many steps, the median: 0.01 is 1 %, the one unit of budgets."""
+    loss_high: float
+    tasks: int
+    runs: int
+
+
+class Recipe(NamedTuple):
+    """How a plan's steps are taken, apart from codecs."""
+
+    optimizer: str = "adam"
+    """"sgd", "adam"; anything else costs the worse of both."""
+    codes: str = "gradients"
+    every: int = 1
+    overlap: str = ""
+    late: bool = False
+    workers: int = 4
+
+
+class Excess(NamedTuple):
+    """What comes on top of dense training in every step."""
+
+    steps: float = 0.0
+    """Steps factor - 1."""
+    high: float = 0.0
+    loss: float = 0.0
+    loss_high: float = 0.0
+
+
+NONE = Excess()
+
+
+def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe(), down: str = "") -> Excess:
+    """Of a bucket in `codec`, as plans spell it. `down`: what servers answer in, if not the same: then each costs half.
+
+    Without rows nothing is known, and all steps count alike.
+    """
+    if not rows:
+        return NONE
+    tables = _tables(_Same(rows))
+    up = tables.look(codec, recipe)
+    if not down or down == codec:
+        return up
+    return Excess(*((a + b) / 2 for a, b in zip(up, tables.look(down, recipe), strict=True)))
+
+
+class _Same:
+    """Rows by which object they are: comparing hundreds of them at each look would take longer than the look."""
+
+    def __init__(self, rows: tuple[LearningRow, ...]) -> None:
+        self.rows = rows
+
+    def __hash__(self) -> int:
+        return id(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.rows is self.rows
+
+
+@functools.lru_cache(8)
+def _tables(same: _Same) -> _Tables:
+    return _Tables(same.rows)
+
+
+class _Tables:
+    """Curves of each field by optimizer and workers, made when first asked for."""
+
+    def __init__(self, rows: tuple[LearningRow, ...]) -> None:
+        self._rows = rows
+        self._curves: dict[tuple[str, int], tuple[Curves, ...]] = {}
+        self._found: dict[tuple[str, Recipe], Excess] = {}
+
+    def look(self, codec: str, recipe: Recipe) -> Excess:
+        found = self._found.get((codec, recipe))
+        if found is None:
+            found = self._found[codec, recipe] = self._look(codec, recipe)
+        return found
+
+    def _look(self, codec: str, recipe: Recipe) -> Excess:
+        kind, point = place_of(codec, recipe.every)
+        place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
+        known = {row.optimizer for row in self._rows}
+        asked = [recipe.optimizer] if recipe.optimizer in known else sorted(known)
+        each = [[curves.at(place, kind, point) for curves in self._of(name, recipe.workers)] for name in asked]
+        steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
+        return Excess(steps, max(steps, high), loss, max(loss, loss_high))
+
+    def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
+        key = optimizer, workers
+        if key not in self._curves:
+            rows = _nearest((r for r in self._rows if r.optimizer == optimizer), workers)
+            self._curves[key] = tuple(
+                Curves({point: max(_value(r, field) for r in same) for point, same in rows.items()}) for field in FIELDS)
+        return self._curves[key]
+
+
+def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str, Point], list[LearningRow]]:
+    """Of each combination the rows of so many workers, else of the worst, else all."""
+    by: dict[tuple[Place, str, Point], list[LearningRow]] = {}
+    for row in rows:
+        by.setdefault(_point(row), []).append(row)
+    counts = (workers, 0)
+    return {point: next((found for n in counts if (found := [r for r in same if r.workers == n])), same)
+            for point, same in by.items()}
+
+
+def _point(row: LearningRow) -> tuple[Place, str, Point]:
+    kind, point = place_of(row.codec, row.every)
+    return Place(row.codes, row.overlap, row.late).plain(row.every), kind, point
+
+
+def _value(row: LearningRow, field: str) -> float:
+    return max(0.0, {"steps": row.steps - 1, "high": row.steps_high - 1, "loss": row.loss, "loss_high": row.loss_high}[field])

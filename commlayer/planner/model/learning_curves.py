@@ -1,0 +1,180 @@
+"""Measured excesses over ratio and local steps, made monotone and complete. Knows no rows, optimizers or files.
+
+A point is (x, y): x = -log(ratio), y = log2(every). Harder is larger in both. Of each kind of codec in each place there is
+a grid: measured points keep their values (raised to the easier ones' where noise put them below), the rest is filled in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from commlayer.codec_name import SPARSE, CodecName, named
+
+DENSE = "identity"
+EXACT = ("identity", "fp16")
+"""What costs no steps when gradients are coded."""
+FULL_RANK = 256
+"""The rank at which powersgd counts as dense."""
+
+Point = tuple[float, float]
+Points = dict[Point, float]
+Curve = Callable[[Point], float]
+
+
+class Place(NamedTuple):
+    """What is coded and when it is used: rows of different places are measured apart."""
+
+    codes: str = "gradients"
+    overlap: str = ""
+    late: bool = False
+
+    def plain(self, every: int) -> Place:
+        """What several local steps or overlapped rounds exchange are updates; overlap="forward" is exact."""
+        overlap = "" if self.overlap == "forward" else self.overlap
+        return Place("updates" if every > 1 or overlap else self.codes, overlap, self.late)
+
+
+GRADIENTS = Place()
+
+
+def place_of(codec: str, every: int) -> tuple[str, Point]:
+    """The kind of codec, and where it lies on the kind's grid. Kinds of values, blocks and wrappers do not matter."""
+    kind, ratio = _kind(named(codec))
+    return kind, (-math.log(ratio) + 0.0, math.log2(every))
+
+
+def _kind(name: CodecName) -> tuple[str, float]:
+    layers = [layer.family for layer in name.layers()]
+    core = name.core
+    if core.family == "chain":
+        return _kind(core.get("first"))
+    family = "dgc" if "momentum_correction" in layers else core.family
+    if family == "powersgd":
+        return family, core.get("rank") / FULL_RANK
+    if family in EXACT:
+        return DENSE, 1.0
+    extra = [f"{what}={core.get(what)}" for what in ("levels", "bits") if core.get(what) is not None]
+    return " ".join([family, *extra]), core.ratio or 1.0
+
+
+def _group(kind: str) -> str:
+    """Relatives are those of one group."""
+    family = kind.partition(" ")[0]
+    return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
+
+
+class Curves:
+    """Of one figure: excesses >= 0 by place, kind and point."""
+
+    def __init__(self, measured: Mapping[tuple[Place, str, Point], float]) -> None:
+        self._points: dict[Place, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}
+        for (place, kind, point), value in measured.items():
+            if (place, kind, point) != (GRADIENTS, DENSE, (0.0, 0.0)):
+                self._points.setdefault(place, {}).setdefault(kind, {})[point] = value
+        self._made: dict[tuple[Place, str], Curve] = {}
+
+    def at(self, place: Place, kind: str, point: Point) -> float:
+        if place not in self._points:
+            return max(self.at(other, kind, point) for other in self._points)
+        return self._curve(place, kind)(point)
+
+    def _curve(self, place: Place, kind: str) -> Curve:
+        key = place, kind
+        if key not in self._made:
+            own = self._points[place].get(kind)
+            self._made[key] = self._unmeasured(place, kind) if own is None else self._measured(place, kind, own)
+        return self._made[key]
+
+    def _measured(self, place: Place, kind: str, own: Points) -> Curve:
+        points, here = dict(own), self._points[place]
+        ys = sorted({y for of_kind in here.values() for _, y in of_kind})
+        if _group(kind) != "bits":  # of all entries it is dense
+            points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in here}
+        others = [*self._relatives(kind, {k: v for k, v in here.items() if k != DENSE}), here.get(DENSE, {})]
+        return _Grid(_raised(points), ys, functools.partial(_growth, others, here.values()))
+
+    def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
+        group = [points for other, points in here.items() if _group(other) == _group(kind)]
+        return group or list(here.values())
+
+    def _unmeasured(self, place: Place, kind: str) -> Curve:
+        """The worst of the same family here, else of its group, else of all; and what it costs elsewhere, grown as theirs."""
+        here = [k for k in self._points[place] if k != DENSE] or [DENSE]
+        family = kind.partition(" ")[0]
+        near = [k for k in here if k.partition(" ")[0] == family] or [k for k in here if _group(k) == _group(kind)] or here
+        worst = [self._curve(place, k) for k in near]
+        plain = self._points[GRADIENTS]
+        base = self._curve(GRADIENTS, kind) if place != GRADIENTS and kind in plain else None
+        both = [(self._curve(place, k), self._curve(GRADIENTS, k), [x for x, _ in self._points[place][k]])
+                for k in near if k in plain]
+
+        def at(point: Point) -> float:
+            x, y = point
+            found = max(curve(point) for curve in worst)
+            if base is None:
+                return found
+            ratios = [_over(there((at_x, y)), before((at_x, 0.0))) for there, before, xs in both for at_x in xs]
+            grown = max(ratios, default=1.0)
+            return max(found, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
+
+        if kind == DENSE:  # never more than what sends less
+            return lambda point: min(curve((0.0, point[1])) for curve in worst)
+        return at
+
+
+class _Grid:
+    """Monotone values at all places where an x and a y cross; lines between them, and the last slope beyond the last."""
+
+    def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float], float]) -> None:
+        self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
+        self._at: Points = {}
+        for i, x in enumerate(self._xs):
+            for j, y in enumerate(self._ys):
+                value = points.get((x, y))
+                if value is None:
+                    above = min((v for (a, b), v in points.items() if a >= x and b >= y), default=math.inf)
+                    steps = [b for a, b in points if a == x and b < y]
+                    guess = (1 + points[x, max(steps)]) * growth(max(steps), y) - 1 if steps else math.inf
+                    easier = [self._at[self._xs[i - 1], y]] if i else []
+                    easier += [self._at[x, self._ys[j - 1]]] if j else []
+                    value = min(max([guess, *easier]), above)
+                    if value == math.inf:
+                        value = max(easier, default=0.0)
+                self._at[x, y] = value
+
+    def __call__(self, point: Point) -> float:
+        x, y = point
+        return _along(self._ys, y, [_along(self._xs, x, [self._at[a, b] for a in self._xs]) for b in self._ys])
+
+
+def _along(places: list[float], at: float, values: list[float]) -> float:
+    """On lines between values that never fall; level before the first, and beyond the last as steep as before it."""
+    if at <= places[0] or len(places) == 1:
+        return values[0]
+    i = next((i for i, place in enumerate(places) if place >= at), len(places) - 1)
+    if places[i] == at:
+        return values[i]
+    slope = (values[i] - values[i - 1]) / (places[i] - places[i - 1])
+    return values[i - 1] + slope * (at - places[i - 1])
+
+
+def _raised(points: Points) -> Points:
+    """Each at least what the easier ones are."""
+    return {(x, y): max(v for (a, b), v in points.items() if a <= x and b <= y) for x, y in points}
+
+
+def _over(there: float, before: float) -> float:
+    return (1 + there) / (1 + before)
+
+
+def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
+    """By how much local steps make it worse: as much as for the worst relative that was measured at both; else as the worst."""
+    for some in (relatives, everybody):
+        ratios = [_over(_raised(points)[x, after], _raised(points)[x, before])
+                  for points in some for x, y in points if y == after and (x, before) in points]
+        if ratios:
+            return max(1.0, *ratios)
+    return max((1 + value for points in everybody for (_, y), value in points.items() if y == after), default=1.0)

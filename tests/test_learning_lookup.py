@@ -1,0 +1,171 @@
+"""Laws of looking up what a way of training costs in steps: monotone, exact where measured, cautious where nobody did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlayer.planner.model.learning import FIELDS, NONE, Excess, LearningRow, Recipe, excess
+
+
+def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:
+    """A row of that excess; Adam's and of one step to an exchange unless it says otherwise."""
+    said = {"optimizer": "adam", "codes": "gradients", "every": 1, "overlap": "", "late": False, "workers": 0} | fields
+    return LearningRow(codec=codec, steps=1 + steps, steps_high=1 + (steps if high is None else high), loss=loss,
+                       loss_high=loss, tasks=5, runs=5, **said)
+
+
+TABLE = (
+    row("int4()", 0.02), row("onebit()", 0.2), row("topk(ratio=0.1)", 0.1), row("topk(ratio=0.01)", 0.5),
+    row("topk(ratio=0.001)", 2.0), row("powersgd(rank=4)", 0.3),
+    row("identity()", 0.05, codes="updates", every=4), row("int4()", 0.1, codes="updates"),
+    row("int4()", 0.2, codes="updates", every=4), row("int4()", 0.8, codes="updates", every=16),
+    row("topk(ratio=0.01)", 0.3, codes="updates"), row("topk(ratio=0.01)", 0.4, codes="updates", every=4),
+    row("int4()", 0.5, codes="updates", every=4, overlap="round"), row("int4()", 0.1, late=True),
+    row("int4()", 0.01, optimizer="sgd"), row("topk(ratio=0.01)", 0.7, optimizer="sgd"),
+)
+CODECS = ("identity()", "fp16()", "bf16()", "int8()", "int4()", "onebit()", "qsgd()", "terngrad()", "natural()", "shared_int()",
+          "topk(ratio={})", "randomk(ratio={})", "dgc(ratio={})", "block_threshold(ratio={})", "powersgd(rank=2)",
+          "powersgd(rank=32)", "error_feedback(topk(ratio={}, values='int4'))", "chain(topk(ratio={}, values='fp32'), int8())")
+RATIOS = st.floats(1e-5, 1.0)
+RECIPES = st.builds(Recipe, st.sampled_from(["sgd", "adam", "other", ""]), st.sampled_from(["gradients", "updates"]),
+                    st.integers(1, 64), st.sampled_from(["", "round", "forward"]), st.booleans(), st.sampled_from([2, 3, 4, 8]))
+ROWS = st.lists(st.builds(
+    lambda codec, ratio, steps, more, loss, **fields: row(codec.format(ratio), steps, high=steps + more, loss=loss, **fields),
+    st.sampled_from(CODECS), st.sampled_from([0.3, 0.1, 0.01, 0.001]), st.floats(0, 3), st.floats(0, 1), st.floats(0, 1),
+    optimizer=st.sampled_from(["sgd", "adam"]), codes=st.sampled_from(["gradients", "updates"]),
+    every=st.sampled_from([1, 2, 4, 16]), overlap=st.sampled_from(["", "round"]), late=st.booleans(),
+    workers=st.sampled_from([0, 2, 4, 8]),
+), min_size=1, max_size=25).map(tuple)
+
+
+def test_what_was_measured_is_given_as_measured() -> None:
+    for one in TABLE:
+        found = excess(TABLE, one.codec, Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late))
+        assert found == pytest.approx((one.steps - 1, one.steps_high - 1, one.loss, one.loss_high)), one
+
+
+def test_dense_gradients_cost_nothing() -> None:
+    for codec in ("identity()", "fp16()", "error_feedback(fp16())"):
+        assert excess(TABLE, codec, Recipe()) == NONE == Excess(0.0, 0.0, 0.0, 0.0)
+
+
+def test_without_rows_nothing_is_known() -> None:
+    assert excess((), "topk(ratio=0.001)", Recipe(every=16)) == NONE
+
+
+def test_between_ratios_it_lies_on_a_line_over_their_logarithm() -> None:
+    assert excess(TABLE, "topk(ratio=0.001)", Recipe()).steps == pytest.approx(2.0)
+    assert excess(TABLE, f"topk(ratio={10 ** -2.5})", Recipe()).steps == pytest.approx((0.5 + 2.0) / 2)
+    assert excess(TABLE, "topk(ratio=1.0)", Recipe()).steps == 0
+    assert excess(TABLE, f"topk(ratio={10 ** -0.5})", Recipe()).steps == pytest.approx(0.05), "all entries are dense"
+
+
+def test_beyond_the_smallest_ratio_it_goes_on_rising() -> None:
+    assert excess(TABLE, "topk(ratio=0.0001)", Recipe()).steps == pytest.approx(3.5)
+
+
+def test_between_local_steps_it_lies_on_a_line_over_their_logarithm() -> None:
+    assert excess(TABLE, "int4()", Recipe(every=8)).steps == pytest.approx(0.5)
+    assert excess(TABLE, "int4()", Recipe(every=64)).steps == pytest.approx(1.4)
+
+
+def test_kinds_of_values_feedback_and_parts_do_not_matter() -> None:
+    plain = excess(TABLE, "topk(ratio=0.01)", Recipe())
+    for codec in ("error_feedback(topk(ratio=0.01, values='int4'))", "topk(ratio=0.01, exact=True)",
+                  "partition(topk(ratio=0.01), parts=4)", "chain(topk(ratio=0.01, values='fp32'), int8())"):
+        assert excess(TABLE, codec, Recipe()) == plain
+
+
+def test_local_steps_and_overlapped_rounds_exchange_updates_however_they_are_spelt() -> None:
+    assert excess(TABLE, "int4()", Recipe(every=4)) == excess(TABLE, "int4()", Recipe(codes="updates", every=4))
+    assert excess(TABLE, "int4()", Recipe(every=4, overlap="round")).steps == pytest.approx(0.5)
+
+
+def test_the_forward_pass_hides_for_nothing() -> None:
+    assert excess(TABLE, "onebit()", Recipe(overlap="forward")) == excess(TABLE, "onebit()", Recipe())
+
+
+def test_another_optimizer_costs_the_worse_of_both() -> None:
+    assert excess(TABLE, "topk(ratio=0.01)", Recipe("other")).steps == pytest.approx(0.7)
+    assert excess(TABLE, "int4()", Recipe("other")).steps == pytest.approx(0.02)
+
+
+def test_what_nobody_measured_costs_what_its_worst_relatives_do() -> None:
+    assert excess(TABLE, "int8()", Recipe()).steps == pytest.approx(0.2), "of codecs that send every entry in few bits: onebit"
+    assert excess(TABLE, "randomk(ratio=0.001)", Recipe()).steps == pytest.approx(2.0), "of sparse ones at the same ratio"
+    assert excess(TABLE, "onebit()", Recipe(late=True)).steps == pytest.approx(1.2 * 1.1 / 1.02 - 1), "as much worse as int4 is"
+    beyond = excess(TABLE, "topk(ratio=0.01)", Recipe(every=16)).steps
+    assert beyond == pytest.approx(1.4 * 1.8 / 1.2 - 1), "as much worse than at 4 steps as int4 is"
+
+
+def test_rows_of_as_many_workers_go_before_the_worst() -> None:
+    table = (*TABLE, row("int4()", 0.01, workers=8))
+    assert excess(table, "int4()", Recipe(workers=8)).steps == pytest.approx(0.01)
+    assert excess(table, "int4()", Recipe(workers=4)).steps == pytest.approx(0.02)
+
+
+def test_up_and_down_count_for_half_each() -> None:
+    both = excess(TABLE, "topk(ratio=0.01)", Recipe(), down="int4()")
+    assert both.steps == pytest.approx((0.5 + 0.02) / 2)
+    assert excess(TABLE, "onebit()", Recipe(), down="onebit()") == excess(TABLE, "onebit()", Recipe())
+
+
+def test_noise_that_makes_a_smaller_ratio_look_cheaper_is_not_believed() -> None:
+    table = (row("topk(ratio=0.1)", 0.4), row("topk(ratio=0.01)", 0.3))
+    assert excess(table, "topk(ratio=0.01)", Recipe()).steps == pytest.approx(0.4)
+
+
+def test_a_factor_below_one_is_one() -> None:
+    assert excess((row("int8()", -0.05, loss=-0.01),), "int8()", Recipe()) == NONE
+
+
+@given(ROWS, st.sampled_from(CODECS), RATIOS, RATIOS, RECIPES, st.integers(1, 64))
+def test_it_is_monotone_in_the_ratio_and_in_local_steps(
+    rows: tuple[LearningRow, ...], codec: str, a: float, b: float, recipe: Recipe, every: int,
+) -> None:
+    easy = excess(rows, codec.format(max(a, b)), recipe._replace(every=min(every, recipe.every)))
+    hard = excess(rows, codec.format(min(a, b)), recipe._replace(every=max(every, recipe.every)))
+    if min(every, recipe.every) == 1 < max(every, recipe.every):  # one step may code gradients, which is another thing
+        easy = excess(rows, codec.format(max(a, b)), recipe._replace(every=1, codes="updates"))
+    assert all(0 <= e <= h + 1e-9 for e, h in zip(easy, hard, strict=True))
+    assert easy.high >= easy.steps
+    assert easy.loss_high >= easy.loss
+
+
+@given(ROWS)
+def test_nothing_is_cheaper_than_it_was_measured(rows: tuple[LearningRow, ...]) -> None:
+    for one in rows:
+        recipe = Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late, one.workers)
+        found = excess(rows, one.codec, recipe)
+        if excess((one,), one.codec, recipe) != NONE and (one.workers or all(r.workers == 0 for r in rows)):
+            assert found.steps >= one.steps - 1 - 1e-9
+            assert found.high >= one.steps_high - 1 - 1e-9
+            assert found.loss >= one.loss - 1e-9
+
+
+@given(ROWS, RECIPES.map(lambda r: r._replace(codes="gradients", every=1, overlap="", late=False)))
+def test_identity_is_zero_in_every_table(rows: tuple[LearningRow, ...], recipe: Recipe) -> None:
+    assert excess(rows, "identity()", recipe) == NONE == excess(rows, "fp16()", recipe)
+
+
+@given(ROWS, st.sampled_from(CODECS), RATIOS, RECIPES)
+def test_another_optimizer_is_never_cheaper(rows: tuple[LearningRow, ...], codec: str, ratio: float, recipe: Recipe) -> None:
+    other = excess(rows, codec.format(ratio), recipe._replace(optimizer="other"))
+    for name in ("sgd", "adam"):
+        known = excess(rows, codec.format(ratio), recipe._replace(optimizer=name))
+        assert all(k <= o + 1e-9 for k, o in zip(known, other, strict=True))
+
+
+@given(ROWS, st.sampled_from(CODECS), RATIOS, RECIPES)
+def test_the_order_of_rows_does_not_matter(rows: tuple[LearningRow, ...], codec: str, ratio: float, recipe: Recipe) -> None:
+    assert excess(rows, codec.format(ratio), recipe) == excess(rows[::-1], codec.format(ratio), recipe)
+
+
+def test_every_field_is_looked_up() -> None:
+    assert Excess._fields == FIELDS
+    one = LearningRow("adam", "gradients", "int8()", 1, "", False, 0, 1.1, 1.3, 0.01, 0.04, 5, 5)
+    assert excess((one,), "int8()", Recipe()) == pytest.approx((0.1, 0.3, 0.01, 0.04))
