@@ -12,6 +12,7 @@ from attach_kit import data, mlp
 from msgspec import structs
 from pool_kit import Servers, pool
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.planner import default_plan
@@ -19,6 +20,7 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.model_job import job_of
 
 WORLD = 2
+_ranks = pool_kit.ranks_first(WORLD)
 WAYS: dict[str, dict[str, Any]] = {
     "gradients": {},
     "forward": {"overlap": "forward"},
@@ -31,9 +33,10 @@ WAYS: dict[str, dict[str, Any]] = {
 LOCAL = {name for name, fields in WAYS.items() if "local_steps" in fields or "codes" in fields}
 
 
-def walk() -> list[str]:
+def walk(how: str = "") -> list[str]:
     """A way through all ordered pairs of ways, each once (Hierholzer)."""
-    left = {a: [b for b in WAYS if b != a] for a in WAYS}
+    ways = [way for way in WAYS if way != "forward" or "ddp" not in how]
+    left = {a: [b for b in ways if b != a] for a in ways}
     path, found = ["gradients"], []
     while path:
         if left[path[-1]]:
@@ -84,20 +87,26 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaled" in how)
         self.step = 0
+        self.called: Any = self.model
+        if "ddp" in how:
+            self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
+                                                  gradient_as_bucket_view="view" in how)
         self.session = commlayer.attach(
-            self.model, self.optimizer, plan=plan(job_of(self.model), way, codec),
-            scaler=self.scaler if "scaled" in how else None, config=pool_kit.quick(join=address, **fields))
+            self.called, self.optimizer, plan=plan(job_of(self.model), way, codec),
+            scaler=self.scaler if "scaled" in how else None, config=pool_kit.quick(join=address, **fields) if address else None)
 
     @property
     def connection(self) -> Any:
         return self.session.inspect.connection
 
-    def switch(self, way: str, **changes: Any) -> None:
-        commlayer.switch(self.session, plan(self.connection.worker.job, way, changes.pop("codec", self.codec), **changes))
+    def switch(self, way: str, *, late: bool = False, **changes: Any) -> None:
+        made = plan(self.connection.worker.job, way, changes.pop("codec", self.codec), **changes)
+        buckets = tuple(structs.replace(b, stale=late) for b in made.buckets)
+        commlayer.switch(self.session, structs.replace(made, buckets=buckets))
 
     def loss(self, number: int) -> torch.Tensor:
         x, y = data(self.rank, number)
-        return nn.functional.mse_loss(self.model(x), y)
+        return nn.functional.mse_loss(self.called(x), y)
 
     def train(self, steps: int) -> float:
         """The last loss."""
@@ -113,10 +122,11 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.step += 1
-        return float(loss)
+        return float(loss.detach())
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [t.detach().clone() for t in (*self.model.parameters(), *self.model.buffers()) if t.is_floating_point()]
+    def tensors(self, *, buffers: bool = True) -> list[torch.Tensor]:
+        held = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
+        return [t.detach().clone() for t in held if t.is_floating_point()]
 
     def owed(self) -> torch.Tensor:
         found = [torch.zeros(p.numel()) for p in self.model.parameters()]
@@ -127,27 +137,30 @@ class Training:
 
 
 def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
-    first, *rest = walk()
+    first, *rest = walk(how)
     training = Training(rank, address, first, how=how, drift="end", drift_steps=3)
     rows, losses, local = [], [training.train(3)], []
-    for way in rest:
+    for before, way in zip(walk(how), rest, strict=False):
         training.switch(way)
         local.append((way, training.connection.local is not None, training.session.inspect.plan))
-        rows.append(training.tensors())
+        # Behind a step of gradients DDP leaves buffers as they are, to copy rank 0's ahead of the next.
+        rows.append(training.tensors(buffers="ddp" not in how or before in LOCAL))
         losses.append(training.train(5))
     training.session.drain()
-    rows.append(training.tensors())
+    rows.append(training.tensors(buffers="ddp" not in how))
     found = {"rows": rows, "losses": losses, "local": local, "said": training.session.inspect.decisions()}
     training.session.close()
     return found
 
 
-@pytest.mark.parametrize("how", ["", "gathered, scaled, weighed"])
+@pytest.mark.parametrize("how", [
+    "", "gathered, scaled, weighed", "ddp", "ddp, view, gathered, scaled, weighed", "ddp, static",
+])
 def test_any_way_follows_any_other(how: str) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(all_pairs, servers.address, how)
     for place, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), f"apart behind {walk()[: place + 2][-2:]}"
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), f"apart behind {walk(how)[: place + 2][-2:]}"
     assert first["said"] == []
     for way, local, planned in first["local"]:
         assert local == (way in LOCAL)

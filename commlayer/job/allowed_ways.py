@@ -51,13 +51,13 @@ def _asked_otherwise(connection: Connection, way: str) -> str:
         return f"attach() was told {asked}"
     if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):
         return f"attach() was told {asked}"
-    if way in ("local", "round") and asked.every == 1:
-        return "attach() was told every=1"
+    if asked.every is not None and (asked.every > 1) == (way == "updates"):
+        return f"attach() was told {asked}"
     return ""
 
 
-def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
-    """Of what attach() was given. Asked, it tries: an optimizer may have changed since."""
+def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, hook: object = None) -> Forbids:
+    """Of what attach() was given. Asked, it tries: an optimizer may have changed since. `hook`: the state of ours on DDP."""
 
     def forbids(way: str) -> str:
         try:
@@ -66,7 +66,7 @@ def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer:
             else:
                 check_local(optimizer)
                 if isinstance(model, DistributedDataParallel):
-                    check_silenceable(model)
+                    check_silenceable(model, hook)
         except ValueError as error:
             return str(error)
         return ""
