@@ -62,7 +62,7 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
         found["sent"].append(training.session.stats()["sent_nbytes"] - before)
     for bad in ("forward", "late"):
         with pytest.raises(ValueError) as caught:
-            training.switch("gradients", late=True) if bad == "late" else training.switch("forward")
+            training.switch(bad)
         found["refused"].append(str(caught.value))
     training.train(1)
     training.session.drain()
@@ -89,6 +89,30 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
     assert in_rounds < every
     assert 0.9 < gradients / updates < 1.1
     assert first["losses"][-1] < first["losses"][0]
+
+
+def from_the_start(rank: int, address: str, way: str) -> dict[str, Any]:
+    training = Training(rank, address, way, optimizer="adamw", how="ddp", codec="topk(ratio=0.1)", drift="end", drift_steps=2)
+    apart = []
+    for _ in range(8):
+        training.train(1)
+        apart.append([p.grad.clone() for p in training.model.parameters()])
+    training.session.drain()
+    found = {"grads": apart, "rows": training.tensors(), "steps": training.connection.steps}
+    training.session.close()
+    training.optimizer.zero_grad()
+    training.loss(0).backward()
+    return found | {"after": [p.grad.clone() for p in training.model.parameters()]}
+
+
+@pytest.mark.parametrize(("way", "steps"), [("every", 4), ("round", 3), ("updates", 8)])
+def test_a_plan_of_local_steps_runs_under_ddp_without_arguments(way: str, steps: int) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(from_the_start, servers.address, way)
+    assert first["steps"] == steps
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True)), "buffers, too"
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(first["grads"], second["grads"], strict=True)), "nobody has reduced"
+    assert all(torch.equal(a, b) for a, b in zip(first["after"], second["after"], strict=True)), "behind the end it reduces"
 
 
 def decided(rank: int, address: str, how: str) -> dict[str, Any]:
