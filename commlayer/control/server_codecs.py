@@ -8,6 +8,7 @@ from typing import Any
 import safetensors
 import safetensors.numpy
 
+from commlayer.codec_name import named
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.checkpoint import tensor_of
 from commlayer.compressors.codec import Codec
@@ -15,6 +16,9 @@ from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
+
+SLACK_NBYTES = 16 << 20
+"""Of headers, plans and probes."""
 
 
 class CodecOps:
@@ -82,6 +86,15 @@ def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int
         # In other units they are worth another rate, or whatever an optimizer makes of them, which only workers know.
         ops.take_over([debt for old in olds if old.unit == ops.unit for debt in old.debts()])
     return made
+
+
+def expected_nbytes(plan: Plan, server: int) -> int:
+    """So much at most a worker and that server have reason to send each other ahead: of each bucket a payload of two steps,
+    since either may be a step ahead, and one saved state at a time."""
+    mine = [b for b in plan.buckets if b.served and b.server == server]
+    payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
+    kept = max((named(text).kept_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text), default=0)
+    return 2 * payloads + kept + SLACK_NBYTES
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:

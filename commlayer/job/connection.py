@@ -17,6 +17,7 @@ import torch
 from commlayer.compressors import codec_of
 from commlayer.control.embedded import Embedded
 from commlayer.control.leaving import end as end_part
+from commlayer.control.server_codecs import expected_nbytes
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.fault import FaultVerdict
@@ -142,6 +143,7 @@ class Connection:
         """From now on what the coordinator says of the others goes to this worker, and is kept for `explain`."""
         assert self.uplink is not None
         self.worker = worker
+        self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
 
         def fail(error: CommError) -> None:
             self._verdict.fall(error)
