@@ -202,7 +202,7 @@ def attach(
 
 
 def switch(session: Session, plan: Plan) -> None:
-    """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+    """Goes over to another plan, and its way of exchanging steps, between two steps. All ranks call it; rank 0's plan counts.
 
     What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
     """

@@ -164,8 +164,19 @@ def refused(rank: int, address: str) -> dict[str, str]:
     assert training.connection.steps == 3
     training.switch("forward")
     training.train(2)
+    training.switch("every")
+    training.train(2 + rank)
+    with pytest.raises(ValueError) as caught:
+        training.switch("round")
+    said["uneven"] = str(caught.value)
+    training.train(2 - rank)
+    training.switch("round")
     training.session.close()
-    return said
+    wrapped = DistributedDataParallel(Net())
+    wrapped.register_comm_hook(commlayer.HookState(plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
+    with pytest.raises(ValueError) as caught:
+        wrapped(torch.ones(4, 12)).sum().backward()
+    return said | {"hook": str(caught.value)}
 
 
 def test_nobody_goes_unless_all_can() -> None:
@@ -175,6 +186,8 @@ def test_nobody_goes_unless_all_can() -> None:
     assert "overlap='forward' applies a step in pieces, and AdamW is capturable" in second["forward"]
     for said in (first, second):
         assert "of 2 local steps, and fragments=3" in said["contradiction"]
+        assert said["uneven"] == "ranks stand at local steps 0 to 1: all go over to another plan at the same one"
+        assert "of 2 local steps: a communication hook that a script registers averages gradients" in said["hook"]
 
 
 def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dict[str, str]]:

@@ -54,9 +54,9 @@ def test_the_walk_sees_all_ordered_pairs() -> None:
     assert sorted(pairwise(path)) == sorted(permutations(WAYS, 2))
 
 
-def plan(job: Job, way: str, codec: str = "identity()", **changes: Any) -> Plan:
+def plan(job: Job, way: str, codec: str = "identity()", per_node: int = 1, **changes: Any) -> Plan:
     """Results come down whole, so that only workers owe anything."""
-    made = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+    made = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
     late = [way == "late" and not job.tensors[b.slices[0].tensor].buffer for b in made.buckets]
     buckets = tuple(structs.replace(b, down="identity()", stale=stale) for b, stale in zip(made.buckets, late, strict=True))
     return structs.replace(made, buckets=buckets, **WAYS[way] | changes)
@@ -90,21 +90,22 @@ class Training:
         self.rank, self.how, self.codec, self.model = rank, how, codec, model or Net()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaled" in how)
-        self.step = 0
+        self.step, self.per_node = 0, 2 if "node" in how else 1
         self.called: Any = self.model
         if "ddp" in how:
             self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
                                                   gradient_as_bucket_view="view" in how)
         self.session = commlayer.attach(
-            self.called, self.optimizer, plan=plan(job_of(self.model), way, codec),
-            scaler=self.scaler if "scaled" in how else None, config=pool_kit.quick(join=address, **fields) if address else None)
+            self.called, self.optimizer, plan=plan(job_of(self.model), way, codec, self.per_node),
+            scaler=self.scaler if "scaled" in how else None,
+            config=pool_kit.quick(join=address, ranks_per_node=self.per_node, **fields) if address else None)
 
     @property
     def connection(self) -> Any:
         return self.session.inspect.connection
 
     def switch(self, way: str, **changes: Any) -> None:
-        commlayer.switch(self.session, plan(self.connection.worker.job, way, self.codec, **changes))
+        commlayer.switch(self.session, plan(self.connection.worker.job, way, self.codec, self.per_node, **changes))
 
     def loss(self, number: int) -> torch.Tensor:
         x, y = data(self.rank, number)
@@ -178,10 +179,10 @@ def slopes(rank: int, step: int, model: nn.Module) -> list[torch.Tensor]:
     return [torch.randn(p.shape, generator=made) for p in model.parameters()]
 
 
-def law(rank: int, address: str, codec: str) -> dict[str, torch.Tensor]:
+def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor]:
     """Gradients are known, and so is what SGD makes of them, on whichever way they go."""
     model = mlp()
-    training = Training(rank, address, "gradients", model=model, codec=codec)
+    training = Training(rank, address, "gradients", model=model, codec=codec, how=how)
     for group in training.optimizer.param_groups:
         group["lr"] = RATE
     start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -201,10 +202,10 @@ def law(rank: int, address: str, codec: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("codec", ["topk(ratio=0.1)", "int8(block=32)"])
-def test_applied_and_owed_is_what_was_put_in_through_all_of_them(codec: str) -> None:
+@pytest.mark.parametrize(("codec", "how"), [("topk(ratio=0.1)", ""), ("int8(block=32)", "node")])
+def test_applied_and_owed_is_what_was_put_in_through_all_of_them(codec: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:
-        results = pool(WORLD).call(law, servers.address, codec)
+        results = pool(WORLD).call(law, servers.address, codec, how)
     put, owed = sum(r["put"] for r in results), sum(r["owed"] for r in results)
     assert torch.equal(results[0]["applied"], results[1]["applied"])
     assert float(owed.abs().max()) > 0

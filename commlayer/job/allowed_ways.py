@@ -35,8 +35,6 @@ def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
             return "a GradScaler skips steps by all gradients, so backward() waits for them"
         if clips:
             return "max_norm= clips by the norm of all gradients, so step() waits for them"
-        if connection.groups is not None and connection.groups.ranks_per_node > 1:
-            return "ranks of a node hand results on to each other, so backward() waits for them"
         if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
             return "the ranks' optimizers are in different states since they stepped locally"
         return ""
