@@ -17,6 +17,8 @@ from commlayer.errors import RecordError
 from commlayer.records import MAX_BUCKET_NBYTES, Record
 
 PREFIX = "COMMLAYER_"
+KEYS_TOKEN = "token"
+"""The file of a node's keys that holds the job's secret."""
 DAY_S = 86400.0
 MOST_CODEC_THREADS = 4
 """Unless asked for more: beyond it memory is the limit."""
@@ -61,6 +63,10 @@ class Config(Record, frozen=True):
     """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""
     token_file: Text = ""
     """A file that holds it."""
+    keys: Text = ""
+    """This node's folder of those that `commlayer keys` makes: all connections are TLS then, with certificates on both ends."""
+    audit: Text = ""
+    """A file to which coordinator and servers append a line of JSON for who joins, is refused or leaves, and for each plan."""
     servers: Servers = "one"
     node: Node = -1
     """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
@@ -234,24 +240,36 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def _with_token(config: Config, source: Callable[[str], str]) -> Config:
-    """With what the file of the setting token_file holds."""
+    """With what the file of the setting token_file holds, or, where there is no other secret, the one in the folder of keys."""
+    if config.keys:
+        # Whoever changes the directory later still means this folder.
+        config = msgspec.structs.replace(config, keys=str(Path(config.keys).expanduser().absolute()))
     if not config.token_file:
-        return config
-    where = f"{config.token_file} from {source('token_file')}"
+        if not config.keys or config.token:
+            return config
+        path = Path(config.keys) / KEYS_TOKEN
+        return msgspec.structs.replace(config, token=_secret_in(path, f"keys: {path} from {source('keys')}"))
+    where = f"token_file: {config.token_file} from {source('token_file')}"
     if config.token:
-        raise RecordError(f"token_file: got {where} beside token from {source('token')}, allowed: one of both")
+        raise RecordError(f"token_file: got {config.token_file} from {source('token_file')} beside token from "
+                          f"{source('token')}, allowed: one of both")
+    return msgspec.structs.replace(config, token=_secret_in(Path(config.token_file), where), token_file="")
+
+
+def _secret_in(path: Path, where: str) -> str:
+    """What that file holds; errors begin with `where`."""
     try:
-        text = Path(config.token_file).read_text("utf-8").strip()
+        text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
-        raise RecordError(f"token_file: {where} cannot be read: {error}") from None
+        raise RecordError(f"{where} cannot be read: {error}") from None
     try:
-        token = msgspec.convert(text, _TYPES["token"])
+        token: str = msgspec.convert(text, _TYPES["token"])
     except msgspec.ValidationError:
         token = ""
     if not token:
-        raise RecordError(f"token_file: {where} holds {len(text)} characters that are no secret, allowed: 8 or more visible "
-                          "characters, without blanks")
-    return msgspec.structs.replace(config, token=token, token_file="")
+        raise RecordError(f"{where} holds {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
+                          "without blanks")
+    return token
 
 
 def quiet_forks() -> None:
@@ -283,9 +301,10 @@ def is_loopback(host: str) -> bool:
 
 def check_plain_text(name: str, host: str, config: Config) -> None:
     """Whether traffic may go to or come from `host`; the error names it by `name`."""
-    if not is_loopback(host) and not config.insecure:
-        raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set insecure (--insecure, "
-                          f"{PREFIX}INSECURE=1) if you trust every machine on the way, or tunnel it to 127.0.0.1")
+    if not is_loopback(host) and not config.insecure and not config.keys:
+        raise RecordError(f"{name}: {host} is not loopback and traffic is plain text without keys: make some with `commlayer "
+                          f"keys init` and set keys ({PREFIX}KEYS) on every machine, or set insecure (insecure=True, "
+                          f"--insecure, {PREFIX}INSECURE=1) for plain text if you trust every machine on the way")
 
 
 def _check_plain_text(config: Config) -> None:

@@ -146,6 +146,8 @@ HOSTS = [Arrival("a", "a", insecure=True, address="10.0.0.1"), Arrival("b", "b",
     ([HOSTS[0], HOSTS[1]._replace(insecure=False)], r"insecure: not set on rank 1 \(b\); .* 2 machines .*COMMLAYER_INSECURE=1"),
     ([row._replace(insecure=False) for row in HOSTS], r"insecure: not set on rank 0-1 \(a, b\)"),
     ([HOSTS[0]._replace(insecure=False)], ""),
+    ([row._replace(insecure=False, keys=True) for row in HOSTS], ""),
+    ([HOSTS[0], HOSTS[1]._replace(keys=True)], r"keys: not set on rank 0 \(a\); .*COMMLAYER_KEYS on every machine"),
     ([row._replace(address="127.0.0.1") for row in HOSTS], r"bind: the ranks run on 2 machines, but MASTER_ADDR leads to loop"),
     ([HOSTS[0]._replace(address="127.0.0.1"), HOSTS[1]], ""),
 ])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commlayer.cli import plan
+from commlayer.cli import keys, plan
 from commlayer.cli.demo import demo
 from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
@@ -41,6 +41,7 @@ app.command()(tune)
 app.command()(profile)
 app.command()(trace)
 app.add_typer(plan.app, name="plan")
+app.add_typer(keys.app, name="keys")
 
 
 def run() -> None:

@@ -16,6 +16,7 @@ def serve(
     join: Annotated[str, typer.Option(help="host:port of a coordinator: serve sums only.", metavar="ADDR")] = "",
     bind: Annotated[str, typer.Option(help="Address of this machine to listen on, else 127.0.0.1.", metavar="HOST")] = "",
     token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
+    keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
     advertise: Annotated[str, typer.Option(help="Name or address under which others reach this machine.", metavar="HOST")] = "",
     port: Annotated[int, typer.Option(help="The coordinator's port, the data port is the next one; 0: any free ones.")] = 0,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
@@ -26,7 +27,7 @@ def serve(
 ) -> None:
     """Host the coordinator of a job and a summation server; with --join only a server of that job."""
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
-                             "insecure": insecure}
+                             "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in given.items() if value})
     if config.join and no_server:
         raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")

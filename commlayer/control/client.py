@@ -11,15 +11,18 @@ import msgspec
 
 from commlayer.config import Config
 from commlayer.control import heartbeat_child, messages
-from commlayer.control.coordinator_channel import CoordinatorChannel, options
+from commlayer.control.coordinator_channel import CoordinatorChannel, fingerprint, options, shown
+from commlayer.control.tls_check import check
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import View
+from commlayer.transport.key_folder import Keys
 
 log = logging.getLogger("commlayer")
 
 POLL_S = (0.02, 0.25)
 """First and longest pause between two askings of one that waits for the others."""
 CALL_S = 5.0
+CHECK_S = 1.0
 ASK_S = 0.05
 """The least that a call waits for its answer."""
 OnSilence = Callable[[float], None]
@@ -58,7 +61,8 @@ class Membership:
         self._closing = threading.Event()
         self._failed = False
         self._keeper = heartbeat_child.start(link.address, link.secret, messages.pack(messages.Heartbeat(self._token)),
-                                    options(link.address), self._every_s, self._call_s) if keep else None
+                                    options(link.address), self._every_s, self._call_s, shown(link.keys),
+                                    fingerprint(link.keys)) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
@@ -156,7 +160,8 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     heard = time.monotonic()
     deadline = heard + deadline_s
     ended = ended or threading.Event()
-    link = CoordinatorChannel(address, config.token)
+    keys = Keys(config.keys) if config.keys else None
+    link = CoordinatorChannel(address, config.token, keys)
     missing, pause_s = "", POLL_S[0]
     # A plan may be large and asking again is frequent.
     asked = msgspec.structs.replace(request, plan=b"")
@@ -173,7 +178,9 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                 if seat.plan_wanted:
                     link.send_plan(request.plan, min(CALL_S, left_s))
             except (PeerLost, DeadlineExceeded):
-                pass  # not up yet, or a short break of the network: the same deadline covers it
+                # Not up yet, or a short break of the network: the same deadline covers it. Or certificates, of which gRPC
+                # does not tell.
+                check(address, keys, min(deadline, time.monotonic() + CHECK_S))
             else:
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")

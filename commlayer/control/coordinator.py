@@ -19,9 +19,12 @@ import msgspec
 from commlayer import config as settings
 from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
-from commlayer.control.proved_calls import CHALLENGE, Judge
+from commlayer.control.audit import Audit
+from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
+from commlayer.control.tls_front import Front
 from commlayer.records import Record
+from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 log = logging.getLogger("commlayer")
@@ -48,14 +51,22 @@ class Coordinator:
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         check_free(config.bind, config.port)
+        self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
+        self._front = Front(self._keys, config.bind, config.port, self._audit.refused) if self._keys else None
+        self._certificates: dict[str, Certified] = {}  # of seats, by token
+        self._revoked: frozenset[int] = frozenset()
         self._host = Host({
             CHALLENGE: self._challenge,
             "Part": self._method("Part", messages.Part, self._part),
-            "Join": self._method("Join", messages.Join, self._join),
+            "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
         })
-        port = self._host.start(settings.join_host(config.bind, config.port))
+        if self._front is None:
+            port = self._host.start(settings.join_host(config.bind, config.port))
+        else:
+            self._front.start(self._host.start("127.0.0.1:0"))
+            port = self._front.port
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
         self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
@@ -74,6 +85,9 @@ class Coordinator:
         self._closing.set()
         self._ticker.join(timeout=5.0)
         self._host.close()
+        if self._front is not None:
+            self._front.close()
+        self._audit.close()
 
     def orphaned(self, pid: int) -> None:
         """The process of this machine that started the job's embedded servers has ended: so have its seats."""
@@ -81,6 +95,21 @@ class Coordinator:
             before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
+
+    def _caller(self, peer: str) -> Certified | None:
+        """Whose certificate a call came with; Unproved for one that came by another way than through TLS."""
+        if self._front is None:
+            return None
+        caller = self._front.caller(peer)
+        if caller is None:
+            raise Unproved
+        return caller
+
+    def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
+        if caller is not None:
+            with self._lock:
+                self._certificates[request.token] = caller
+        return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
         return self._judge.challenge(peer)
@@ -95,11 +124,17 @@ class Coordinator:
             began = self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
+            known = request.token in self._state.places
             self._state, reply = membership.join(self._state, request, self._clock())
             view = self._state.view
+            place = None if known else self._state.places.get(request.token)
         if reply.error:
             log.warning("refused: %s", reply.error)
+            self._audit.note("refused", where=f"{request.name} (pid {request.pid})", why=reply.error)
+        if place is not None:
+            self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
         if view is not None and not began:
+            self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
         return reply
 
@@ -110,6 +145,9 @@ class Coordinator:
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
+            place = self._state.places.get(request.token)
+            if place is not None and place.here:
+                self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
             self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
             self._note_end()
             # Who has finished hears who has not.
@@ -122,12 +160,27 @@ class Coordinator:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s)
                 self._note_deaths(before)
+            self._drop_revoked()
+
+    def _drop_revoked(self) -> None:
+        revoked = self._keys.revoked() if self._keys else self._revoked
+        if self._front is None or revoked == self._revoked:
+            return
+        self._revoked = revoked
+        self._front.drop(revoked)
+        with self._lock:
+            before = self._state
+            for token, one in self._certificates.items():
+                if one.serial in revoked:
+                    self._state = membership.cut(self._state, [token], f"its certificate ({one.name}) was revoked")
+            self._note_deaths(before)
 
     def _note_deaths(self, before: membership.State) -> None:
         self._note_end()
         for token, place in self._state.places.items():
             if place.dead and not before.places[token].dead:
                 log.warning("%s: %s", place.peer, place.dead)
+                self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
 
     def _note_end(self) -> None:
         if membership.over(self._state):
@@ -135,10 +188,21 @@ class Coordinator:
         if membership.empty(self._state):
             self._empty.set()
 
-    def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record]) -> Answer:
+    def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record],
+                certified: Callable[[Q, Certified | None], Q] = lambda request, _: request) -> Answer:
+        """`certified`: what a request becomes that came with that certificate."""
+
         def answer(data: bytes, peer: str) -> bytes:
-            body = self._judge.opened(peer, name, data)
-            return self._judge.sealed(data, messages.pack(act(messages.unpack(body, kind, peer))))
+            caller = self._caller(peer)
+            try:
+                body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
+            except Unproved:
+                # Also one whose connection was made anew, which then asks for a challenge and is taken.
+                where = f"{caller.name} at {peer}" if caller else peer
+                self._audit.refused(where, f"its {name} has no proof of this connection with the job's secret")
+                raise
+            request = messages.unpack(body, kind, peer)
+            return self._judge.sealed(data, messages.pack(act(certified(request, caller))))
 
         return answer
 

@@ -7,11 +7,13 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 from commlayer import config as settings
-from commlayer.control import messages
+from commlayer.control import grpc_channel, messages
 from commlayer.control.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NBYTES, PART_NBYTES, SERVICE
 from commlayer.control.proved_calls import Asker, Unproved
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import Record
+from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, Keys
+from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.secret import unproved
 
 settings.quiet_forks()
@@ -39,13 +41,25 @@ def options(address: str) -> list[tuple[str, Any]]:
     return made
 
 
-class CoordinatorChannel:
-    """To one coordinator, with the secret of the job."""
+def shown(keys: Keys | None) -> grpc_channel.Shown | None:
+    if keys is None:
+        return None
+    ca, certificate, key = (str(keys.folder / name) for name in (CA, CERTIFICATE, KEY))
+    return grpc_channel.Shown(ca, certificate, key, NAMED)
 
-    def __init__(self, address: str, secret: str = "") -> None:
-        self.address, self.secret = address, secret
-        self._channel = grpc.insecure_channel(address, options=options(address))
-        self._asker = Asker(secret, self._send, _unproved)
+
+def fingerprint(keys: Keys | None) -> bytes:
+    """Of this node's certificate, which its proofs are bound to."""
+    return keys.me.fingerprint if keys else b""
+
+
+class CoordinatorChannel:
+    """To one coordinator, with the secret of the job, and in TLS with these keys."""
+
+    def __init__(self, address: str, secret: str = "", keys: Keys | None = None) -> None:
+        self.address, self.secret, self.keys = address, secret, keys
+        self._channel = grpc_channel.opened(address, options(address), shown(keys))
+        self._asker = Asker(secret, self._send, _unproved, fingerprint(keys))
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)

@@ -59,11 +59,16 @@ class Keeper:
 
 def start(
     address: str, secret: str, body: bytes, options: list[tuple[str, Any]], every_s: float, call_s: float,
+    shown: tuple[str, ...] | None = None, channel: bytes = b"",
 ) -> Keeper | None:
-    """`body`: the Heartbeat that it sends. None where it could not tell whether its parent is stopped, or does not start."""
+    """`body`: the Heartbeat that it sends; `shown` and `channel`: as in grpc_channel and Asker.
+
+    None where it could not tell whether its parent is stopped, or does not start.
+    """
     if not Path("/proc/self/stat").exists():
         return None
-    told = {"address": address, "secret": secret, "body": body.hex(), "options": options, "every_s": every_s, "call_s": call_s}
+    told = {"address": address, "secret": secret, "body": body.hex(), "options": options, "every_s": every_s, "call_s": call_s,
+            "shown": shown, "channel": channel.hex()}
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", RUN, str(ROOT), str(os.getpid())],
@@ -107,11 +112,13 @@ def main() -> None:
     told = json.loads(line)
     import grpc
 
+    from commlayer.control.grpc_channel import Shown, opened
     from commlayer.control.proved_calls import Asker, Unproved
 
-    channel = grpc.insecure_channel(told["address"], options=[tuple(option) for option in told["options"]])
+    channel = opened(told["address"], [tuple(option) for option in told["options"]], told["shown"] and Shown(*told["shown"]))
     asker = Asker(told["secret"], lambda method, data, timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
-        data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED)
+        data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
+        bytes.fromhex(told["channel"]))
     body = bytes.fromhex(told["body"])
 
     def send() -> None:

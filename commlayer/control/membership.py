@@ -135,6 +135,15 @@ def ended(state: State, name: str, pid: int) -> State:
     return state
 
 
+def cut(state: State, tokens: Iterable[str], why: str) -> State:
+    """These may take part no longer: their seats are free, or dead where the job has begun."""
+    for token in tokens:
+        place = state.places.get(token)
+        if place is not None and place.here:
+            state = _without(state, {token}) if state.view is None else _with(state, msgspec.structs.replace(place, dead=why))
+    return state
+
+
 def over(state: State) -> bool:
     """The job began and no worker is left in it."""
     return state.view is not None and not any(p.here for p in state.places.values() if p.join.kind == "worker")
@@ -245,7 +254,7 @@ def _without(state: State, tokens: Iterable[str]) -> State:
 
 
 def _who(request: Join) -> str:
-    return f"{request.name} (pid {request.pid})"
+    return f"{request.certificate or request.name} (pid {request.pid})"
 
 
 def _where(state: State, place: Place) -> str:

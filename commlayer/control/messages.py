@@ -55,6 +55,8 @@ class Join(Record, frozen=True):
     """A server's data address."""
     beside: bool = False
     """Of a server: it is in the coordinator's own process, and falls silent with it."""
+    certificate: str = ""
+    """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
 
 
 class Seat(Record, frozen=True):

@@ -68,7 +68,7 @@ def run(config: Config, part: Part) -> None:
             stack.callback(serving.close)
             data = join_host(config.advertise or config.bind, host_port(serving.address)[1])
         print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
-        token = f"COMMLAYER_TOKEN={part.made}" if part.made else "the job's secret"
+        token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if part.sums:
             request = messages.server(data, config.node, part.number, beside=not config.join)

@@ -1,7 +1,8 @@
 """Calls to the coordinator, each proved: who asks knows the job's secret, and so does who answers. Knows bytes; no gRPC.
 
 The coordinator's challenge belongs to one connection and is computed again for each call, so that whoever has proved nothing
-costs it no memory. A call's proof covers the challenge, the method and the body; the answer's covers the call's.
+costs it no memory. A call's proof covers the challenge, the method, the body and, where there is one, the asker's certificate:
+who passes on what another proved shows a certificate of its own. The answer's covers the call's.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Judge:
         """Of that connection, as the carrier names it."""
         return hmac.digest(self._key, peer.encode(), "sha256")[:NONCE_NBYTES]
 
-    def opened(self, peer: str, method: str, data: bytes) -> bytes:
-        """The body of a call that is proved, else Unproved."""
+    def opened(self, peer: str, method: str, data: bytes, channel: bytes = b"") -> bytes:
+        """The body of a call that is proved, else Unproved. `channel`: the fingerprint of the asker's certificate."""
         given, body = data[:PROOF_NBYTES], data[PROOF_NBYTES:]
-        if not proves(given, self._secret, b"ask", method.encode(), self.challenge(peer), body):
+        if not proves(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *_bound(channel)):
             raise Unproved
         return body
 
@@ -45,8 +46,8 @@ class Judge:
 class Asker:
     """A client's end of one channel. `refused` says whether an error of `call` means that a proof was not taken."""
 
-    def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool]) -> None:
-        self._secret, self._call, self._refused = secret, call, refused
+    def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool], channel: bytes = b"") -> None:
+        self._secret, self._call, self._refused, self._channel = secret, call, refused, channel
         self._challenge = b""
 
     def ask(self, method: str, body: bytes, timeout_s: float) -> bytes:
@@ -54,7 +55,7 @@ class Asker:
         fresh = not self._challenge
         if fresh:
             self._challenge = self._call(CHALLENGE, b"", timeout_s)
-        mine = proof(self._secret, b"ask", method.encode(), self._challenge, body)
+        mine = proof(self._secret, b"ask", method.encode(), self._challenge, body, *_bound(self._channel))
         try:
             data = self._call(method, mine + body, timeout_s)
         except Exception as error:
@@ -68,3 +69,7 @@ class Asker:
         if not proves(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
             raise Unproved
         return answer
+
+
+def _bound(channel: bytes) -> tuple[bytes, ...]:
+    return (channel,) if channel else ()

@@ -10,11 +10,13 @@ from commlayer import planner, records
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, join_host
 from commlayer.control import messages
-from commlayer.control.server_codecs import CodecOps, ops_of, senders_of
+from commlayer.control.audit import Audit
+from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, same_job
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import SumServer
@@ -22,10 +24,6 @@ from commlayer.transport.tcp import Settings, TcpTransport
 
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
-KEPT_SLACK_NBYTES = 16 << 20
-"""What a member may send ahead beside its payloads: headers, and states, of which it sends one at a time."""
-
-
 STALL_S = 5.0
 """How long a sum waits before those who wait hear for whom."""
 
@@ -41,8 +39,10 @@ class Serving:
         self._unfit = ""
         self._world = 0
         self._hello = Hello("", SERVER_BASE, version=messages.version())
+        self._audit = Audit(config.audit)
         self._transport = TcpTransport(self._hello, self._admit, Settings(
-            secret=config.token, user_timeout_s=config.deadline_s))
+            secret=config.token, user_timeout_s=config.deadline_s, keys=Keys(config.keys) if config.keys else None,
+            refused=self._audit.refused))
         self._server: SumServer | None = None
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
@@ -82,8 +82,7 @@ class Serving:
         self._ready.set()
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
-        # What a member may owe is one payload for each bucket; it may be a step ahead of the slowest.
-        self._transport.limit_kept(2 * sum(o.bound for o in self._ops.values()) + KEPT_SLACK_NBYTES)
+        self._transport.limit_kept(expected_nbytes(plan, server))
         return Summation(server, generation, dict(self._ops), senders_of(plan, world))
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
@@ -92,6 +91,7 @@ class Serving:
         decoded = _checked_plan(plan, self._view)
         server = self._hello.rank - SERVER_BASE
         self._ops = ops_of(decoded, server, self._ops.values())
+        self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return self._core(decoded, server, generation, self._world)
 
     @property
@@ -108,6 +108,7 @@ class Serving:
             self._server.close(reason)
         else:
             self._transport.close()
+        self._audit.close()
 
 
 def _checked_plan(plan: bytes, view: View) -> Plan:

@@ -14,6 +14,7 @@ from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, PeerLost, RecordError
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summation_server import Stalled, follow_stalls
 from commlayer.transport.tcp import Settings, TcpTransport
@@ -41,6 +42,8 @@ class Uplink:
         """After close(): the workers that were still in the job."""
         self.transport: Transport
         self.recycle: Callable[[memoryview], None]
+        self.limit_kept: Callable[[int], None]
+        """So many bytes at most any server may have under way, or kept here, that nobody asked for."""
         self.pace: Callable[[float], None]
         """So much this end's link carries out; 0: nobody knows."""
 
@@ -51,8 +54,10 @@ class Uplink:
             address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address = address
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
-        transport = TcpTransport(hello, settings=Settings(secret=self._config.token, user_timeout_s=self._config.deadline_s))
-        self.pace = transport.pace
+        keys = Keys(self._config.keys) if self._config.keys else None
+        transport = TcpTransport(hello, settings=Settings(
+            secret=self._config.token, user_timeout_s=self._config.deadline_s, keys=keys))
+        self.limit_kept, self.pace = transport.limit_kept, transport.pace
         self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
         try:
             addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}

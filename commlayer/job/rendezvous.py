@@ -41,6 +41,7 @@ class Arrival(NamedTuple):
     address: str = ""
     """Of this machine, as those see it who reach the one where ranks meet."""
     insecure: bool = False
+    keys: bool = False
     must: Mapping[str, str] = {}
     """What must be the same on all ranks."""
     model: str = ""
@@ -88,7 +89,8 @@ class Start:
         if members is None:
             return Met(None, launch, here=launch.local_world)
         mine = _here(agent=launch.agent, address=route.address_to(master()) if master() else route.default_address(),
-                     insecure=config.insecure, must=_versions() | dict(must) | alike(config), model=model)
+                     insecure=config.insecure, keys=bool(config.keys), must=_versions() | dict(must) | alike(config),
+                     model=model)
         rows = self._tell(members, config, mine)
         if problem := problem_of(rows, members.ranks, own_servers=not config.join):
             _stay(members)
@@ -156,10 +158,12 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
             return f"{name}: {said}; allowed: the same on all ranks"
     machines = len({row.machine for row in rows})
     if own_servers and machines > 1:
-        if bare := [r for r, row in enumerate(rows) if not row.insecure]:
-            return (f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} machines and traffic between "
-                    "them is plain text: set COMMLAYER_INSECURE=1 on every machine if you trust every machine on the way, or "
-                    "tunnel it (docs/running.md)")
+        keyed = [r for r, row in enumerate(rows) if row.keys]
+        if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
+            missing = "keys: not set on" if keyed else "insecure: not set on"
+            return (f"{missing} {_who(bare, rows, ranks)}; the ranks run on {machines} machines and traffic between them is "
+                    "plain text without keys: make some with `commlayer keys init` and set COMMLAYER_KEYS on every machine "
+                    "(docs/security.md), or set COMMLAYER_INSECURE=1 on every machine if you trust every machine on the way")
         if all(_local(row.address) for row in rows):
             return (f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: set MASTER_ADDR "
                     "to an address that all reach, or COMMLAYER_BIND on every machine to its own")

@@ -136,11 +136,13 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
         guarded = msgspec.structs.replace(config, token=config.token or secret.new())
         child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
-        return f"{child.control} {guarded.token}".encode()
+        # The store of the group speaks plain text: where there are keys, everybody has the secret from there.
+        return f"{child.control} {'' if config.keys else guarded.token}".encode()
 
     # The child has that long itself, and then says why it did not start.
     told = from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
     address, _, token = told.partition(" ")
+    token = token or config.token
     config = msgspec.structs.replace(config, token=token)
 
     def start(number: int) -> None:

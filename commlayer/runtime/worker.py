@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import Codec
+from commlayer.compressors.debts import Debt
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
@@ -98,6 +99,8 @@ class Worker(Unapplied):
         self._abandoned = False
         self.bring_in: Callable[[], object] = _nothing
         """Who takes steps bucket by bucket waits here for what the last one still lacks."""
+        self.unpaid: list[Debt] = []
+        """What an earlier plan owed, in another unit than this one's: see plan_handover.py."""
         self._finished: list[Route] = []
         self._deadline_s = 0.0
         self.stopwatch = Stopwatch(device)

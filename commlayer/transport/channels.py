@@ -48,6 +48,9 @@ class Channel:
     def broadcast(self, x: torch.Tensor, root: int) -> Pending:
         return self._start("broadcast", dist.broadcast, x, self._ranks[root])
 
+    def close(self) -> None:
+        self._group = None  # as in Rows
+
     def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> Pending:
         what = f"{name} {self._what}"
         with named(what):
@@ -83,6 +86,8 @@ class Channels:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()
+        for channel in self._channels.values():
+            channel.close()
 
 
 def node_ranks(world: int, per_node: int) -> list[list[int]]:

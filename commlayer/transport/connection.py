@@ -15,10 +15,12 @@ from commlayer.transport import credit, framing, mailbox
 from commlayer.transport.crc import crc32c
 from commlayer.transport.credit import Credit
 from commlayer.transport.framing import Frame, Reader
+from commlayer.transport.key_folder import Certified
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.parts import Assembly, cut
 from commlayer.transport.protocol import Header, Kind, Message, peer_name
+from commlayer.transport.tls import TlsSocket
 
 INLINE_NBYTES = 64 << 10
 """On an idle wire, bodies up to this go out on the caller's thread, as far as they go without blocking."""
@@ -120,6 +122,8 @@ class Connection:
         self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
     ) -> None:
         self.peer = peer
+        self.certified: Certified | None = sock.peer if isinstance(sock, TlsSocket) else None
+        self._name = f" ({self.certified.name})" if self.certified else ""
         near = _on_one_machine(sock)
         self._pacer = None if near else pacer
         self._credit = None if near or not credit.SUPPORTED else Credit()
@@ -267,7 +271,7 @@ class Connection:
                     raise PeerLost("connection closed" + ("" if between else " in the middle of a frame"))
                 self._reader.filled(n)
         except CommError as error:
-            self.end(type(error)(error.what, peer=peer_name(self.peer), step=error.step, bucket=error.bucket))
+            self.end(type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket))
         except OSError as error:
             self.end(self._lost(error))
         except Exception as error:
@@ -287,7 +291,7 @@ class Connection:
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
-        return PeerLost(f"connection lost: {error.strerror or error}", peer=peer_name(self.peer))
+        return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
 
     def end(self, reason: CommError) -> None:
         """Over, now. Everything under way with this peer fails with `reason`; the first one stays."""

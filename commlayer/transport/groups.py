@@ -105,4 +105,7 @@ class Groups:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # Connections end with the last reference: a peer with a collective under way waits for that as it lets go of its own.
+        for channel in self._inside or ():
+            if channel is not None:
+                channel.close()
         self._nodes, self._inside, self._all = [], None, None

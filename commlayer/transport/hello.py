@@ -90,18 +90,20 @@ def same_job(mine: Hello) -> Admit:
     return admit
 
 
-def greet(sock: socket.socket, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float) -> None:
-    """The dialler's half. Raises Refused with the other side's reason."""
+def greet(
+    sock: socket.socket, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
+) -> None:
+    """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third."""
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=nonce())
     said = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
     theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, deadline), Challenge, who).nonce
-    _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said)), who, deadline)
+    _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said, *_bound(channel))), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == UNPROVED:
         raise Refused(unproved(secret), peer=who)
-    if not proves(welcome.proof, secret, b"accept", theirs, said):
+    if not proves(welcome.proof, secret, b"accept", theirs, said, *_bound(channel)):
         raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who)
     if welcome.error:
         raise Refused(welcome.error, peer=who)
@@ -109,7 +111,9 @@ def greet(sock: socket.socket, reader: Reader, mine: Hello, secret: str, peer: i
         raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who)
 
 
-def meet(sock: socket.socket, reader: Reader, rank: int, secret: str, who: str, deadline: float) -> Met:
+def meet(
+    sock: socket.socket, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
+) -> Met:
     """The acceptor's half, to be answered with `welcome`. Refused, on both sides, for who does not know the secret."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
     said, hello = bytes(frame.body), _decode(frame, Hello, who)
@@ -118,10 +122,15 @@ def meet(sock: socket.socket, reader: Reader, rank: int, secret: str, who: str, 
     mine = nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
     given = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
-    if not proves(given, secret, b"dial", mine, said):
+    if not proves(given, secret, b"dial", mine, said, *_bound(channel)):
         welcome(sock, rank, UNPROVED, b"", who, deadline)
         raise Refused(UNPROVED, peer=who)
-    return Met(hello, proof(secret, b"accept", mine, said))
+    return Met(hello, proof(secret, b"accept", mine, said, *_bound(channel)))
+
+
+def _bound(channel: bytes) -> tuple[bytes, ...]:
+    """The last part of a proof where there is a channel to bind it to: what was proved here proves nothing on another one."""
+    return (channel,) if channel else ()
 
 
 def welcome(sock: socket.socket, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
@@ -152,8 +161,8 @@ def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: f
         raise DeadlineExceeded(f"no {kind.name} before the deadline", peer=who) from None
     except OSError as error:
         raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
-    except CorruptFrame as error:
-        raise CorruptFrame(error.what, peer=who) from None
+    except (CorruptFrame, Refused) as error:
+        raise type(error)(error.what, peer=who) from None
     if frame.header.kind != kind:
         raise CorruptFrame(f"begins with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
     return frame

@@ -24,7 +24,8 @@ class Pending:
 
     def is_over(self) -> bool:
         """Whether `wait` would not wait."""
-        return bool(self._work.is_completed())
+        work = self._work
+        return work is None or bool(work.is_completed())
 
     def over(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
         """As `wait`, with the host waiting on CUDA, too: what others queue on the current stream meanwhile does not wait."""
@@ -39,20 +40,21 @@ class Pending:
 
         On CUDA it orders the current stream instead of blocking the host; the group's own time-out watches there.
         """
+        work = self._work
         with named(self._what):
             if self._on_device:
-                self._work.wait()
+                work.wait()
                 return
-            while True:
+            while work is not None:
                 left_s = deadline - time.monotonic()
                 try:
-                    self._work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
-                    return
+                    work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
+                    work = self._work = None  # it would keep its group's connections
                 except RuntimeError as error:
                     if not _timed_out(error) or left_s <= 0:
                         raise
-                if (cause := failed()) is not None:
-                    raise cause
+                    if (cause := failed()) is not None:
+                        raise cause from None
 
 
 @contextlib.contextmanager

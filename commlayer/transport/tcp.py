@@ -6,23 +6,34 @@ import errno
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.transport import framing, mailbox
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
 from commlayer.transport.connection import Connection, drop, watch
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Admit, Hello, same_job
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
 from commlayer.transport.receive_buffers import Pool
-from commlayer.transport.unproved_connections import Hall
+from commlayer.transport.unproved_connections import HURRY_S, Hall
 
 Address = tuple[str, int]
 FORMER_S = 0.5
 """How long a new connection waits for the end of the peer's former one, which may still be on its way."""
+
+
+REVOKED_S = 1.0
+"""How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
+Refusal = Callable[[str, str], None]
+
+
+def note_refusal(where: str, why: str) -> None:
+    mailbox.log.warning("connection from %s dropped: %s", where, why)
 
 
 class Settings(NamedTuple):
@@ -40,6 +51,10 @@ class Settings(NamedTuple):
     a short one would take it for dead."""
     secret: str = ""
     """Of the job: who does not know it is refused, either way."""
+    keys: Keys | None = None
+    """With these all connections are TLS, and both ends of each show a certificate; else they are plain text."""
+    refused: Refusal = note_refusal
+    """Told where a dialler came from, and why it was not let in."""
     hello_s: float = 5.0
     """How long who dials in may take to prove that; less where many do."""
     greeting_s: float = 10.0
@@ -67,7 +82,8 @@ class TcpTransport:
         self._taken: set[int] = set()  # ranks that are connected or in their greeting
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
-        self._hall = Hall()
+        # A handshake of TLS is one round trip more.
+        self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
         self._closed = threading.Event()
 
     @property
@@ -90,7 +106,10 @@ class TcpTransport:
             raise ValueError(f"cannot listen on {host}:{port}: {_listen_remedy(error)}") from None
         with self._lock:
             self._listeners.append(sock)
+            first = len(self._listeners) == 1
         threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
+        if first and self._settings.keys is not None:
+            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
         bound: Address = sock.getsockname()[:2]
         return bound
 
@@ -110,8 +129,9 @@ class TcpTransport:
                 raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
                                "address and that it runs there", peer=who) from None
             self._tune(sock)
+            sock = self._secured(sock, deadline, f"{who} at {host}:{port}")
             reader = self._reader()
-            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline)
+            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, tls.channel_of(sock))
             self._mailbox.admit(peer)
             self._connect(sock, peer, reader)
         except BaseException:
@@ -139,6 +159,8 @@ class TcpTransport:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR):
                     continue
                 return  # close() shut the listener down
+            if self._settings.keys is not None:
+                sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
             watch(sock)
             self._hall.enter(sock)
             where = f"{address[0]}:{address[1]}"
@@ -149,21 +171,25 @@ class TcpTransport:
         peer = None
         try:
             self._tune(sock)
-            reader = self._reader()
+            reader, hello_deadline = self._reader(), time.monotonic() + self._settings.hello_s
             who = f"the dialler at {where}"
+            if isinstance(sock, tls.TlsSocket):
+                name = sock.handshake(hello_deadline).name
+                who, where = f"{name} at {where}", f"{name} at {where}"
             hello, proof = greeting.meet(
-                sock, reader, self.rank, self._settings.secret, who, time.monotonic() + self._settings.hello_s)
+                sock, reader, self.rank, self._settings.secret, who, hello_deadline, tls.channel_of(sock))
             self._hall.leave(sock)
             reason = self._judge(hello)
             if not reason:
                 peer = hello.rank
             greeting.welcome(sock, self.rank, reason, proof, where, deadline)
             if peer is None:
+                self._settings.refused(where, reason)
                 drop(sock)
             else:
                 self._connect(sock, peer, reader)
         except (CommError, OSError) as error:
-            mailbox.log.warning("connection from %s dropped: %s", where, error)
+            self._settings.refused(where, str(error))
             drop(sock)
             if peer is not None:
                 self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
@@ -184,6 +210,31 @@ class TcpTransport:
                 self._taken.add(hello.rank)
                 self._mailbox.admit(hello.rank)  # before the welcome: who was welcomed counts as connected
         return reason
+
+    def _secured(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
+        """The dialler's end, in TLS where there are keys."""
+        if self._settings.keys is None:
+            return sock
+        made = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=False)
+        watch(made)
+        drop(sock)  # which that has taken over
+        try:
+            made.handshake(deadline)
+        except CommError as error:
+            drop(made)
+            raise type(error)(error.what, peer=who) from None
+        return made
+
+    def _drop_revoked(self, keys: Keys) -> None:
+        while not self._closed.wait(REVOKED_S):
+            revoked = keys.revoked()
+            with self._lock:
+                over = [c for c in self._connections.values() if c.certified is not None and c.certified.serial in revoked]
+            for connection in over:
+                assert connection.certified is not None
+                reason = Refused(f"its certificate ({connection.certified.name}) was revoked", peer=peer_name(connection.peer))
+                self._settings.refused(connection.certified.name, reason.what)
+                connection.end(reason)
 
     def _reader(self) -> Reader:
         return Reader(greeting.MAX_NBYTES, self.pool.take)

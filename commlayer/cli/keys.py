@@ -1,0 +1,78 @@
+"""`commlayer keys`: what control/authority.py does, said so that the next step is on the screen."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Keys of a job on several machines: a CA, and a certificate for each node.")
+Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder, which stays on one machine.", metavar="DIR")]
+Name = Annotated[str, typer.Argument(help="A node's name, which errors and logs tell.", metavar="NAME")]
+SOON_DAYS = 30
+# authority.py is imported where it is needed: it loads cryptography, which --help does without.
+
+
+@app.command()
+def init(
+    folder: Folder = Path("keys"),
+    days: Annotated[int, typer.Option(help="For how many days it is good.")] = 3650,
+) -> None:
+    """Make a job's CA. Who holds its folder decides who takes part: keep it on one machine."""
+    from commlayer.control import authority
+
+    until = authority.init(folder, days)
+    print(f"made a CA in {folder}, good until {until:%Y-%m-%d}; keep that folder on this machine")
+    print(f"next: commlayer keys add NAME{_dir(folder)}, once for each node")
+
+
+@app.command()
+def add(
+    name: Name, folder: Folder = Path("keys"),
+    days: Annotated[int, typer.Option(help="For how many days its certificate is good.")] = 365,
+    dials_only: Annotated[bool, typer.Option("--dials-only", help="It may never be a server or the coordinator.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make a new one, and revoke the one that it has.")] = False,
+) -> None:
+    """Make a node's certificate, and the folder to copy there."""
+    from commlayer.control import authority
+
+    place = authority.add(folder, name, days, dials_only=dials_only, again=again)
+    until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
+    print(f"made keys of {name} in {place}, good until {until:%Y-%m-%d}")
+    print(f"copy them there: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")
+    if again:
+        _say_list(folder)
+
+
+@app.command()
+def revoke(name: Name, folder: Folder = Path("keys")) -> None:
+    """End a node's certificates: nobody lets it in any more, and a running job drops it."""
+    from commlayer.control import authority
+
+    count = authority.revoke(folder, name)
+    print(f"revoked {count} certificate{'' if count == 1 else 's'} of {name}" if count else f"{name} was revoked already")
+    _say_list(folder)
+
+
+@app.command("list")
+def list_(folder: Folder = Path("keys")) -> None:
+    """Show who has a certificate, and until when."""
+    from commlayer.control import authority
+
+    if not (folder / authority.CA_KEY).exists():
+        raise ValueError(f"{folder} has no CA: `commlayer keys init` makes one, --dir names another folder")
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=SOON_DAYS)
+    for one in authority.issued(folder):
+        state = "revoked" if one.revoked else "ends soon" if one.until < soon else "good"
+        print(f"{one.name:20} until {one.until:%Y-%m-%d}  {state}{', dials only' if one.dials_only else ''}")
+
+
+def _say_list(folder: Path) -> None:
+    print(f"copy {folder / 'crl.pem'} into the keys folder of each machine that coordinates or serves; a running one sees it "
+          "within 2 s")
+
+
+def _dir(folder: Path) -> str:
+    return "" if folder == Path("keys") else f" --dir {folder}"

@@ -1,0 +1,65 @@
+"""Who came, who was refused and why, who left, which plan: a file of JSON lines that only grows. Knows a file, no sockets."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import threading
+import time
+
+from commlayer.errors import RecordError
+
+log = logging.getLogger("commlayer")
+
+MOST_REFUSED = 600
+"""Refusals written out in a minute; a flood of them is counted, so that strangers fill no disk."""
+
+
+class Audit:
+    """Several processes of a machine may write to one file: a line is one write at the end of it."""
+
+    def __init__(self, path: str) -> None:
+        """RecordError if the file cannot be written; nothing is written for an empty path."""
+        self._path, self._lock = path, threading.Lock()
+        self._minute, self._refused = 0, 0
+        self._file = -1
+        if path:
+            try:
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise RecordError(f"audit: {path} cannot be written: {error.strerror}; name a file in a folder that is "
+                                  "there") from None
+
+    def refused(self, where: str, why: str) -> None:
+        """In the log, too."""
+        log.warning("connection from %s refused: %s", where, why)
+        with self._lock:
+            minute, over = int(time.monotonic() // 60), 0
+            if minute != self._minute:
+                over, self._minute, self._refused = max(0, self._refused - MOST_REFUSED), minute, 0
+            self._refused += 1
+            shown = self._refused <= MOST_REFUSED
+        if over:
+            self.note("refused", where="many", why=f"{over} more within a minute")
+        if shown:
+            self.note("refused", where=where, why=why)
+
+    def note(self, event: str, **what: str | int) -> None:
+        """Without the disk's room the job goes on: the log says so."""
+        if self._file < 0:
+            return
+        line = json.dumps({"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), "event": event,
+                           "pid": os.getpid()} | what) + "\n"
+        try:
+            os.write(self._file, line.encode())
+        except OSError as error:
+            log.warning("audit: %s: %s; not written: %s", self._path, error.strerror, line.rstrip())
+
+    def close(self) -> None:
+        """Twice is once; what is noted later is only logged."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1

@@ -1,0 +1,232 @@
+"""The job's CA: certificates of nodes by name, and the list of those that are revoked. Knows files; no sockets, no command.
+
+The CA's folder holds what signs (`ca.key`), all certificates ever made (`issued/`) and, for each node, a folder to copy there
+(`nodes/NAME/`). A folder is made beside its place and renamed, a file is replaced whole: nothing is ever half there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from commlayer.files import sync, write_whole
+from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN
+
+CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
+CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
+EARLIER = datetime.timedelta(hours=1)
+"""By so much may a node's clock be slow on the day when its certificate is made."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class Issued(NamedTuple):
+    """A certificate that this CA has made."""
+
+    name: str
+    serial: int
+    until: datetime.datetime
+    revoked: bool
+    dials_only: bool
+
+
+def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
+    """A CA in a folder that is new or empty. Until when it is good."""
+    _check_days(days)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        there = "a CA is there already" if (folder / CA_KEY).exists() else "something is there already"
+        raise ValueError(f"{folder}: {there}; name another folder with --dir, or go on with `commlayer keys add NAME`")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"commlayer job {secrets.token_hex(4)}")])
+    start, end = _times(days)
+    made = (_builder(name, key.public_key(), start, end).issuer_name(name)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(authority=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .sign(key, hashes.SHA256()))
+    contents = {CA_KEY: _private(key), CA: _pem(made), TOKEN: secrets.token_hex(32).encode() + b"\n",
+                REVOKED: _list(key, made, {}, 1)}
+    _make_folder(folder, contents, (ISSUED, NODES))
+    return end
+
+
+def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
+    """A certificate and the folder for that node. `again`: in place of one that it has, which is revoked."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"got {name!r} as a node's name, allowed: 1 to 63 letters, digits, '.', '_' and '-', a letter or "
+                         "digit first, as in gpu-2")
+    _check_days(days)
+    with _locked(folder):
+        key, authority = _authority(folder)
+        have = [one for one in issued(folder) if one.name == name and not one.revoked]
+        if have and not again:
+            raise ValueError(f"{name} has a certificate until {have[-1].until:%Y-%m-%d}, in {folder / NODES / name}: --again "
+                             "makes a new one and revokes that")
+        own = ec.generate_private_key(ec.SECP256R1())
+        start, end = _times(days)
+        end = min(end, authority.not_valid_after_utc)
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        made = (_builder(subject, own.public_key(), start, end).issuer_name(authority.subject)
+                .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+                .add_extension(_usage(authority=False), critical=True)
+                .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+                .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
+                .sign(key, hashes.SHA256()))
+        # Known to the CA before it is anybody's: what is not listed could not be revoked.
+        write_whole({folder / ISSUED / f"{name}-{made.serial_number:x}.pem": _pem(made)}, durable=True)
+        if have:
+            _revoke(folder, key, authority, {one.serial for one in have})
+        place = folder / NODES / name
+        contents = {KEY: _private(own), CERTIFICATE: _pem(made)}
+        contents |= {one: (folder / one).read_bytes() for one in (CA, REVOKED, TOKEN)}
+        _make_folder(place, contents, ())
+        return place
+
+
+def revoke(folder: Path, name: str) -> int:
+    """All certificates of that node, for good. How many."""
+    with _locked(folder):
+        key, authority = _authority(folder)
+        known = issued(folder)
+        have = [one for one in known if one.name == name]
+        if not have:
+            names = ", ".join(sorted({one.name for one in known})) or "none"
+            raise ValueError(f"{name} has no certificate of {folder}; those that have: {names}")
+        new = {one.serial for one in have if not one.revoked}
+        # Also if there is none: a folder that a former call did not reach gets the list now.
+        _revoke(folder, key, authority, new)
+        return len(new)
+
+
+def issued(folder: Path) -> list[Issued]:
+    """By name, the revoked first."""
+    _, listed = _revocations(folder)
+    found = []
+    for path in (folder / ISSUED).glob("*.pem"):
+        one = x509.load_pem_x509_certificate(path.read_bytes())
+        purposes = one.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        name = str(one.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+        found.append(Issued(name, one.serial_number, one.not_valid_after_utc, one.serial_number in listed,
+                            ExtendedKeyUsageOID.SERVER_AUTH not in purposes))
+    return sorted(found, key=lambda one: (one.name, not one.revoked, one.until))
+
+
+def _revoke(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, serials: set[int]) -> None:
+    number, listed = _revocations(folder)
+    now = datetime.datetime.now(datetime.UTC)
+    data = _list(key, authority, listed | dict.fromkeys(serials, now), number + 1)
+    nodes = [path for path in (folder / NODES).iterdir() if path.is_dir() and not path.name.startswith(".")]
+    write_whole({path / REVOKED: data for path in (folder, *nodes)}, durable=True)
+
+
+def _revocations(folder: Path) -> tuple[int, dict[int, datetime.datetime]]:
+    read = x509.load_pem_x509_crl((folder / REVOKED).read_bytes())
+    number = read.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    return number, {one.serial_number: one.revocation_date_utc for one in read}
+
+
+def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: Mapping[int, datetime.datetime],
+          number: int) -> bytes:
+    # It is good for as long as the CA: a list that nobody renews must not end a job.
+    builder = (x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
+               .last_update(authority.not_valid_before_utc).next_update(authority.not_valid_after_utc)
+               .add_extension(x509.CRLNumber(number), critical=False))
+    for serial, when in listed.items():
+        builder = builder.add_revoked_certificate(
+            x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build())
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    made = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    if not made.not_valid_before_utc <= now <= made.not_valid_after_utc:
+        raise ValueError(f"the CA in {folder} is good from {made.not_valid_before_utc:%Y-%m-%d} to "
+                         f"{made.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
+                         "or make another CA with `commlayer keys init --dir`")
+    key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{folder / CA_KEY} is no key that `commlayer keys init` made")
+    return key, made
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One change at a time, whoever makes it."""
+    try:
+        descriptor = os.open(folder / CA_KEY, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"{folder} has no CA ({error.strerror}): `commlayer keys init --dir {folder}` makes one, --dir names "
+                         "another folder") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...]) -> None:
+    """There whole or not at all, for its owner only."""
+    part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+    former = place.with_name(f".{place.name}.{secrets.token_hex(4)}.former")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        part.mkdir(mode=0o700)
+        for name in folders:
+            (part / name).mkdir(mode=0o700)
+        for name, data in contents.items():
+            descriptor = os.open(part / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        if place.exists() and any(place.iterdir()):
+            place.rename(former)
+        part.rename(place)
+        sync(place.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _builder(subject: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime.datetime,
+             end: datetime.datetime) -> x509.CertificateBuilder:
+    return (x509.CertificateBuilder().subject_name(subject).public_key(key).serial_number(x509.random_serial_number())
+            .not_valid_before(start).not_valid_after(end))
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority, key_cert_sign=authority, crl_sign=authority, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False)
+
+
+def _times(days: int) -> tuple[datetime.datetime, datetime.datetime]:
+    now = datetime.datetime.now(datetime.UTC)
+    return now - EARLIER, now + datetime.timedelta(days=days)
+
+
+def _check_days(days: int) -> None:
+    if not 1 <= days <= MOST_DAYS:
+        raise ValueError(f"days: got {days}, allowed: 1 to {MOST_DAYS}")
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _pem(made: x509.Certificate) -> bytes:
+    return made.public_bytes(serialization.Encoding.PEM)

@@ -1,0 +1,31 @@
+"""Opens a gRPC channel to a coordinator, in TLS where there are keys. Loads little: the heartbeat child uses it, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commlayer import config as settings
+
+settings.quiet_forks()
+import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+
+SERVICE = "commlayer.Control"
+
+
+class Shown(NamedTuple):
+    """Files in PEM: of the CA, of this node's certificate and of its key; and the name that every coordinator's bears."""
+
+    ca: str
+    certificate: str
+    key: str
+    name: str
+
+
+def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None) -> grpc.Channel:
+    if shown is None:
+        return grpc.insecure_channel(address, options=options)
+    ca, certificate, key = (Path(name).read_bytes() for name in shown[:3])
+    # Certificates say which node it is, and addresses which one is dialled: those need not agree.
+    options = [*options, ("grpc.ssl_target_name_override", shown.name)]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)

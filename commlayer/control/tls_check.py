@@ -1,0 +1,59 @@
+"""Asks an address what is wrong between its certificate and ours. Knows TLS; gRPC, which does not tell, it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+
+from commlayer.config import host_port
+from commlayer.errors import CommError, Refused
+from commlayer.transport.connection import drop, watch
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.tls import CONTROL, TlsSocket
+
+HANDSHAKE = b"\x16\x03"
+
+
+def check(address: str, keys: Keys | None, deadline: float) -> None:
+    """Refused, with the reason, where either end does not take the other's certificate, or only one has any.
+
+    Silent where all is well, and where nobody answers: that may change.
+    """
+    where = f"coordinator {address}"
+    try:
+        sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
+    except OSError:
+        return
+    try:
+        if keys is None:
+            _plain(sock, deadline)
+            return
+        made = TlsSocket(sock, keys, CONTROL, server=False)
+        drop(sock)
+        sock = watch(made)
+        made.handshake(deadline)
+        made.settimeout(max(0.001, deadline - time.monotonic()))
+        made.recv_into(bytearray(1))  # the other end judges last: either gRPC says something first, or it refuses
+    except Refused as error:
+        raise Refused(error.what, peer=where) from None
+    except (CommError, OSError):
+        pass
+    finally:
+        drop(sock)
+
+
+def _plain(sock: socket.socket, deadline: float) -> None:
+    """Only a TLS server answers the beginning of a handshake with its own part of it."""
+    sock.settimeout(max(0.001, deadline - time.monotonic()))
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+    begin, answer = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        stranger.wrap_bio(answer, begin).do_handshake()
+    sock.sendall(begin.read())
+    if sock.recv(2) == HANDSHAKE:
+        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made")
+
+

@@ -1,0 +1,153 @@
+"""TLS in front of the coordinator's gRPC server, which then listens on loopback. Knows connections and certificates; no calls.
+
+gRPC can do TLS by itself, but not tell whom it refused, nor why, nor heed a list of the revoked. So connections of both kinds,
+control and data, meet the same checks, the same limits ahead of them and the same log. Bytes pass through one thread each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from commlayer.config import join_host
+from commlayer.errors import CommError
+from commlayer.transport.connection import drop, watch
+from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.tls import CONTROL, TlsSocket
+from commlayer.transport.unproved_connections import HURRY_S, Hall
+
+HANDSHAKE_S = 5.0
+MOST_EACH = 256
+"""Connections of one certificate at a time. A worker has two, and a machine with one certificate may have many workers."""
+PIECE_NBYTES = 64 << 10
+CONNECT_S = 5.0
+
+
+class Front:
+    """Listens from construction on; passes on once started. `refused` is told where a dialler came from, and why it may not."""
+
+    def __init__(self, keys: Keys, host: str, port: int, refused: Callable[[str, str], None]) -> None:
+        self._keys, self._refused = keys, refused
+        self._hall = Hall(hurry_s=2 * HURRY_S)
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[Certified, TlsSocket]] = {}  # by what gRPC calls the connection
+        self._counts: Counter[str] = Counter()
+        self._target = ("127.0.0.1", 0)
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = watch(socket.create_server((host, port), family=family, backlog=128))
+        self.port = int(self._listener.getsockname()[1])
+
+    def start(self, target: int) -> None:
+        """The port of loopback that plain text goes to."""
+        self._target = ("127.0.0.1", target)
+        threading.Thread(target=self._accept, name="commlayer-control-accept", daemon=True).start()
+
+    def caller(self, peer: str) -> Certified | None:
+        """Whose connection it is that gRPC calls by that name; None for one that did not come this way."""
+        with self._lock:
+            found = self._known.get(peer)
+        return found[0] if found else None
+
+    def drop(self, serials: frozenset[int]) -> list[Certified]:
+        """Ends all connections of these certificates, which are returned."""
+        with self._lock:
+            over = [pair for pair in self._known.values() if pair[0].serial in serials]
+        for _, sock in over:
+            _end(sock)
+        return list(dict.fromkeys(pair[0] for pair in over))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            socks = [sock for _, sock in self._known.values()]
+        self._hall.close()
+        _end(self._listener)
+        drop(self._listener)
+        for sock in socks:
+            _end(sock)
+
+    def _accept(self) -> None:
+        while self._hall.room():
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # the system is short of something: others may free it
+                continue
+            made = TlsSocket(sock, self._keys, CONTROL, server=True)
+            watch(made)
+            self._hall.enter(made)
+            where = join_host(*address[:2])
+            threading.Thread(target=self._greet, args=(made, where), name=f"control {where}", daemon=True).start()
+
+    def _greet(self, sock: TlsSocket, where: str) -> None:
+        certified = None
+        try:
+            certified = sock.handshake(time.monotonic() + HANDSHAKE_S)
+            where = f"{certified.name} at {where}"
+            with self._lock:
+                self._counts[certified.name] += 1
+                over = self._counts[certified.name] > MOST_EACH
+            if over:
+                self._refused(where, f"has {MOST_EACH} control connections already")
+                return
+            sock.settimeout(None)
+            self._hall.leave(sock)
+            self._pass_on(sock, certified)
+        except CommError as error:
+            self._refused(where, str(error))
+        except OSError:
+            pass  # it, or this process, has ended the connection
+        finally:
+            if certified is not None:
+                with self._lock:
+                    self._counts[certified.name] -= 1
+            self._hall.leave(sock)
+            drop(sock)
+
+    def _pass_on(self, sock: TlsSocket, certified: Certified) -> None:
+        """Both ways, until either end is over."""
+        with socket.create_connection(self._target, CONNECT_S) as inner:
+            watch(inner)
+            inner.settimeout(None)
+            inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            host, port = inner.getsockname()[:2]
+            name = f"ipv4:{host}:{port}"
+            with self._lock:
+                self._known[name] = certified, sock
+                closed = self._closed
+            if closed:
+                _end(sock)
+            back = threading.Thread(target=_pump, args=(inner, sock), name=f"control to {certified.name}", daemon=True)
+            back.start()
+            try:
+                _pump(sock, inner)
+            finally:
+                back.join()
+                with self._lock:
+                    del self._known[name]
+                drop(inner)
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """What comes goes on, until either is over; then both are."""
+    piece = memoryview(bytearray(PIECE_NBYTES))
+    with contextlib.suppress(OSError, CommError):
+        while n := source.recv_into(piece):
+            sink.sendall(piece[:n])
+    _end(source)
+    _end(sink)
+
+
+def _end(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended by itself

@@ -1,0 +1,215 @@
+"""A socket that speaks TLS where others speak plain text. Knows bytes and certificates; no frames.
+
+OpenSSL works on memory, the socket carries what comes out: so one thread may read while another writes (an SSL object must not
+be used by two threads at once, and a lock around a blocking read would hold up the writer), sending without blocking stays
+possible, and what asks the kernel about the socket still gets its answer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+from commlayer.transport.key_folder import Certified, Keys, of_peer
+
+DATA, CONTROL = "commlayer-data", "h2"
+"""What the two kinds of connection say that they speak; none takes the other for its own."""
+CHUNK_NBYTES = 128 << 10
+"""So much is made ciphertext of at a time, and sent before there is more: it stays in the cache."""
+RAW_NBYTES = 256 << 10
+LINGER_S = 0.5
+"""For so long a refused dialler may still send: a connection that is closed over unread bytes loses the reason, too."""
+_LATE, _EARLY, _REVOKED, _PURPOSE, _LIST = 10, 9, 23, 26, 3
+_VERIFIED = {
+    _LATE: "its certificate has expired by this machine's clock ({now}): make a new one with `commlayer keys add NAME "
+           "--again`, or mend the clock",
+    _EARLY: "its certificate is not valid yet by this machine's clock ({now}): mend the clock, here or where it was made",
+    _REVOKED: "its certificate was revoked",
+    _PURPOSE: "its certificate is not for this end (made with --dials-only)",
+    _LIST: "its certificate is of another CA than this job's",
+}
+_REASONS = {
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate: set keys (COMMLAYER_KEYS) there",
+    "HTTP_REQUEST": "it speaks plain text, and here keys are set: set keys (COMMLAYER_KEYS) there, too",
+    "WRONG_VERSION_NUMBER": "it speaks plain text, and here keys are set: set keys (COMMLAYER_KEYS) there, too",
+    "UNSUPPORTED_PROTOCOL": "it speaks an older TLS than 1.3",
+}
+_ALERTS = {
+    "CERTIFICATE_REQUIRED": "it asks for a certificate",
+    "CERTIFICATE_EXPIRED": "{me} has expired by its clock: make a new one with `commlayer keys add NAME --again`, or mend "
+                           "the clock",
+    "CERTIFICATE_REVOKED": "{me} was revoked",
+    "UNKNOWN_CA": "{me} is of another CA than its job's: copy the folder of keys of that job",
+    "BAD_CERTIFICATE": "{me} is not valid by its clock: mend the clock, there or here",
+    "UNSUPPORTED_CERTIFICATE": "{me} is not for this end (made with --dials-only)",
+}
+
+
+class TlsSocket(socket.socket):
+    """Takes over a connected socket. One thread at a time may read and one write. What sendmsg was given and did not report as
+    out must be given again, until it is."""
+
+    def __init__(self, sock: socket.socket, keys: Keys, protocol: str, *, server: bool) -> None:
+        family, kind, proto = sock.family, sock.type, sock.proto
+        super().__init__(family, kind, proto, fileno=sock.detach())
+        self.settimeout(None)
+        self.peer: Certified | None = None
+        self._keys, self._protocol, self._server = keys, protocol, server
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = keys.context(protocol, server=server).wrap_bio(self._in, self._out, server_side=server)
+        self._lock = threading.Lock()
+        self._raw = memoryview(bytearray(RAW_NBYTES))
+        self._cipher = memoryview(b"")  # made and not out yet,
+        self._plain = 0  # of so many bytes
+        self._failed: CommError | None = None
+
+    # ---- the handshake
+
+    def handshake(self, deadline: float) -> Certified:
+        """Who is at the other end. Refused with a reason, DeadlineExceeded, or PeerLost; the caller knows with whom."""
+        try:
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._tell(deadline)
+                    self._hear(deadline)
+            self._tell(deadline)
+        except ssl.SSLError as error:
+            self._part(deadline)
+            raise self._reason(error) from None
+        except TimeoutError:
+            raise DeadlineExceeded("no TLS handshake before the deadline") from None
+        except OSError as error:
+            raise PeerLost(f"connection lost in the TLS handshake ({error.strerror or error}): are keys (COMMLAYER_KEYS) set "
+                           "there, too?") from None
+        self.peer = of_peer(self._tls)
+        if self._tls.selected_alpn_protocol() != self._protocol:
+            self._part(deadline)
+            raise Refused(f"{self.peer.name} speaks {self._tls.selected_alpn_protocol()!r} over TLS, expected "
+                          f"{self._protocol!r}: check the port")
+        if self.peer.serial in self._keys.revoked():
+            self._part(deadline)
+            raise Refused(_VERIFIED[_REVOKED])
+        return self.peer
+
+    @property
+    def channel(self) -> bytes:
+        """What is this connection's alone: the certificates of both ends, the dialler's first."""
+        assert self.peer is not None
+        ends = (self.peer.fingerprint, self._keys.me.fingerprint)
+        return b"".join(ends if self._server else reversed(ends))
+
+    def _tell(self, deadline: float) -> None:
+        if data := self._out.read():
+            self._wait_until(deadline)
+            super().sendall(data)
+
+    def _hear(self, deadline: float) -> None:
+        self._wait_until(deadline)
+        self._pull()
+
+    def _wait_until(self, deadline: float) -> None:
+        self.settimeout(max(0.001, deadline - time.monotonic()))
+
+    def _pull(self) -> None:
+        n = super().recv_into(self._raw)
+        with self._lock:
+            if n:
+                self._in.write(self._raw[:n])
+            else:
+                self._in.write_eof()
+
+    def _part(self, deadline: float) -> None:
+        """The alert goes out, and what the other end still sends is heard out, so that it reads the alert."""
+        try:
+            self._tell(deadline)
+            self.shutdown(socket.SHUT_WR)
+            end = min(deadline, time.monotonic() + LINGER_S)
+            while time.monotonic() < end:
+                self._wait_until(end)
+                if not super().recv_into(self._raw):
+                    break
+        except OSError:
+            pass  # it is gone, and has heard what it has heard
+
+    def _reason(self, error: ssl.SSLError) -> CommError:
+        now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+        if isinstance(error, ssl.SSLEOFError):
+            return PeerLost("connection closed in the TLS handshake: are keys (COMMLAYER_KEYS) set there, too?")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            line = _VERIFIED.get(error.verify_code)
+            return Refused(line.format(now=now) if line else f"{_VERIFIED[_LIST]} ({error.verify_message})")
+        return self._told(error) or Refused(_REASONS.get(error.reason or "", f"it breaks TLS ({error.reason or error})"))
+
+    def _told(self, error: ssl.SSLError) -> CommError | None:
+        """The reason that the other end gave in an alert."""
+        words = (error.reason or "").partition("_ALERT_")
+        mine = f"the certificate of {self._keys.me.name} in {self._keys.folder}"
+        return Refused(_ALERTS[words[2]].format(me=mine)) if words[2] in _ALERTS else None
+
+    # ---- bytes
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As of a socket, without flags. 0 at the end of the stream."""
+        room = memoryview(buffer)
+        if nbytes:
+            room = room[:nbytes]
+        while True:
+            if self._failed is not None:
+                raise self._failed
+            got = 0
+            with self._lock:
+                try:
+                    while got < len(room):
+                        n: Any = self._tls.read(len(room) - got, room[got:])
+                        if n == 0:
+                            return got
+                        got += n
+                except ssl.SSLWantReadError:
+                    pass
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return got
+                except ssl.SSLError as error:
+                    self._failed = self._told(error) or CorruptFrame(f"bytes that break TLS ({error.reason or error})")
+            if got:
+                return got
+            if self._failed is None:
+                self._pull()
+
+    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
+        """How many of these bytes are out, 0 while the first of them are not. Raises BlockingIOError as a socket does."""
+        if not self._cipher:
+            with self._lock:
+                self._plain = self._encrypt(buffers)
+                self._cipher = memoryview(self._out.read())
+        sent = super().send(self._cipher, flags)
+        self._cipher = self._cipher[sent:]
+        if self._cipher:
+            return 0
+        return self._plain
+
+    def _encrypt(self, buffers: Sequence[memoryview]) -> int:
+        taken = 0
+        for one in buffers:
+            piece = memoryview(one)[: CHUNK_NBYTES - taken]
+            if piece:
+                taken += self._tls.write(piece)
+        return taken
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.sendmsg([rest], [], flags | socket.MSG_NOSIGNAL) :]
+
+
+def channel_of(sock: socket.socket) -> bytes:
+    """What a proof over that socket is bound to; nothing on plain text."""
+    return sock.channel if isinstance(sock, TlsSocket) else b""

@@ -1,0 +1,162 @@
+"""`commlayer keys`: what lies where, for whose eyes, and that nothing is ever half there."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("cryptography", reason="cryptography is not installed")
+from cryptography import x509
+
+from commlayer.cli.main import app
+from commlayer.control import authority
+from commlayer.errors import RecordError
+from commlayer.transport.key_folder import Keys
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> Path:
+    authority.init(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def said(*command: object) -> str:
+    done = CliRunner().invoke(app, ["keys", *map(str, command)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_lines_on_the_screen_lead_from_one_command_to_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    assert f"next: commlayer keys add NAME --dir {folder}" in said("init", "--dir", folder)
+    place = folder / "nodes" / "gpu-2"
+    copy = f"scp -rp {place} gpu-2:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys"
+    assert copy in said("add", "gpu-2", "--dir", folder)
+    assert f"copy {folder}/crl.pem" in said("revoke", "gpu-2", "--dir", folder)
+    assert "gpu-2 was revoked already" in said("revoke", "gpu-2", "--dir", folder)
+    said("add", "gpu-2", "--dir", folder, "--dials-only")
+    states = [line.split()[3:] for line in said("list", "--dir", folder).splitlines()]
+    assert states == [["revoked"], ["good,", "dials", "only"]]
+
+
+def test_only_their_owner_reads_secrets_and_nothing_else_is_left(ca: Path) -> None:
+    place = authority.add(ca, "gpu-1")
+    for path in (ca / "ca.key", ca / "token", place / "node.key", place / "token"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for path in (ca, ca / "nodes", place):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert sorted(os.listdir(place)) == ["ca.pem", "crl.pem", "node.key", "node.pem", "token"]
+    assert sorted(os.listdir(ca)) == ["ca.key", "ca.pem", "crl.pem", "issued", "nodes", "token"]
+    assert os.listdir(ca / "nodes") == ["gpu-1"]
+    assert os.listdir(ca.parent) == ["keys"]
+
+
+def test_a_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Path) -> None:
+    places = [authority.add(ca, name) for name in ("gpu-1", "gpu-2")]
+    first = Keys(places[0])
+    other = Keys(places[1])
+    assert other.revoked() == frozenset()
+    assert authority.revoke(ca, "gpu-1") == 1
+    assert other.revoked() == first.revoked() == {first.me.serial}, "read anew, since the file has changed"
+    again = Keys(authority.add(ca, "gpu-1"))
+    assert again.me.name == "gpu-1"
+    assert again.me.serial not in again.revoked()
+    newest = Keys(authority.add(ca, "gpu-1", again=True))
+    assert newest.revoked() == {first.me.serial, again.me.serial}
+
+
+def test_a_damaged_or_foreign_list_changes_nothing(ca: Path, tmp_path: Path) -> None:
+    place = authority.add(ca, "gpu-1")
+    authority.add(ca, "gpu-2")
+    authority.revoke(ca, "gpu-2")
+    keys, good = Keys(place), (place / "crl.pem").read_bytes()
+    before = keys.revoked()
+    authority.init(tmp_path / "other")
+    for data in (b"", good[:-100], (tmp_path / "other" / "crl.pem").read_bytes()):
+        (place / "crl.pem").write_bytes(data)
+        assert keys.revoked() == before
+        with pytest.raises(RecordError, match="keys: .*crl.pem is no list"):
+            Keys(place)
+    (place / "crl.pem").unlink()
+    assert keys.revoked() == before
+
+
+def test_commands_at_once_lose_nothing(ca: Path) -> None:
+    names = [f"n{i}" for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda name: authority.add(ca, name), names))
+        list(threads.map(lambda name: authority.revoke(ca, name), names))
+    assert [(one.name, one.revoked) for one in authority.issued(ca)] == [(name, True) for name in names]
+    assert len(Keys(ca / "nodes" / "n0").revoked()) == len(names)
+
+
+def test_what_breaks_off_leaves_what_was_there(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = authority.add(ca, "gpu-1")
+    before = {path: path.read_bytes() for path in place.iterdir()}
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for call in (lambda: authority.add(ca, "gpu-2"), lambda: authority.add(ca, "gpu-1", again=True),
+                     lambda: authority.init(ca.parent / "more")):
+            with pytest.raises(OSError, match="No space left"):
+                call()
+    assert os.listdir(ca / "nodes") == ["gpu-1"]
+    assert {path: path.read_bytes() for path in place.iterdir()} == before
+    assert os.listdir(ca.parent) == ["keys"]
+    assert not [name for name in os.listdir(ca / "issued") if not name.endswith(".pem")]
+
+
+BAD = [
+    (("init", "--dir", "{ca}"), "a CA is there already; name another folder with --dir"),
+    (("init", "--dir", "{new}", "--days", "0"), "days: got 0, allowed: 1 to 3650"),
+    (("add", "../x", "--dir", "{ca}"), "got '../x' as a node's name, allowed: 1 to 63 letters"),
+    (("add", "gpu-1", "--dir", "{ca}"), "gpu-1 has a certificate until .*--again makes a new one and revokes that"),
+    (("add", "gpu-2", "--dir", "{new}"), "new has no CA .*`commlayer keys init --dir"),
+    (("revoke", "gpu-9", "--dir", "{ca}"), "gpu-9 has no certificate of .*; those that have: gpu-1"),
+    (("list", "--dir", "{new}"), "new has no CA"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), BAD)
+def test_a_mistake_is_one_line(ca: Path, command: tuple[str, ...], line: str) -> None:
+    authority.add(ca, "gpu-1")
+    before = sorted(map(str, ca.rglob("*")))
+    words = [word.format(ca=ca, new=ca.parent / "new") for word in command]
+    with pytest.raises(ValueError, match=line) as caught:
+        CliRunner().invoke(app, ["keys", *words], catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+    assert sorted(map(str, ca.rglob("*"))) == before
+    assert not (ca.parent / "new").exists()
+
+
+def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
+    place = authority.add(ca, "gpu-1")
+    with pytest.raises(RecordError, match=r"this is the folder of the CA, a node's is one of .*nodes/\*"):
+        Keys(ca)
+    with pytest.raises(RecordError, match=r"node.pem cannot be read: No such file.*`commlayer keys add NAME`|ca.pem cannot"):
+        Keys(ca.parent)
+    (place / "node.pem").write_bytes(b"nothing")
+    with pytest.raises(RecordError, match=r"node.pem is no certificate"):
+        Keys(place)
+
+
+def test_what_ends_has_a_date_and_says_so(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = authority.add(ca, "gpu-1", days=1)
+    made = x509.load_pem_x509_certificate((place / "node.pem").read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    assert made.not_valid_before_utc < now < made.not_valid_after_utc < now + datetime.timedelta(days=1)
+    for days in (-2, 2):  # it is over; it is not there yet
+        start = now + datetime.timedelta(days=days)
+        monkeypatch.setattr(authority, "_times", lambda _, start=start: (start, start + datetime.timedelta(days=1)))
+        place = authority.add(ca, f"gpu{abs(days)}{days > 0}")
+        with pytest.raises(RecordError, match=r"is good from .* and this machine's clock says .*: mend the clock, or"):
+            Keys(place)
