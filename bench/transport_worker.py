@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import threading
 import time
 from typing import Any
 
+from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
@@ -35,13 +37,13 @@ def take(args: argparse.Namespace) -> None:
 
 def answer(transport: TcpTransport) -> None:
     """Says of each burst that its last body is there, and what this end has taken of the processor since it began."""
-    message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
-    while True:
-        if message.header.bucket == 0:
-            spent = int(1e6 * time.process_time())
-            transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE, used=spent))
-        transport.pool.give(message.body)
-        message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
+    with contextlib.suppress(CommError):  # the sender has ended
+        while True:
+            message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
+            if message.header.bucket == 0:
+                spent = int(1e6 * time.process_time())
+                transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE, used=spent))
+            transport.pool.give(message.body)
 
 
 def send(args: argparse.Namespace) -> None:
