@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, quick
+from transport_kit import FAR
 
 from commlayer import records
 from commlayer.config import host_port
@@ -127,14 +128,14 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, line:
 class Pair:
     """A coordinator, a server and two connected workers in this process."""
 
-    def __init__(self, opened: list[Any]) -> None:
-        config = quick(deadline_s=0.1)
-        coordinator, self.serving, ended = Coordinator(config, servers=1), Serving("127.0.0.1", 0, config), threading.Event()
+    def __init__(self, opened: list[Any], plan: Plan = PLAN, deadline_s: float = 0.1, host: str = "127.0.0.1") -> None:
+        config = quick(deadline_s=deadline_s)
+        coordinator, self.serving, ended = Coordinator(config, servers=1), Serving(host, 0, config), threading.Event()
         opened.extend((coordinator, self.serving))
         with ThreadPoolExecutor(3) as pool:
             seat = pool.submit(client.join, coordinator.address, messages.server(self.serving.address), config, Failures(),
                                ended=ended)
-            requests = [messages.worker(JOB.digest(), rank, 2, plan=records.encode(PLAN)) for rank in range(2)]
+            requests = [messages.worker(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
             ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
             member = seat.result(WAIT_S)
             opened.append(member)
@@ -167,6 +168,16 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
     assert job.failures.errors == []
     job.ups[1].follow(job.failures, lambda *_: None, lambda *told: job.left.put(told), 1)
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
+
+
+def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
+    whole = Job((TensorInfo("weight", (6 << 20,)),))
+    plan = default_plan(whole, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
+                        cut_nbytes=32 << 20)
+    up = Pair(opened, plan, WAIT_S, FAR).ups[0]
+    state = up.fetch_state(0, 0, 0)
+    assert len(state) > 24 << 20
+    up.put_state(0, 0, 0, state)
 
 
 def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:

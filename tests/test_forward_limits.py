@@ -89,9 +89,11 @@ def test_a_loss_scaler_that_was_named_has_all_gradients_waited_for() -> None:
 
 # ---- routes, compiled models, saves
 
-def routed(rank: int, _address: str, overlap: str | None, codec: str, per_node: int) -> dict[str, torch.Tensor]:
+def routed(
+    rank: int, _address: str, overlap: str | None, codec: str, per_node: int, steps: int = 12,
+) -> dict[str, torch.Tensor]:
     training = Training(rank, "", overlap, codec=codec, ranks_per_node=per_node)
-    training.train(0, 12)
+    training.train(0, steps)
     kept = training.state()
     training.session.close()
     return kept
@@ -102,6 +104,35 @@ def test_all_reduces_and_sums_inside_a_node_come_in_the_same_way(codec: str, per
     """All ranks of one node: one all-reduce for each bucket, or sums inside it and a server behind."""
     plain, overlapped = both(routed, codec, per_node)
     assert [same(a, b) for a, b in zip(plain, overlapped, strict=True)] == [True, True]
+
+
+def held(rank: int, address: str) -> tuple[dict[str, torch.Tensor], bool]:
+    """No result comes in before backward() has returned."""
+    training, ahead, kept = Training(rank, address, "forward", codec="int8()", ranks_per_node=2), True, {}
+    exchange = training.worker._routes.exchange
+    answered = exchange._answered
+    for step in range(6):
+        training.optimizer.zero_grad()
+        waiting: list[Any] = []
+        exchange._answered = lambda *args, waiting=waiting: waiting.append(args)
+        training.backward(step)
+        ahead = ahead and (training.worker.recorder.on or training.overlap._out is not None)
+        exchange._answered = answered
+        for args in waiting:
+            answered(*args)
+        training.step()
+        kept = training.state()
+    training.session.close()
+    return kept, ahead
+
+
+def test_ranks_of_one_node_go_on_without_each_other() -> None:
+    with pool_kit.Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(held, servers.address)
+    with pool_kit.Servers(WORLD, 1) as servers:
+        wanted = pool(WORLD).call(routed, servers.address, None, "int8()", 2, 6)
+    assert [ahead for _, ahead in results] == [True, True]
+    assert [same(a, b) for a, (b, _) in zip(wanted, results, strict=True)] == [True, True]
 
 
 def compiled(rank: int, address: str, overlap: str | None, what: str) -> dict[str, torch.Tensor]:

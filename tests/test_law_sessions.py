@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.planner import default_plan
+from commlayer.planner import default_plan, lower
+from commlayer.planner.model.shards import together
 from commlayer.records import Job, Plan
 from commlayer.runtime.model_job import job_of
 
@@ -55,7 +56,13 @@ def plan_of(job: Job, kind: str, per_node: int) -> Plan:
     changes: dict[str, Any] = {} if "powersgd" in codec else {"down": "identity()"}
     if "staged" in kind:
         changes = {"path": "encode@cpu all.allgather decode@cpu"}
-    return msgspec.structs.replace(made, buckets=tuple(msgspec.structs.replace(b, **changes) for b in made.buckets))
+    if "shards" in kind:
+        changes |= {"path": "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather", "owner": 0}
+    late = {"all": {b.id for b in made.buckets}, "some": {b.id for b in made.buckets if b.id % 2}}.get(kind.split()[-1], set())
+    buckets = (msgspec.structs.replace(b, stale=b.id in late, **changes) for b in made.buckets)
+    made = lower(msgspec.structs.replace(made, buckets=tuple(buckets)))
+    assert "shards" not in kind or any(len(run) > 1 for run in together(made.buckets, per_node))
+    return made
 
 
 def applied_to(model: Given) -> list[torch.Tensor]:
@@ -80,8 +87,9 @@ class Script:
     def __init__(self, rank: int, how: str, kind: str, per_node: int, address: str) -> None:
         self.rank, self.model = rank, Given()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        # With a scaler results would be waited for.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100, enabled="forward" not in how)
+        # With a scaler results would be waited for; and the first step of late ones has nothing that it could look at.
+        scaled = "forward" not in how and "delayed" not in how
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100, enabled=scaled)
         self.wrapped: Any = self.model
         if "ddp" in how:
             self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.002, find_unused_parameters=True,
@@ -113,8 +121,9 @@ class Script:
         self.step += 1
 
     def account(self) -> dict[str, Any]:
-        if self.way:
-            self.session.drain()
+        if self.session.drain() and not self.way:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return {"put": [p.clone() for p in self.put], "owed": owed_by(self.session), "applied": applied_to(self.model)}
 
 
@@ -217,6 +226,8 @@ EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
 
 LEFT_OUT = {name: {"skips", "weights"} for name in LOCAL} | {"forward": {"skips"}}
 """Where a rank skips alone, the others' steps count; and a round has one weight for all of its steps."""
+LEFT_OUT["delayed"] = {"skips", "probe", "probe_with_zeros", "step_without_clearing", "there_and_back"}
+"""What a pass is put in for comes a step later: no pass is for nobody."""
 LEFT_OUT["overlapped"] = {"skips", "weights", "there_and_back"}
 """A plan of single steps does not divide into turns."""
 
@@ -225,7 +236,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str) -> list[tup
     script, found = Script(rank, how, kind, per_node, address), []
     try:
         for name, event in EVENTS.items():
-            if name in LEFT_OUT.get(script.way, ()):
+            if name in LEFT_OUT.get("delayed" if "delayed" in how else script.way, ()):
                 continue
             event(script)
             found.append((name, script.account()))
@@ -242,6 +253,10 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str) -> list[tup
     ("ddp", "topk", 1), ("ddp", "int8", 1), ("ddp, view", "topk", 1), ("ddp", "onebit", 2), ("ddp", "topk, staged", 1),
     ("module, updates", "topk", 1), ("ddp, rounds", "int8", 1), ("module, overlapped", "topk", 2),
     ("ddp, overlapped", "topk, staged", 1),
+    ("module", "topk, shards", 2), ("module", "momentum, shards", 2), ("ddp, view", "int8, shards", 2),
+    ("module, forward", "topk, shards", 2), ("ddp, rounds", "topk, shards", 2), ("module, overlapped", "int8, shards", 2),
+    ("module, delayed", "topk, late all", 1), ("module, delayed", "topk, late some", 2),
+    ("module, delayed", "int8, late all", 2), ("module, delayed", "topk, shards, late some", 2),
 ])
 def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int) -> None:
     with pool_kit.Servers(WORLD, 2) as servers:

@@ -32,6 +32,7 @@ from commlayer.planner.simulation.timeline import simulate
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.lint import lint
 from commlayer.records import Job
+from commlayer.runtime.plan_check import unsuited
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
 
@@ -195,7 +196,9 @@ def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
     assert any(b.stale for b in made.buckets)
     assert made.step_s < plan(toy_job(), CLUSTERS["homes"]).step_s
     assert all(b.path == "service" for b in lower(made).buckets if b.stale), "what the runtime can have late"
-    assert not any(b.stale for b in plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, Policy(staleness=True)).buckets)
+    several = lower(plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, Policy(staleness=True)))
+    assert any(b.stale for b in several.buckets)
+    assert not unsuited(several, 4, 2), "nor do nodes of several ranks refuse it"
     assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, Policy(staleness=True)).buckets)
 
 

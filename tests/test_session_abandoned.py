@@ -7,11 +7,15 @@ from typing import Any
 import pool_kit
 import pytest
 import torch
+from msgspec.structs import replace
 from pool_kit import pool
 from torch import nn
 
 import commlayer
 from commlayer.errors import StepAbandoned
+from commlayer.planner import default_plan
+from commlayer.records import Plan
+from commlayer.runtime.model_job import job_of
 
 WORLD = 2
 
@@ -31,15 +35,23 @@ class Breaks(torch.autograd.Function):
         return grad, None
 
 
+def delayed(model: nn.Module, per_node: int) -> Plan:
+    """Half of the buckets are used a step late."""
+    made = default_plan(job_of(model), codec="int8(block=64)", path="service", servers=1, ranks_per_node=per_node,
+                        fuse_nbytes=1024, cut_nbytes=4096)
+    assert len(made.buckets) > 2
+    return replace(made, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in made.buckets))
+
+
 def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, address: str) -> dict[str, Any]:
     """Four steps; in the second one backward breaks off on the ranks `who`: half-way, or behind the last gradient."""
     torch.manual_seed(0)
     first, second = nn.Linear(50, 40), nn.Linear(40, 1)
     model = nn.ModuleList([first, second])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan: Any = "auto" if how == "allreduce" else commlayer.compressors.parse(how)
+    plan: Any = "auto" if how == "allreduce" else None if how == "delayed" else commlayer.compressors.parse(how)
     config = pool_kit.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if how == "allreduce" else {"join": address}))
-    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    session = commlayer.attach(model, optimizer, plan=plan or delayed(model, per_node), config=config)
     said, seen = [], []
     try:
         for step in range(4):
@@ -63,6 +75,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
 @pytest.mark.parametrize(("how", "who", "per_node"), [
     ("identity()", (1,), 1), ("topk(ratio=0.1)", (0, 1), 1), ("topk(ratio=0.1)", (1,), 1), ("int8(block=64)", (0,), 2),
     ("allreduce", (1,), 2), ("allreduce", (0, 1), 2), ("powersgd(rank=1)", (1,), 1),
+    ("delayed", (1,), 1), ("delayed", (1,), 2),
 ])
 def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...], per_node: int, late: bool) -> None:
     with pool_kit.Servers(WORLD, 1) as servers:

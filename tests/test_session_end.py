@@ -5,7 +5,10 @@ Run as a script, this file is a rank of a job whose results take longer to reach
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -107,6 +110,53 @@ def test_servers_of_their_own_stay_to_the_last(tmp_path: Path) -> None:
         results = pool(WORLD).call(apart, 0, quick(join=servers.address))
         assert servers.serving[0]._server is not None
     assert [got for got, _ in results] == [1.5, 1.5]
+
+
+def forked(rank: int, address: str) -> int:
+    """The exit status of a process that a rank forks behind the end of its session, as DataLoaders do, and that collects
+    garbage: a group of threads that only their maker has can only be ended there."""
+    import msgspec
+    from attach_kit import data, mlp
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import commlayer
+    from commlayer.balance import Sampler
+    from commlayer.planner import default_plan
+    from commlayer.runtime.model_job import job_of
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = mlp()
+        made = default_plan(job_of(model), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+                            cut_nbytes=4096)
+        first, *others = made.buckets
+        staged = [msgspec.structs.replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in others]
+        plan = msgspec.structs.replace(made, buckets=(first, *staged))
+        with commlayer.attach(model, plan=plan, config=quick(join=address)) as session:
+            sampler = Sampler(24, 12, world=WORLD, rank=rank)
+            loader = DataLoader(TensorDataset(*data(rank, 0, n=24)), batch_sampler=sampler)
+            for x, _ in commlayer.Controller(session, sampler, every=1).follow(loader):
+                model(x).square().mean().backward()
+        del session, model, sampler, loader
+        if not (child := os.fork()):
+            gc.collect()
+            os._exit(0)
+        until = time.monotonic() + 15.0
+        while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.02)
+        if not done[0]:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        return done[1]
+    finally:
+        gc.enable()
+
+
+def test_what_a_session_leaves_can_be_collected_in_a_process_that_is_forked_later() -> None:
+    pool(WORLD).ready(__name__)
+    with Servers(WORLD, 1) as servers:
+        assert pool(WORLD).call(forked, servers.address) == [0] * WORLD
 
 
 if __name__ == "__main__":

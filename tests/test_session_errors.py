@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from commlayer.compressors import parse
 from commlayer.errors import RecordError
 from commlayer.records import Plan
 from commlayer.runtime.model_job import job_of
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
 WORLD = 2
 
@@ -197,3 +200,28 @@ def test_misuse_raises_on_every_rank_and_hangs_none(what: str, said: list[str], 
         expected = said[rank] if said[rank] != WAITED or path == "service" else "StepAbandoned: a worker: its backward pass"
         assert re.match(expected, first), results
         assert again != "nothing", "a step after an error must not pass as if all were well"
+
+
+def flooded(rank: int, address: str) -> str:
+    model, until = mlp(), time.monotonic() + 20.0
+    said, session = "nothing", commlayer.attach(model, plan=plan_of(model), config=quick(join=address, dead_after_s=1.5))
+    while said == "nothing" and time.monotonic() < until:
+        said = outcome(lambda: model(data(rank, 0)[0]).sum().backward())
+    session.close()
+    return said
+
+
+def test_a_server_that_sends_more_than_it_has_reason_to_is_let_go() -> None:
+    """As soon as it has sent a sum: then its workers follow the plan."""
+    pool(WORLD).ready(__name__)
+    with Servers(WORLD, 1, dead_after_s=1.5) as servers, ThreadPoolExecutor(1) as trains:
+        said = trains.submit(pool(WORLD).call, flooded, servers.address)
+        serving: Any = servers.serving[0]
+        while not said.done():
+            time.sleep(0.01)
+            if serving._server is not None and any(cell.results for cell in serving._server._core.cells.values()):
+                for rank in range(WORLD):
+                    serving._transport.send(rank, Header(Kind.RESULT, 9, sender=SERVER_BASE), bytes(20 << 20))
+                break
+        for line in said.result():
+            assert re.search("server 0: sent more than 16......? bytes that nobody has asked for", line), line

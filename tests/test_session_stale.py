@@ -30,8 +30,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 _ranks = pool_kit.ranks_first(WORLD)
 
 
-def plan(job: Job, codec: str = "identity()", late: str = "some") -> Plan:
-    made = default_plan(job, codec=codec, path="service", servers=SERVERS, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+def plan(job: Job, codec: str = "identity()", late: str = "some", per_node: int = 1) -> Plan:
+    made = default_plan(job, codec=codec, path="service", servers=SERVERS, ranks_per_node=per_node, fuse_nbytes=2048,
+                        cut_nbytes=4096)
     last = 2 * len(made.buckets) // 3
     chosen = {"none": set[int](), "some": {0, *(b.id for b in made.buckets[last:])}, "all": {b.id for b in made.buckets}}[late]
     return msgspec.structs.replace(
@@ -43,12 +44,13 @@ class Training:
     """One rank's, attached."""
 
     def __init__(
-        self, rank: int, address: str, made: Callable[[Job], Plan], optimizer: str = "plain", how: str = "module"
+        self, rank: int, address: str, made: Callable[[Job], Plan], optimizer: str = "plain", how: str = "module",
+        per_node: int = 1,
     ) -> None:
         self.rank, self.model = rank, mlp(width=64)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.called: Any = self.model if how == "module" else DistributedDataParallel(self.model, bucket_cap_mb=0.002)
-        config = pool_kit.quick(join=address, servers="each")
+        config = pool_kit.quick(join=address, servers="each", ranks_per_node=per_node)
         first: Any = made(job_of(self.model)) if how == "module" else commlayer.compressors.identity()
         self.session = commlayer.attach(self.called, self.optimizer, plan=first, config=config)
 
@@ -99,25 +101,25 @@ def by_hand(late: str, optimizer: str, begin: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def delayed(rank: int, address: str, late: str, optimizer: str, how: str) -> tuple[bool, bool, list[torch.Tensor]]:
-    training = Training(rank, address, lambda job: plan(job, late=late), optimizer, how)
+def delayed(rank: int, address: str, late: str, optimizer: str, how: str, per_node: int) -> tuple[bool, bool, Any]:
+    training = Training(rank, address, lambda job: plan(job, late=late, per_node=per_node), optimizer, how, per_node)
     begin = int(how == "ddp")
     training.train(0, begin)
     if begin:  # the order of DDP's parameters is known now
-        commlayer.switch(training.session, plan(training.session.inspect.connection.worker.job, late=late))
+        commlayer.switch(training.session, plan(training.session.inspect.connection.worker.job, late=late, per_node=per_node))
     training.train(begin, STEPS)
     drained = training.drain(), training.session.drain()
     training.session.close()
     return *drained, training.weights()
 
 
-@pytest.mark.parametrize(("late", "optimizer", "how"), [
-    ("none", "sgd", "module"), ("some", "sgd", "module"), ("some", "adam", "module"), ("all", "adam", "module"),
-    ("all", "plain", "ddp"),
+@pytest.mark.parametrize(("late", "optimizer", "how", "per_node"), [
+    ("none", "sgd", "module", 1), ("some", "sgd", "module", 1), ("some", "adam", "module", 1), ("all", "adam", "module", 1),
+    ("all", "plain", "ddp", 1), ("some", "sgd", "module", 2), ("all", "adam", "module", 2), ("all", "plain", "ddp", 2),
 ])
-def test_training_is_delayed_sgd(late: str, optimizer: str, how: str) -> None:
+def test_training_is_delayed_sgd(late: str, optimizer: str, how: str, per_node: int) -> None:
     with Servers(WORLD, SERVERS) as servers:
-        results = pool(WORLD).call(delayed, servers.address, late, optimizer, how)
+        results = pool(WORLD).call(delayed, servers.address, late, optimizer, how, per_node)
     wanted = by_hand(late, optimizer, int(how == "ddp"))
     for first, again, weights in results:
         assert (first, again) == (late != "none", False)

@@ -8,6 +8,7 @@ from typing import Any
 import safetensors
 import safetensors.numpy
 
+from commlayer.codec_name import named
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.checkpoint import tensor_of
 from commlayer.compressors.codec import Codec
@@ -16,15 +17,20 @@ from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
 
+SLACK_NBYTES = 16 << 20
+"""Of headers, plans and probes."""
+
 
 class CodecOps:
     """See transport.service.Ops."""
 
-    def __init__(self, codec: Codec, bucket: Bucket, job: str) -> None:
+    def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False) -> None:
+        """`weights`: what is summed are changes of weights."""
         self._codec, self._spec, self._bucket = codec, bucket.spec, bucket
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
-        self.in_updates = in_updates(codec)
+        self.unit = (in_updates(codec), weights)
+        """What was summed is coded in."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.in_means = codec.keeps
         self._undone = 0
@@ -74,12 +80,21 @@ class CodecOps:
 def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:
     """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements."""
     mine = (b for b in plan.buckets if b.served and b.server == server)
-    made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job) for b in mine}
+    made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally) for b in mine}
     olds = list(before)
     for ops in made.values():
-        # In other units they are worth another rate, which only workers know.
-        ops.take_over([debt for old in olds if old.in_updates == ops.in_updates for debt in old.debts()])
+        # In other units they are worth another rate, or whatever an optimizer makes of them, which only workers know.
+        ops.take_over([debt for old in olds if old.unit == ops.unit for debt in old.debts()])
     return made
+
+
+def expected_nbytes(plan: Plan, server: int) -> int:
+    """So much at most a worker and that server have reason to send each other ahead: of each bucket a payload of two steps,
+    since either may be a step ahead, and one saved state at a time."""
+    mine = [b for b in plan.buckets if b.served and b.server == server]
+    payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
+    kept = max((named(text).kept_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text), default=0)
+    return 2 * payloads + kept + SLACK_NBYTES
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, join_host
 from commlayer.control import messages
 from commlayer.control.audit import Audit
-from commlayer.control.server_codecs import CodecOps, ops_of, senders_of
+from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
@@ -24,10 +24,6 @@ from commlayer.transport.tcp import Settings, TcpTransport
 
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
-KEPT_SLACK_NBYTES = 16 << 20
-"""What a member may send ahead beside its payloads: headers, and states, of which it sends one at a time."""
-
-
 STALL_S = 5.0
 """How long a sum waits before those who wait hear for whom."""
 
@@ -86,8 +82,7 @@ class Serving:
         self._ready.set()
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
-        # What a member may owe is one payload for each bucket; it may be a step ahead of the slowest.
-        self._transport.limit_kept(2 * sum(o.bound for o in self._ops.values()) + KEPT_SLACK_NBYTES)
+        self._transport.limit_kept(expected_nbytes(plan, server))
         return Summation(server, generation, dict(self._ops), senders_of(plan, world))
 
     def _replan(self, plan: bytes, generation: int) -> Summation:

@@ -42,6 +42,8 @@ class Uplink:
         """After close(): the workers that were still in the job."""
         self.transport: Transport
         self.recycle: Callable[[memoryview], None]
+        self.limit_kept: Callable[[int], None]
+        """So many bytes at most any server may have under way, or kept here, that nobody asked for."""
         self.pace: Callable[[float], None]
         """So much this end's link carries out; 0: nobody knows."""
 
@@ -55,7 +57,7 @@ class Uplink:
         keys = Keys(self._config.keys) if self._config.keys else None
         transport = TcpTransport(hello, settings=Settings(
             secret=self._config.token, user_timeout_s=self._config.deadline_s, keys=keys))
-        self.pace = transport.pace
+        self.limit_kept, self.pace = transport.limit_kept, transport.pace
         self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
         try:
             addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}

@@ -25,6 +25,25 @@ def forbidden_ways(connection: Connection) -> dict[str, str]:
     return {way: _asked_otherwise(connection, way) or connection.forbids(way) or connection.useless(way) for way in WAYS}
 
 
+def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
+    """What would run, and gain nothing."""
+
+    def useless(way: str) -> str:
+        if way != "forward":
+            return ""
+        if scaler is not None and scaler.is_enabled():
+            return "a GradScaler skips steps by all gradients, so backward() waits for them"
+        if clips:
+            return "max_norm= clips by the norm of all gradients, so step() waits for them"
+        if connection.groups is not None and connection.groups.ranks_per_node > 1:
+            return "ranks of a node hand results on to each other, so backward() waits for them"
+        if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
+            return "the ranks' optimizers are in different states since they stepped locally"
+        return ""
+
+    return useless
+
+
 def _asked_otherwise(connection: Connection, way: str) -> str:
     """What the script has said at attach() holds for every plan."""
     asked = connection.asked

@@ -17,9 +17,11 @@ import torch
 from commlayer.compressors import codec_of
 from commlayer.control.embedded import Embedded
 from commlayer.control.leaving import end as end_part
+from commlayer.control.server_codecs import expected_nbytes
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.fault import FaultVerdict
+from commlayer.job.stepped import Stepped
 from commlayer.job.ways import Asked, Forbids
 from commlayer.observe import StalePlan
 from commlayer.planner.model.cluster import Basis
@@ -60,7 +62,8 @@ class Connection:
     price                                  autoplan/
     decisions, events                      added to by whoever decides
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
-    before_switch, after_switch            added to by whoever must act around a change of plans
+    catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
+    stepped                                whoever steps: module_driver.py
     bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
     """
@@ -100,9 +103,13 @@ class Connection:
         """What else is to be closed with it."""
         self.on_shares: list[Callable[[float], None]] = []
         """Who wants to hear, on all ranks after the same step, that work moves: by what part a step's computing changes."""
+        self.catch_up: list[Callable[[], object]] = []
+        """Called ahead of all that ranks do together between two steps: does what others may have done already."""
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
-        """Called on all ranks between the same two steps."""
+        """Called on all ranks between the same two steps, when it is known that all can go over, and when they have."""
+        self.stepped: Stepped | None = None
+        """What the optimizer makes of gradients, where one was given."""
         self.bring_in: list[Callable[[], object]] = []
         """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
         way."""
@@ -136,6 +143,7 @@ class Connection:
         """From now on what the coordinator says of the others goes to this worker, and is kept for `explain`."""
         assert self.uplink is not None
         self.worker = worker
+        self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
 
         def fail(error: CommError) -> None:
             self._verdict.fall(error)

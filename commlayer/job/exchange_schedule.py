@@ -11,6 +11,7 @@ from torch import nn
 
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
+from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.worker import Worker
@@ -19,10 +20,7 @@ log = logging.getLogger("commlayer")
 
 
 class ExchangeSchedule:
-    """Of one attached model, under whatever plan is in force; under one that exchanges every step it does nothing.
-
-    Unless that follows one of local steps: then the ranks' optimizers remember different things, and equal gradients would
-    lead them apart. So weights are exchanged, behind every step; and where updates are what is to be coded.
+    """Of one attached model, under whatever plan is in force; under one that averages gradients it does nothing.
 
     Steps are counted by backward passes, which all ranks have alike: a scaler may skip an optimizer step on one rank alone. An
     exchange follows the optimizer's step, or if that was skipped, comes before the next forward pass of the training.
@@ -30,12 +28,15 @@ class ExchangeSchedule:
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        optimizer: Any, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
+        hooks: OptimizerHooks, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
     ) -> None:
-        self._model, self._parameters, self._buffers, self._optimizer = model, parameters, buffers, optimizer
+        """`model`: the module whose forward passes are counted."""
+        self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
-        self._handles: list[Any] = []
+        self._forward: Any = None
+        self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
+        connection.catch_up.append(self._if_due)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
         self._enter()
@@ -44,11 +45,11 @@ class ExchangeSchedule:
     def local(self) -> LocalSteps | None:
         return self._connection.local
 
-    def count(self) -> bool:
-        """A backward pass is over. Whether it was of a local step."""
+    def count(self, scale: float) -> bool:
+        """A backward pass is over, of a loss times `scale`. Whether it was of a local step."""
         if self.local is None:
             return False
-        self.local.count()
+        self.local.count(scale)
         return True
 
     def drain(self) -> None:
@@ -70,33 +71,37 @@ class ExchangeSchedule:
         self._unhook()
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.leave(self._around)
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
 
     def _enter(self) -> None:
         """A plan has come into force."""
-        made, plan = self._connection, self._connection.plan
-        self._unhook()
-        if made.worker is None or plan is None or (made.local is None and not plan.steps_locally):
+        made = self._connection
+        if made.worker is None:
+            return
+        plan, units = made.worker.plan, made.worker.units
+        if not plan.steps_locally:
+            if made.local is not None:
+                units.weigh(*made.local.weights.now)
+                made.local = None
+                self._unhook()
             return
         how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if made.local is None:
-            units = made.worker.units
             weights = StepWeights(units.weight, units.total if units.told else None)
             made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, **how)
+            made.local.owe(made.worker.unpaid)
+            self._hooks.join(self._around)
+            self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
         made.local.go(plan.local_steps, **how)
-        self._handles.append(self._optimizer.register_step_post_hook(lambda *_: self._if_due()))
-        self._handles.append(self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None))
 
     def _if_due(self) -> None:
         if self.local is not None and self.local.due:
-            self._exchange(self.local)
-
-    def _exchange(self, local: LocalSteps) -> None:
-        # Ranks that differ in speed drift apart for all of the steps between.
-        local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
-        self._tell()
+            # Ranks that differ in speed drift apart for all of the steps between.
+            self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
+            self._tell()
 
     @property
     def _worker(self) -> Worker:

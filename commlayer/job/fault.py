@@ -6,7 +6,7 @@ import threading
 
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, PeerLost
-from commlayer.transport.groups import GROUP
+from commlayer.transport.pending import GROUP
 from commlayer.transport.protocol import peer_name
 
 

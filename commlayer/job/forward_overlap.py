@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from commlayer.errors import CommError, StepAbandoned
+from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.job.step_loop import StepLoop
 from commlayer.optim.pieces import Group, step_piece, values_of
 from commlayer.runtime.deferred_tensor import defer, undefer
@@ -36,9 +37,11 @@ class ForwardOverlap:
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
-        loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *, clips: bool,
+        hooks: OptimizerHooks, loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *,
+        clips: bool,
     ) -> None:
         """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
+        self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
         self._marks = [GradientMark.of(name, p) for name, p in named]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
@@ -72,15 +75,10 @@ class ForwardOverlap:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         # Compiled code calls no modules: what it reads is waited for ahead of it.
         whole = _ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
-        behind = self._optimizer.register_step_post_hook(self._after_step)
-        # Ahead of the script's own, which may read weights.
-        hooks: Any = self._optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(behind.id, last=False)
+        self._steps.join(self._around)
         self._handles += [
             model.register_forward_pre_hook(whole, prepend=True),
             *(p.register_hook(self._before_adding) for p in self._parameters),
-            self._optimizer.register_step_pre_hook(self._before_step),
-            behind,
             self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
         ]
@@ -93,8 +91,6 @@ class ForwardOverlap:
             return self._not("a GradScaler skips steps by all gradients")
         if self._stepping:
             return self._not("the optimizer's closure needs its gradients at once")
-        if not self._loop.worker.alone:
-            return self._not("ranks of a node hand results on to each other, which all of them must be there for")
         return not self._loop.looked_at
 
     def _not(self, why: str) -> bool:
@@ -201,8 +197,11 @@ class ForwardOverlap:
 
     def _before_adding(self, _gradient: torch.Tensor) -> None:
         """Inside a backward pass: a gradient is about to be added to `.grad`."""
-        if self._out is None and not self._unobserved:
-            return
+        if self._out is not None or self._unobserved:
+            self.look()
+
+    def look(self) -> None:
+        """The last step is over, and observers have looked at it."""
         with self._lock:
             self.end()
             if self._unobserved:
@@ -346,6 +345,7 @@ class ForwardOverlap:
 
     def detach(self) -> None:
         """Hooks go; what is on its way can still be brought in."""
+        self._steps.leave(self._around)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

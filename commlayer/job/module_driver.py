@@ -14,13 +14,16 @@ from torch import nn
 
 from commlayer.config import Config
 from commlayer.job.accepted_models import refuse_ddp_around
+from commlayer.job.allowed_ways import useless_of
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.forward_overlap import ForwardOverlap
 from commlayer.job.observers import Observers
+from commlayer.job.optimizer_hooks import OptimizerHooks
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
+from commlayer.job.stepped import Stepped
 from commlayer.optim import Outer
 from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
@@ -41,7 +44,7 @@ class ModuleDriver:
         begins with a norm of all gradients."""
         self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
-        self._parameters = [p for _, p in parameters_of(model)]
+        self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
         self._buffers = [name for name, _ in buffers_of(model)]
         self._lazy = stepped_lazily(optimizer, self._parameters)
         self._syncing = True
@@ -51,25 +54,26 @@ class ModuleDriver:
         self._hooks: Hooks | None = None
         self._attached: AttachedModel | None = None
         self._overlap: ForwardOverlap | None = None
-        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, optimizer=optimizer, outer=outer,
+        self._places: dict[int, int] = {}
+        steps = OptimizerHooks(optimizer)
+        connection.catch_up.append(self._catch_up)
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, hooks=steps, outer=outer,
                                     connection=connection, observers=self.observers, deadline_s=config.deadline_s)
-        named: dict[str, torch.Tensor] = dict(model.named_parameters())
-        if connection.local is not None and connection.local.shifted:
-            named |= zip((name for name, _ in parameters_of(model)), connection.local.starts, strict=True)
-        self._loop = StepLoop(connection, self._parameters, [*named.items()], optimizer=optimizer, scaler=scaler,
+        self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
                               config=config, observers=self.observers, schedule=schedule)
+        self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
+            model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         if connection.worker is not None:
+            connection.stepped = Stepped(self._parameters, optimizer, outer)
+            connection.useless = useless_of(connection, scaler, clips=clips)
+            connection.after_switch.append(self._enter)
+            connection.bring_in.append(self._complete)
+            connection.on_close.append(self._drop)
             self._attached = AttachedModel(model, parameters_of(model), optimizer)
             connection.on_close.append(self._attached.remove)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
-            ordered: list[torch.Tensor] = [*self._parameters]
-            if connection.worker.plan.overlap == "forward":
-                self._overlap = ForwardOverlap(model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now,
-                                               self._note, clips=clips)
-                connection.worker.eager, connection.worker.bring_in = True, self._overlap.end
-                connection.bring_in.append(self._complete)
-                connection.on_close.append(self._overlap.drop)
-                ordered += self._buffers_now()
+            ordered = [*self._parameters, *self._buffers_now()]
+            self._enter()
             self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
             if ddp is None:
                 refuse_ddp_around(model)
@@ -79,6 +83,25 @@ class ModuleDriver:
             self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
                                 lambda: self._syncing and plain.get("require_backward_grad_sync", True)
                                 and (ddp is None or ddp.syncing), self._loop.abandon)
+
+    def _enter(self) -> None:
+        """A plan has come into force."""
+        worker, local = self._loop.worker, self.connection.local
+        forward = worker.plan.overlap == "forward"
+        if forward and self._overlap is None:
+            self._overlap = self._overlapped()
+        elif not forward and self._overlap is not None:
+            self._overlap.detach()
+            self._overlap = None
+        worker.eager, worker.bring_in = forward, self._complete
+        self._reorder()
+        self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
+
+    def _reorder(self) -> None:
+        """Buffers are waited for by the forward pass only where results come in during it."""
+        some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
+        if self._order is None:
+            self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -106,6 +129,14 @@ class ModuleDriver:
             self._end()
             self._complete()
 
+    def _catch_up(self) -> None:
+        if self._overlap is not None:
+            self._overlap.look()
+
+    def _drop(self) -> None:
+        if self._overlap is not None:
+            self._overlap.drop()
+
     def _complete(self) -> bool:
         """Waits for what comes in during a forward pass. Whether there was any."""
         return self._overlap is not None and self._overlap.end()
@@ -126,8 +157,8 @@ class ModuleDriver:
 
     def _ready(self, number: int, gradient: torch.Tensor) -> None:
         if self._order is not None:
-            self._loop.worker.reorder(self._order.take())
-            self._order = None
+            self._places, self._order = self._order.take(), None
+            self._reorder()
         self._loop.ready(number, gradient)
 
     def _end(self) -> None:

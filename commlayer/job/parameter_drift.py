@@ -87,6 +87,13 @@ class ParameterDrift:
         """Whether that was not alike in the last round."""
         connection.on_close.append(register_optimizer_step_post_hook(self._stepped).remove)
 
+    def compare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """From now on these, of the same names. All ranks call it behind the same step."""
+        if [*map(id, tensors)] != [*map(id, self._tensors)]:
+            self._tensors = [*tensors]
+            self._pieces, self._digests, self._place = pieces(self._tensors), Digests(self._tensors), 0
+            self._ids = {id(tensor) for tensor in self._tensors}
+
     def __call__(self) -> None:
         if self._rows is None and self._place + 1 == self._span:  # not at the start, which has enough to do
             self._rows = self._group()

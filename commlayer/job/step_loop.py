@@ -12,7 +12,7 @@ Who calls it (session.py, ddp.py) knows where gradients come from and where aver
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class StepLoop:
         """
         self.connection, self.observers = connection, observers
         self._optimizer, self._scaler, self._schedule = optimizer, scaler, schedule
+        self._compared = compared
         self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
         if connection.worker is not None:
@@ -99,7 +100,14 @@ class StepLoop:
 
     def count_local(self) -> bool:
         """A backward pass is over. Whether it was of a local step, which ends with the optimizer's."""
-        return self._schedule is not None and self._schedule.count()
+        return self._schedule is not None and self._schedule.count(loss_scale(self._scaler))
+
+    def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
+        """A plan has come into force. `starts`: what ranks have alike in place of weights, where these differ."""
+        if self._use is not None and self.local:
+            self._use.wrote(keeps=False)  # there are no averages of which it is to be watched what becomes of them
+        for drift in self.observers.at(Place.PARAMETER_DRIFT):
+            drift.compare([starts.get(name, tensor) for name, tensor in self._compared])
 
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+from msgspec import structs
+
 from commlayer import records
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
@@ -14,40 +18,43 @@ from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, together
 from commlayer.transport.groups import Groups
 
+log = logging.getLogger("commlayer")
+
 
 def switch(made: Connection, plan: Plan | None) -> None:
     """Goes over to another plan between two steps. All ranks call it together; rank 0's plan counts, others may give None.
 
     Codecs start afresh, but what residuals owe is paid under the new plan. On servers that holds for elements that stay on
-    their server; what they owe on others is dropped. ValueError, and nothing changed, if the plan fits some rank ill. What
-    breaks off once servers have been told ends the job: some may have gone over, others not.
+    their server, in the same unit; what else they owe is dropped. ValueError, and nothing changed, if the plan fits some rank
+    ill. What breaks off once servers have been told ends the job: some may have gone over, others not.
     """
-    old, groups = made.worker, made.groups
-    if old is None or groups is None or made.uplink is None:
+    if made.worker is None or made.groups is None or made.uplink is None:
         raise ValueError("there is nobody to go over to another plan with")
     try:
-        for act in made.before_switch:
+        for act in made.catch_up:
             act()
-        _go_over(made, old, groups, made.uplink, plan)
-        for act in made.after_switch:
-            act()
+        _go_over(made, made.worker, made.groups, made.uplink, plan)
+        for behind in made.after_switch:
+            behind()
     except CommError as error:
-        old.latch(error)
-        old.check()
+        made.worker.latch(error)
+        made.worker.check()
 
 
 def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None) -> None:
-    _check_between(old, groups)
+    _check_between(made, old, groups)
     agreed = agreed_plan(lambda: stepping(_given(plan), made.asked), groups)
+    said = ""
+    if old.plan.steps_locally and not agreed.steps_locally and not _remember_alike(made, groups):
+        agreed, said = _updates_still(agreed, old.step)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:
             raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
-        if made.local is not None and any(b.stale for b in agreed.buckets):
-            raise ValueError("plan: has results that are a step late, behind local steps, which left the ranks' optimizers in "
-                             "different states: make it without staleness")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.forbids)
+    for act in made.before_switch:
+        act()
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
     told, undone = False, old.undone()
     try:
@@ -64,22 +71,50 @@ def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: 
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
     made.plan, made.basis = agreed, None
-    hand_over(old, new)
+    if made.stepped is None:
+        hand_over(old, new)
+    else:
+        hand_over(old, new, made.stepped.effect, made.stepped.rate)
     made.follow(new)
     old.close()
+    if said:
+        made.decisions.append(said)
+        log.log(logging.WARNING if made.rank == 0 else logging.DEBUG, said)
 
 
-def _check_between(old: Worker, groups: Groups) -> None:
+def _check_between(made: Connection, old: Worker, groups: Groups) -> None:
     """All ranks stand between the same two steps, and no error has latched."""
+    local = made.local
     with together(groups, "switch()"):
         old.check()
-        if not old.begins():
+        if not old.begins() and (local is None or not local.under_way):
             raise ValueError(f"step {old.step} is half announced: go over to another plan between two steps, behind backward() "
                              "and ahead of the next")
         old.drain()
-    steps = [row[0] for row in gather(groups, [old.step])]
-    if len(set(steps)) > 1:
-        raise ValueError(f"ranks stand at steps {min(steps)} to {max(steps)}: all go over to another plan at the same one")
+    rows = gather(groups, [old.step, 0 if local is None else local.taken])
+    if len({tuple(row) for row in rows}) > 1:
+        steps = sorted(row[0] for row in rows)
+        what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
+            f"local steps {min(row[1] for row in rows)} to {max(row[1] for row in rows)}"
+        raise ValueError(f"ranks stand at {what}: all go over to another plan at the same one")
+
+
+def _remember_alike(made: Connection, groups: Groups) -> bool:
+    """Whether the ranks' optimizers remember the same: then equal gradients keep them together."""
+    assert made.stepped is not None
+    return len({row[0] for row in gather(groups, [made.stepped.digest()])}) == 1
+
+
+def _updates_still(plan: Plan, step: int) -> tuple[Plan, str]:
+    """The same with coded updates, and a line that says so. ValueError where that cannot be."""
+    late = any(b.stale for b in plan.buckets)
+    if late or plan.overlap:
+        what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
+        raise ValueError(f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make it "
+                         f"without {'staleness' if late else 'overlap'}")
+    return structs.replace(plan, codes="updates", step_s=0.0, free_s=0.0), (
+        f"step {step}: the ranks' optimizers are in different states since they stepped locally, so changes of weights are "
+        "still what is exchanged, now every step")
 
 
 def _given(plan: Plan | None) -> Plan:

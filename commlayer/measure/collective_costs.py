@@ -15,7 +15,8 @@ import torch
 from commlayer.measure.codec_costs import fit
 from commlayer.planner.model.cluster import Line
 from commlayer.planner.pricing.collectives import moves
-from commlayer.transport.groups import Groups, Pending
+from commlayer.transport.groups import Groups
+from commlayer.transport.pending import Pending
 
 FIRST_NBYTES, LAST_NBYTES, GROWTH = 1 << 10, 16 << 20, 16
 REPEATS = 3
@@ -39,7 +40,7 @@ def measure(groups: Groups, budget_s: float) -> Grouped:
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NONE
     if ranks > 1:
-        inside = _line(groups, lambda x: groups.reduce(x, 0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
+        inside = _line(groups, lambda x: groups.inside.out.reduce(x, 0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1:
         across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
     return Grouped(inside, across)

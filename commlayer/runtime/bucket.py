@@ -7,6 +7,7 @@ goes out with the next gradients, and `carried` is what of it went with the last
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -85,21 +86,14 @@ class WorkerBucket:
         block = aligned(PAYLOAD_HEADER, floats * dtype.itemsize if on_host or staged else 0, pinned=not on_host and staged)
         host = block[PAYLOAD_HEADER:].view(dtype)
         self.host = host[: self.numel]
-        self.all = host if on_host else torch.empty(floats, dtype=dtype, device=device)
-        self.x = self.all[: self.numel]
-        self.tail = self.all[self.numel :]
-        self.host_y, self.all_y = self.host, self.all
+        every = host if on_host else torch.empty(floats, dtype=dtype, device=device)
+        self.host_y, every_y = self.host, every
         if coded and self.in_means:
             back = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
             self.host_y = back.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
-                self.all_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
-        self.y = self.all_y[: self.numel]
-        self.tail_y = self.all_y[self.numel :]
-        self._facts = self.tail.numpy() if on_host else None
-        self._facts_y = self.tail_y.numpy() if on_host else None
-        """The same memory where the host can reach it: a small tensor costs as much time as thousands of elements."""
-        self.views, self.views_y = self.layout.views(self.x), self.layout.views(self.y)
+                every_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
+        self.lie_in(every, every_y)
         self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
             self.state = codec.init(self.spec)
@@ -131,6 +125,17 @@ class WorkerBucket:
         """The same, taken back here; the server still has to hear of it."""
         self.rewind()
         self.reset()
+
+    def lie_in(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        """From now on its elements and their tail are there, and come back there. What does not code may lie beside others."""
+        self.all, self.all_y = every, every_y
+        self.x, self.tail = every[: self.numel], every[self.numel :]
+        self.y, self.tail_y = every_y[: self.numel], every_y[self.numel :]
+        on_host = every.device.type == "cpu"
+        self._facts = self.tail.numpy() if on_host else None
+        self._facts_y = self.tail_y.numpy() if on_host else None
+        """The same memory where the host can reach it: a small tensor costs as much time as thousands of elements."""
+        self.views, self.views_y = self.layout.views(self.x), self.layout.views(self.y)
 
     def reset(self) -> None:
         """Before a step's gradients. What its exchange needs stays: a late bucket's goes on behind the step."""
@@ -203,6 +208,12 @@ class WorkerBucket:
         if any(source is None for source in self.sources) or (self.agreed is not None and self.served):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
+    def read_result(self) -> None:
+        """The owner's result has been handed on to this worker: takes its facts. What the owner found not finite is NaN."""
+        self.weight = float(self.tail_y[-1])
+        self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
+        self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())
+
     def over_weight(self, scale: float) -> float | torch.Tensor:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
         return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
@@ -260,9 +271,8 @@ class WorkerBucket:
         self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
 
     def look(self) -> None:
-        """Whether the sum is finite, where this worker has decoded nothing that says so. What the rank that decoded it found
-        not finite is NaN throughout."""
-        self.finite = bool(torch.isfinite(self.y[0] if self.served else self.y).all())
+        """Whether the sum is finite, where nobody has decoded anything that says so."""
+        self.finite = bool(torch.isfinite(self.y).all())
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = y times factor, in one pass; None leaves out a slice. Buffers stay what they are if y is not finite."""

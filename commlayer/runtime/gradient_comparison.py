@@ -78,7 +78,7 @@ def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline
     """
     if groups.ranks_per_node > 1 and of.bucket.served:
         mine = mine.clone()
-        groups.reduce(mine, of.bucket.owner).wait(time.monotonic() + deadline_s)
+        groups.inside.out.reduce(mine, of.bucket.owner).wait(time.monotonic() + deadline_s)
     if of.owing is None:
         return Dots()
     if of.bucket.carried is not None:

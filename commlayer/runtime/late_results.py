@@ -45,25 +45,34 @@ class LateResult:
         self._lock = threading.Lock()
         self._here = threading.Event()
         self._here.set()
+        self._under_way = 0
         self._next: Callable[[], None] | None = None
 
     # ---- the exchange
 
     def push(self, start: Callable[[], None]) -> None:
         """Starts the bucket's next exchange: now, or when the result under way is here."""
-        with self._lock:
-            if not self._here.is_set():
-                self._next = start
-                return
-            self._here.clear()
+        if self.begun() > 1:
+            with self._lock:
+                if self._under_way > 1:
+                    self._next = start
+                    return
         start()
+
+    def begun(self) -> int:
+        """For who keeps the order itself: one more exchange is under way, or waits for the one before. How many there are."""
+        with self._lock:
+            self._under_way += 1
+            self._here.clear()
+            return self._under_way
 
     def arrived(self) -> None:
         """The bucket's y holds a result."""
         with self._lock:
             self._unread = True
+            self._under_way -= 1
             start, self._next = self._next, None
-            if start is None:
+            if not self._under_way:
                 self._here.set()
         if start is not None:
             start()

@@ -20,7 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from commlayer.compressors.debts import Debt, pay
 from commlayer.optim import Outer
+from commlayer.records import Slice
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -45,6 +47,11 @@ class StepWeights:
         weight, total = self._now
         for i, term in enumerate((1.0, weight, float(total is not None), total or 0.0)):
             self._sum[i] += term
+
+    @property
+    def now(self) -> tuple[float, float | None]:
+        """Weight and total of a batch."""
+        return self._now
 
     def take(self) -> tuple[float, float | None]:
         """Weight and total of an exchange of the steps so far."""
@@ -88,6 +95,8 @@ class LocalSteps:
         self._outer = outer.over(self.starts)
         self._turn = 0
         self._sent: _Sent | None = None
+        self._owed: dict[int, torch.Tensor] = {}
+        """By tensor, what this rank owes in gradients."""
         self._sound: dict[int, bool] = {}
         """By tensor, whether what came back in this round was finite."""
 
@@ -95,8 +104,23 @@ class LocalSteps:
         """From now on. Nothing is under way."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
 
-    def count(self) -> None:
-        """A backward pass is over, its optimizer step still to come."""
+    def owe(self, debts: Sequence[Debt]) -> None:
+        """What a plan that averaged gradients has left unpaid goes into the next step's, whatever the optimizer makes of it."""
+        for number, p in enumerate(self._parameters):
+            whole = [Slice(number, 0, p.numel())]
+            if (owed := pay(debts, whole)) is not None:
+                self._owed[number] = owed.view(p.shape).to(p.device)
+
+    def _pay(self, scale: float) -> None:
+        grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
+        if all(bool(grad.isfinite().all()) for grad in grads.values()):  # else the step is one to skip
+            for number, grad in grads.items():
+                grad.detach().add_(self._owed.pop(number).to(grad.dtype), alpha=scale)
+
+    def count(self, scale: float = 1.0) -> None:
+        """A backward pass is over, of a loss times `scale`, its optimizer step still to come."""
+        if self._owed:
+            self._pay(scale)
         if not self.apart:
             for start, p in zip(self.starts, self._parameters, strict=True):
                 if not torch.equal(start.to(p.dtype), p):  # the script has put other weights in place
@@ -195,6 +219,7 @@ class LocalSteps:
         """For a checkpoint, with nothing under way. Starts are in it: between two exchanges no model's file holds them."""
         kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                 "local.apart": torch.tensor(self.apart)}
+        kept |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
         for number, start in enumerate(self.starts):
             kept[f"local.start.{number}"] = start.detach().cpu().clone()
             velocity = self._outer.state[start].get("momentum_buffer")
@@ -207,6 +232,8 @@ class LocalSteps:
         self.taken = int(tensors["local.taken"])
         self.apart = bool(tensors.get("local.apart", self.taken > 0))
         self.weights.restore(tensors.get("local.weights"))
+        self._owed = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
+                      if (name := f"local.owed.{number}") in tensors}
         for number, start in enumerate(self.starts):
             start.copy_(tensors[f"local.start.{number}"])
             velocity = tensors.get(f"local.velocity.{number}")

@@ -23,9 +23,6 @@ def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> li
         return [str(error)]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
         return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
-    if per_node > 1 and any(b.stale for b in plan.buckets):
-        return [f"has results that are a step late, here are {per_node} ranks per node, which share results in the same step: "
-                "make it without staleness"]
     return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(plan, b, nodes, cuda)]
 
 

@@ -1,10 +1,16 @@
 """Passes debts, agreed values and counters from one plan's worker to the next one's, between two steps. Knows workers alone.
 
-Debts go on whatever path and codec their elements take now, as `carry` of the buckets that hold them.
+Debts go on whatever path and codec their elements take now, as `carry` of the buckets that hold them. Under plans that average
+gradients they are gradients, under those whose ranks step locally changes of weights, and only an optimizer knows what one is
+in terms of the other. So from gradients to local steps they stay gradients: each rank's own go into its next step's (`unpaid`).
+The other way they go where a gradient's effect on a weight is a number, the rate of SGD without momentum, and are dropped
+otherwise; decision 0121 says why.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.debts import Debt, pay
@@ -14,21 +20,43 @@ from commlayer.runtime.shared_buffers import pass_on
 if TYPE_CHECKING:
     from commlayer.runtime.worker import Worker
 
+log = logging.getLogger("commlayer")
 
-def hand_over(before: Worker, after: Worker) -> None:
-    """`after` goes on where `before` stopped, and owes what that owed."""
+
+def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0) -> None:
+    """`after` goes on where `before` stopped, and owes what that owed.
+
+    `effect`: by how much a gradient of 1 makes a tensor's weights less; 0 where that is no number. `rate`: the learning rate.
+    """
     after.step = before.step
     after.units.take(before.units)
+    if before.plan.steps_locally != after.plan.steps_locally:
+        after.units.rate = rate
     pass_on(before.shared_buffers, after.shared_buffers)
-    owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
-    owing += before.late.debts(before.weight, before.units.members)
-    debts = [Debt(d.tensor, d.start, d.values / after.units.rate_of(bucket)) for bucket, d in owing]
-    for bucket in after.buckets:
-        paid = pay(debts, bucket.slices)
-        bucket.carry = None if paid is None else paid * after.units.rate_of(bucket)
+    _owe(before, after, effect)
     inherit(before.buckets, after.buckets)
     after.counters, after.stopwatch = before.counters, before.stopwatch
     after.record(before.recorder)
     after.eager, after.bring_in = before.eager, before.bring_in
     after.reorder(before.places)
     after.settle = before.settle
+
+
+def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
+    owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
+    owing += before.late.debts(before.weight, before.units.members)
+    debts = [Debt(d.tensor, d.start, d.values / before.units.rate_of(bucket)) for bucket, d in owing]
+    if after.plan.steps_locally and not before.plan.steps_locally:
+        units = before.units
+        # A worker's debt counts as a part of the mean; its gradient counts by its weight.
+        worth = units.total / (units.weight * units.members) if units.weight else 0.0
+        after.unpaid = [Debt(d.tensor, d.start, d.values * worth) for d in debts]
+        return
+    if before.plan.steps_locally and not after.plan.steps_locally:
+        rates = {d.tensor: effect(d.tensor) for d in debts}
+        if lost := {tensor for tensor, rate in rates.items() if not rate}:
+            log.info("what %d tensors still owe in changes of weights is dropped: gradients are averaged now", len(lost))
+        debts = [Debt(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
+    for bucket in after.buckets:
+        paid = pay(debts, bucket.slices)
+        bucket.carry = None if paid is None else paid * after.units.rate_of(bucket)

@@ -38,6 +38,8 @@ class Step:
     def __init__(self, rank: int, generation: int, units: Units) -> None:
         self.rank, self.generation, self.units = rank, generation, units
         self.number = 0
+        self.eager = False
+        """Whether results are wanted one by one, those that the next forward pass needs first ahead of the others."""
         self.error: BaseException | None = None
         """The first error: it stays, and ends the worker."""
         self.counters, self.recorder = Counters(), Recorder()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import Codec
+from commlayer.compressors.debts import Debt
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.records import Job, Plan
@@ -58,6 +59,7 @@ class Worker(Unapplied):
     scale: Forwarded[float] = Forwarded("units", "scale")
     rate: Forwarded[float] = Forwarded("units", "rate")
     total: Forwarded[float] = Forwarded("units", "total")
+    eager: Forwarded[bool] = Forwarded("now", "eager")
 
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
@@ -97,11 +99,11 @@ class Worker(Unapplied):
         self._abandoned = False
         self.bring_in: Callable[[], object] = _nothing
         """Who takes steps bucket by bucket waits here for what the last one still lacks."""
+        self.unpaid: list[Debt] = []
+        """What an earlier plan owed, in another unit than this one's: see plan_handover.py."""
         self._finished: list[Route] = []
         self._deadline_s = 0.0
         self.stopwatch = Stopwatch(device)
-        self.eager = False
-        """Whether results are wanted one by one: then what they all wait for (see `agreed`) goes first on the wire."""
         self._reset()
 
     # ---- a step
@@ -167,7 +169,7 @@ class Worker(Unapplied):
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None], *, keeps: bool) -> bool:
         """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them."""
-        if keeps and not bucket.coded:
+        if keeps and not bucket.served:
             bucket.look()
         if bucket.buffer and not bucket.finite:
             return True  # a buffer that some rank has as NaN stays what it is on each
@@ -297,11 +299,6 @@ class Worker(Unapplied):
         """The buckets that this worker encodes."""
         return [bucket for bucket in self.buckets if bucket.coded or bucket.staged]
 
-    @property
-    def alone(self) -> bool:
-        """Whether this rank can wait for results at a time of its own."""
-        return all(route.alone for route in self._routes.all)
-
     def begins(self) -> bool:
         """Whether the next gradient is the first of its step."""
         return not self._intake.begun
@@ -313,6 +310,7 @@ class Worker(Unapplied):
     def reorder(self, places: Mapping[int, int]) -> None:
         """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
         self.places = places
+        # Where results are wanted one by one, what they all wait for (see `agreed`) goes first on the wire.
         reorder(self.buckets, places, self._intake.last if self.eager else None)
 
     def record(self, recorder: Recorder) -> None:

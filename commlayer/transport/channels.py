@@ -1,4 +1,4 @@
-"""Collectives of staged paths: a group of its own for every stage and scope. Knows groups and tensors; nothing of buckets.
+"""Collectives in a group of some ranks; for staged paths, one for every stage and scope. Knows tensors; nothing of buckets.
 
 Within a group calls keep one order on all ranks; between groups there is none to keep, so the stages of several buckets
 overlap.
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlayer.transport.groups import Pending, named
 from commlayer.transport.members import Members
+from commlayer.transport.pending import Pending, named
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Newer versions of torch have renamed it."""
@@ -48,6 +48,9 @@ class Channel:
     def broadcast(self, x: torch.Tensor, root: int) -> Pending:
         return self._start("broadcast", dist.broadcast, x, self._ranks[root])
 
+    def close(self) -> None:
+        self._group = None  # as in Rows
+
     def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> Pending:
         what = f"{name} {self._what}"
         with named(what):
@@ -62,10 +65,9 @@ class Channels:
         self._groups: list[Any] = []
         self._channels: dict[tuple[int, str], Channel] = {}
         world = members.world
-        nodes = world // per_node
         scopes = {
             "all": ([list(range(world))], "over all ranks"),
-            "node": ([list(range(n * per_node, (n + 1) * per_node)) for n in range(nodes)], "inside the node"),
+            "node": (node_ranks(world, per_node), "inside the node"),
             "net": ([list(range(local, world, per_node)) for local in range(per_node)], "between nodes"),
         }
         for stage, scope in sorted(set(wanted)):
@@ -84,3 +86,10 @@ class Channels:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()
+        for channel in self._channels.values():
+            channel.close()
+
+
+def node_ranks(world: int, per_node: int) -> list[list[int]]:
+    """The members of every node."""
+    return [list(range(first, first + per_node)) for first in range(0, world, per_node)]

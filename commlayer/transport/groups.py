@@ -5,70 +5,33 @@ The order of calls must be the same on all ranks of a group; the caller sees to 
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.transport.channels import Channel, node_ranks
 from commlayer.transport.members import Members
-
-GROUP = "a peer of the process group"
-"""A collective does not say which: the heartbeats do."""
-LOOK_S = 0.5
+from commlayer.transport.pending import Pending, named
 
 
-class Pending:
-    """A collective under way."""
+class Inside(NamedTuple):
+    """This node's ranks, several times: calls keep one order within each of these, and there is none to keep between them."""
 
-    def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
-        self._work, self._what, self._on_device = work, what, on_device
-
-    def is_over(self) -> bool:
-        """Whether `wait` would not wait."""
-        return bool(self._work.is_completed())
-
-    def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
-        """Until `deadline` of time.monotonic(), or until failed() gives an error, which is raised.
-
-        On CUDA it orders the current stream instead of blocking the host; the group's own time-out watches there.
-        """
-        with named(self._what):
-            if self._on_device:
-                self._work.wait()
-                return
-            while True:
-                left_s = deadline - time.monotonic()
-                try:
-                    self._work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
-                    return
-                except RuntimeError as error:
-                    if not _timed_out(error) or left_s <= 0:
-                        raise
-                if (cause := failed()) is not None:
-                    raise cause
-
-
-@contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
-    """Turns what torch raises into a CommError that says what failed, in one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        kind = DeadlineExceeded if _timed_out(error) else CommError
-        raise kind(f"{what} failed: {str(error).splitlines()[0]}", peer=GROUP) from None
-
-
-def _timed_out(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    out: Channel
+    """Gradients are added up, as they become final."""
+    back: Channel
+    """Results are handed on, as they come in."""
+    late: Channel
+    """Both, of buckets whose exchange runs on behind their step."""
+    ready: Channel | None
+    """On the host, ahead of what goes over `back` and `late`: a collective that waits on a GPU would keep it from computing.
+    None where tensors lie on the host."""
 
 
 class Groups:
-    """The group of all ranks and, where nodes have several, the group of this node's."""
+    """The group of all ranks and, where nodes have several, those of this node's."""
 
     def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
         """`members`: the ranks that take part, None for the world."""
@@ -80,31 +43,36 @@ class Groups:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)
         self._all = self.members.group(timeout_s=timeout_s)
-        self._node = None
+        self._nodes: list[Any] = []
+        self._inside: Inside | None = None
         if ranks_per_node > 1:
-            for node in range(self.world // ranks_per_node):
-                ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
-                group = self.members.group(ranks, timeout_s=timeout_s)
-                self._node = self._node if group is None else group
+            out, back, late = (self._node() for _ in range(3))
+            self._inside = Inside(out, back, late, None if device.type == "cpu" else self._node("gloo"))
+
+    def _node(self, backend: str | None = None) -> Channel:
+        """A group of this node's ranks. All ranks make those of all nodes."""
+        mine: Channel | None = None
+        for ranks in node_ranks(self.world, self.ranks_per_node):
+            group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
+            if group is not None:
+                self._nodes.append(group)
+                mine = Channel(group, [self.members.ranks[m] for m in ranks], "inside the node")
+        assert mine is not None
+        return mine
+
+    @property
+    def inside(self) -> Inside:
+        """Where nodes have several ranks."""
+        assert self._inside is not None, "this node has one rank"
+        return self._inside
 
     def allreduce(self, x: torch.Tensor) -> Pending:
         """Sum over all ranks, in place."""
         return self._start("all-reduce", dist.all_reduce, x, group=self._all)
 
-    def reduce(self, x: torch.Tensor, owner: int) -> Pending:
-        """Sum over this node's ranks into local rank `owner`; on the others x is undefined afterwards."""
-        return self._start("reduce inside the node", dist.reduce, x, self._local_rank(owner), group=self._node)
-
-    def broadcast(self, x: torch.Tensor, owner: int) -> Pending:
-        """From local rank `owner` to this node's ranks."""
-        return self._start("broadcast inside the node", dist.broadcast, x, self._local_rank(owner), group=self._node)
-
     def broadcast_all(self, x: torch.Tensor) -> Pending:
         """From rank 0 to all."""
         return self._start("broadcast", dist.broadcast, x, self.members.ranks[0], group=self._all)
-
-    def _local_rank(self, owner: int) -> int:
-        return self.members.ranks[self.node * self.ranks_per_node + owner]
 
     def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> Pending:
         with named(what):
@@ -133,8 +101,11 @@ class Groups:
         self.gather_all(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
-        for group in (self._node, self._all):
+        for group in (*self._nodes, self._all):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # Connections end with the last reference: a peer with a collective under way waits for that as it lets go of its own.
-        self._node = self._all = None
+        for channel in self._inside or ():
+            if channel is not None:
+                channel.close()
+        self._nodes, self._inside, self._all = [], None, None

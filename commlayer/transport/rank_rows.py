@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from commlayer.errors import CommError
-from commlayer.transport.groups import Pending, named
 from commlayer.transport.members import Members
+from commlayer.transport.pending import Pending, named
 from commlayer.transport.row_spacing import spacing as spacing
 
 
@@ -48,5 +48,6 @@ class Rows:
             # Others may still need what this rank has to say of its last step.
             with contextlib.suppress(CommError):
                 self.read(patience_s)
-        if dist.is_initialized():
+        if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
+        self._group = None  # its threads end with the last reference, in this process: in one that is forked that would hang

@@ -154,7 +154,7 @@ class AccuracyGuard:
         """Looks at the plan in force from now on. `base`: the one that it was made finer from."""
         self._plan = self._in_force
         self._base = base or self._plan
-        self._watched = gradient_comparison.watched(self._worker) if self._plan.local_steps == 1 else []
+        self._watched = gradient_comparison.watched(self._worker) if not self._plan.steps_locally else []
         self._own.new_plan()
         return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
                           finer=self._base.buckets != self._plan.buckets)

@@ -7,14 +7,14 @@ inside the node, is a matter of other fields of the bucket, or of several bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 
 from msgspec import structs
 
 from commlayer.codec_name import named
 from commlayer.planner.model.paths import parse, spell
-from commlayer.records import Bucket, Plan, Slice
+from commlayer.planner.model.shards import cut
+from commlayer.records import Bucket, Plan
 
 MERGED = "topk(ratio=1.0, values='int8')"
 """All entries of a merged sparse sum: no zeros."""
@@ -46,22 +46,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
     if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
         yield served
         return
-    # Each rank is the root of its own part: the same bytes as a reduce_scatter and an allgather of the whole.
-    for owner, slices in enumerate(_cut(bucket.slices, ranks_per_node)):
+    # Workers sum these in one reduce_scatter, and hand their results on in one allgather.
+    for owner, slices in enumerate(cut(bucket.slices, ranks_per_node)):
         if slices:
             yield structs.replace(served, slices=slices, owner=owner, shape=())
-
-
-def _cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
-    """In so many runs of nearly equal size; a run may be empty."""
-    numel = sum(s.numel for s in slices)
-    runs = []
-    for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
-        run, at = [], 0
-        for s in slices:
-            first, last = max(low, at), min(high, at + s.numel)
-            if first < last:
-                run.append(Slice(s.tensor, s.start + first - at, s.start + last - at))
-            at += s.numel
-        runs.append(tuple(run))
-    return runs

@@ -216,8 +216,6 @@ def _bps(node: Node) -> float:
 def _stale(plan: Plan, inputs: SearchInputs) -> Plan:
     """The fewest of the buckets that are ready last whose results may be a step late, if that is worth it."""
     job, _, cluster, profile, policy = inputs
-    if plan.ranks_per_node > 1:
-        return plan  # ranks of a node share a result in its own step
     served = [b for b in plan.buckets if b.served]
     gradients = [b.id for b in served if not job.tensors[b.slices[0].tensor].buffer]
     best, best_s = plan, exact_s(plan, job, cluster, profile, policy)

@@ -10,7 +10,8 @@ from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.routes.route import Route, fill, take_back
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
-from commlayer.transport.groups import Groups, Pending
+from commlayer.transport.groups import Groups
+from commlayer.transport.pending import Pending
 
 
 class _Issued(NamedTuple):

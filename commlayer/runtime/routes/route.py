@@ -22,9 +22,6 @@ class Route(ABC):
     ordered = False
     """Whether `begin` calls a collective: then all ranks must call it for their buckets in plan order."""
 
-    alone = True
-    """Whether `finish` gets to its end with no other rank calling it just then."""
-
     def open(self) -> None:  # noqa: B027  not every route needs it
         """A step begins: its first gradient is there."""
 

@@ -23,7 +23,8 @@ from commlayer.runtime.routes.staged_bucket import FOREVER_S, StagedBucket
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 from commlayer.transport.channels import Channels
-from commlayer.transport.groups import GROUP, Groups, Pending
+from commlayer.transport.groups import Groups
+from commlayer.transport.pending import GROUP, Pending
 
 TINY = 1e-30
 """Where no worker weighs anything: the step ends with an error that says so."""

@@ -19,7 +19,7 @@ from commlayer.records import Spec
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.routes.path_program import Decode, Encode, Exchange, Range, Segment
 from commlayer.transport.channels import Channel, Channels
-from commlayer.transport.groups import Pending
+from commlayer.transport.pending import Pending
 
 LENGTH_NBYTES = 16
 """In front of each payload in its slot: how many bytes of the slot are payload. Wide enough to keep what follows aligned."""

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from commlayer.compressors.codec import Codec
 from commlayer.records import Plan
 from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.lanes import Lane
 from commlayer.runtime.late_results import LateResult
 from commlayer.runtime.routes.allreduce import AllReduce
 from commlayer.runtime.routes.late import Late
+from commlayer.runtime.routes.node_late import NodeLate
 from commlayer.runtime.routes.node_sum import NodeSum
 from commlayer.runtime.routes.route import Route
 from commlayer.runtime.routes.server_exchange import ServerExchange
@@ -30,9 +32,11 @@ class Routes(NamedTuple):
     turns: tuple[tuple[Route, ...], ...]
     """Those of each turn's buckets, in the order in which they are waited for: where a server can name who is missing, it is
     asked first."""
-    late: Late | None
+    late: Late | NodeLate | None
     exchange: ServerExchange | None
     """What several routes share; None where no bucket goes over a server."""
+    handing: Lane | None
+    """The same where nodes have several ranks."""
 
     @property
     def all(self) -> tuple[Route, ...]:
@@ -46,13 +50,14 @@ class Routes(NamedTuple):
 
     def drain(self, timeout_s: float) -> bool:
         """Whether all threads came to an end of what they were given, each within that time."""
-        shared = self.exchange is None or self.exchange.drain(timeout_s)
-        return all(route.drain(timeout_s) for route in self.all) and shared
+        shared = [each.drain(timeout_s) for each in (self.exchange, self.handing) if each is not None]
+        return all([route.drain(timeout_s) for route in self.all] + shared)
 
     def close(self, timeout_s: float) -> None:
         """Ends all threads."""
-        if self.exchange is not None:
-            self.exchange.close(timeout_s)
+        for shared in (self.exchange, self.handing):
+            if shared is not None:
+                shared.close(timeout_s)
         for route in self.all:
             route.close(timeout_s)
 
@@ -67,14 +72,17 @@ def routes_of(
     late = [bucket for bucket in flat if bucket.late]
     exchange = ServerExchange(step, transport, recycle, staging) if any(bucket.served for bucket in flat) else None
 
+    several = groups if plan.ranks_per_node > 1 else None
+    handing = Lane("handing", step.latch) if several is not None and any(b.served and not b.late for b in flat) else None
+
     def of_turn(buckets: Sequence[WorkerBucket]) -> list[tuple[Route, list[WorkerBucket]]]:
         served = [bucket for bucket in buckets if bucket.served and not bucket.late]
         staged = [bucket for bucket in buckets if bucket.staged]
         dense = [bucket for bucket in buckets if bucket.dense]
         pairs: list[tuple[Route, list[WorkerBucket]]] = []
         if served and exchange is not None:
-            if plan.ranks_per_node > 1 and groups is not None:
-                pairs.append((NodeSum(served, step, staging, exchange, groups), served))
+            if several is not None and handing is not None:
+                pairs.append((NodeSum(served, step, staging, exchange, several, handing), served))
             else:
                 pairs.append((Service([bucket for bucket in served if bucket.coded], step, staging, exchange), served))
         if staged:
@@ -84,9 +92,10 @@ def routes_of(
         return pairs
 
     pairs = [of_turn(buckets) for buckets in turns]
-    behind = None
+    behind: Late | NodeLate | None = None
     if late and exchange is not None:
-        behind = Late(late_results, late, step, staging, exchange)
+        behind = (NodeLate(late_results, late, step, staging, exchange, several) if several is not None else
+                  Late(late_results, late, step, staging, exchange))
         pairs[0].insert(int(any(b.served and not b.late for b in turns[0])), (behind, late))
     of = {bucket.id: route for turn in pairs for route, its in turn for bucket in its}
-    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), behind, exchange)
+    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), behind, exchange, handing)

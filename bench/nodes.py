@@ -1,0 +1,85 @@
+"""Two nodes of two ranks over loopback: who codes a bucket inside a node. Steps of one run, interleaved, one thread a rank.
+
+    owner    one rank codes each bucket; ranks take turns
+    halves   each bucket is two, a rank for each: two reduces onto them, two broadcasts
+    shards   the same two, added up in one exchange and handed on in one
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from msgspec.structs import replace
+
+import commlayer
+from bench.baselines import launch_hosts
+from bench.overhead_worker import DEADLINE, Way, many, paired, trained
+from bench.report import Result
+from commlayer.planner import default_plan, lower
+from commlayer.planner.model.shards import together
+from commlayer.records import Plan
+from commlayer.runtime.model_job import job_of
+
+RANKS, PER_NODE = 4, 2
+LAYERS, WIDTH, BATCH = 6, 1024, 16
+"""Buckets of 4 MB, one to a layer."""
+CODECS = ("identity()", "int8()", "topk(ratio=0.01)")
+WAYS = ("owner", "halves", "shards")
+STEPS, STEPS_QUICK, WARMUP = 30, 10, 3
+SHARDED = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather"
+EXACT = "identity()"
+AGREE = 1e-4
+
+
+def run(quick: bool) -> Result:
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, float] = {}
+    for codec in CODECS[:2] if quick else CODECS:
+        told = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.nodes", codec, str(STEPS_QUICK if quick else STEPS)])
+        worst = max(t["disagreement"] for t in told)
+        if codec == EXACT and worst > AGREE:
+            raise RuntimeError(f"the ways compared did not train the same model: parameters differ by {worst:.2g}")
+        times = {way: [max(s) for s in zip(*(t["ways"][way]["step_s"] for t in told), strict=True)] for way in WAYS}
+        for way in WAYS:
+            cpu_s = sum(statistics.median(t["ways"][way]["cpu_s"]) for t in told)
+            ratio = statistics.median(t / b for t, b in zip(times[way], times["owner"], strict=True))
+            rows.append({"codec": codec, "way": way, "ms": statistics.median(times[way]) * 1e3,
+                         "least_ms": min(times[way]) * 1e3, "x_owner": ratio, "cpu_ms": cpu_s * 1e3,
+                         "buckets": told[0]["ways"][way]["buckets"]})
+            if way != "owner":
+                summary[f"{way}_vs_owner_{codec.partition('(')[0]}"] = ratio
+    return {"rows": rows, "summary": summary}
+
+
+def plan_of(job: Any, codec: str, way: str) -> Plan:
+    made = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=PER_NODE, fuse_nbytes=1 << 20,
+                        cut_nbytes=8 << 20)
+    if way != "owner":
+        made = lower(replace(made, buckets=tuple(replace(b, path=SHARDED, owner=0) for b in made.buckets)))
+    if way == "halves":
+        made = replace(made, buckets=tuple(replace(b, owner=1 - b.owner) for b in made.buckets))
+    assert any(len(one) > 1 for one in together(made.buckets, PER_NODE)) == (way == "shards")
+    return made
+
+
+def rank(codec: str, steps: int) -> None:
+    """One rank of it. Prints one line of JSON."""
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    ways: dict[str, Way] = {}
+    for way in WAYS:
+        model = many(LAYERS, WIDTH)()
+        plan = plan_of(job_of(model), codec, way)
+        session = commlayer.attach(model, plan=plan, config={"ranks_per_node": PER_NODE})
+        ways[way] = trained(model, model, session.close, len(plan.buckets))
+    told, disagreement = paired(ways, WIDTH, BATCH, WIDTH, steps, WARMUP)
+    for each in ways.values():
+        each.close()
+    print(json.dumps({"ways": told, "disagreement": disagreement}), flush=True)
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,74 @@
+"""What an optimizer remembers, and what it makes of a gradient, as far as a change of ways depends on it. Exchanges nothing."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.optim import Outer
+from commlayer.runtime.model_job import learning_rate
+from commlayer.runtime.tensor_digests import Digests, pieces
+
+
+class Stepped:
+    """Of one model's parameters, by number."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: Outer) -> None:
+        self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it remembers anything at all."""
+        state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
+        return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
+
+    def digest(self) -> int:
+        """Of all that the optimizer remembers of these parameters: equal gradients keep ranks together if it is the same."""
+        state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
+        found = 0
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for number, p in enumerate(self._parameters):
+            for name, value in _flat(state.get(p, {})):
+                found = zlib.crc32(f"{number} {name} {_kind(value)}".encode(), found)
+                if isinstance(value, torch.Tensor):
+                    tensors.setdefault(value.device.type, []).append(value.detach())
+        for device in sorted(tensors):
+            digests = Digests(tensors[device])
+            for piece in pieces(tensors[device]):
+                digests.add(piece)
+            found = zlib.crc32(repr(digests.take()).encode(), found)
+        return found
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return learning_rate(self._optimizer, 1.0)
+
+    def effect(self, number: int) -> float:
+        """By how much a gradient of 1 makes that tensor's weights less, behind an exchange; 0 where that is no number."""
+        optimizer, p = self._optimizer, self._parameters[number]
+        if type(optimizer) is not torch.optim.SGD or self._outer.momentum:
+            return 0.0
+        group = next((group for group in optimizer.param_groups if any(q is p for q in group["params"])), {})
+        rate = float(group.get("lr", 0.0))
+        if group.get("momentum") or not 0 < rate < math.inf:
+            return 0.0
+        return (-rate if group.get("maximize") else rate) / self._outer.lr
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in sorted(values, key=str):
+        value = values[name]
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,62 @@
+"""A collective of torch.distributed under way: waits with a deadline, and errors in one line. Knows no groups and no ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from commlayer.errors import CommError, DeadlineExceeded
+
+GROUP = "a peer of the process group"
+"""A collective does not say which: the heartbeats do."""
+LOOK_S = 0.5
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
+        self._work, self._what, self._on_device = work, what, on_device
+
+    def is_over(self) -> bool:
+        """Whether `wait` would not wait."""
+        work = self._work
+        return work is None or bool(work.is_completed())
+
+    def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Until `deadline` of time.monotonic(), or until failed() gives an error, which is raised.
+
+        On CUDA it orders the current stream instead of blocking the host; the group's own time-out watches there.
+        """
+        work = self._work
+        with named(self._what):
+            if self._on_device:
+                work.wait()
+                return
+            while work is not None:
+                left_s = deadline - time.monotonic()
+                try:
+                    work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
+                    work = self._work = None  # it would keep its group's connections
+                except RuntimeError as error:
+                    if not _timed_out(error) or left_s <= 0:
+                        raise
+                    if (cause := failed()) is not None:
+                        raise cause from None
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Turns what torch raises into a CommError that says what failed, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = DeadlineExceeded if _timed_out(error) else CommError
+        raise kind(f"{what} failed: {str(error).splitlines()[0]}", peer=GROUP) from None
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
