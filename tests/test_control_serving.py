@@ -110,7 +110,7 @@ def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> 
 
 
 @pytest.mark.parametrize(("address", "line"), [
-    ("10.1.2.3:7000", "address of server 0: 10.1.2.3 is not loopback and traffic is plain text without keys: make some"),
+    ("10.1.2.3:7000", "address of server 0: 10.1.2.3 is not loopback and traffic is plain text: set keys"),
     ("nowhere", "address of server 0: got 'nowhere', allowed: host:port"),
 ])
 def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, line: str, opened: list[Any]) -> None:
