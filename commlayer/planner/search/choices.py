@@ -174,7 +174,8 @@ class _Search:
     def priced(self, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
         least = self.least()
         if not self.allowed(least):
-            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it; the finest "
+                             f"loses {self.loss(least):.3g}: allow a little more than that, or finer codecs")
         if not starts:
             starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
         distinct = dict.fromkeys([least, *map(tuple, starts)])

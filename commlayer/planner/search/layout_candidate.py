@@ -109,6 +109,11 @@ class LayoutCandidate:
         """Whether its servers sum unequal parts, as their links ask for."""
         return len(set(self.ways.prices.spread)) > 1
 
+    @property
+    def kept_budget(self) -> bool:
+        """Whether any choice keeps the budget of loss."""
+        return sum(map(min, self.space.loss)) <= self.inputs.policy.max_loss
+
     @cached_property
     def uniform(self) -> list[ChoiceFound]:
         """Those that take one option for every bucket to which it is open, and the one that loses least."""

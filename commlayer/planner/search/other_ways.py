@@ -27,10 +27,11 @@ MOST_LOCAL_STEPS = 16
 
 
 class Found(NamedTuple):
-    """A plan, seconds for each step that dense training needs, what it needs besides, and where it is from."""
+    """A plan, seconds for each step that dense training needs, what it needs and loses besides, and where it is from."""
 
     price: float
     excess: float
+    loss: float
     plan: Plan
     entry: LayoutCandidate
 
@@ -39,11 +40,14 @@ def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, P
     """Of the plain plan that was found and of what the policy allows besides; of nearly equal ones the finest."""
     policy, plain = entry.inputs.policy, _made(entry, found)
     kept = [plain]
-    if (policy.staleness or not policy.exact) and not entry.recipe.overlap:
-        kept += _late(plain)
-    tried = [LayoutCandidate(entry.inputs, entry.ways, entry.layout, recipe) for recipe in _recipes(entry.recipe, policy)]
+    # What nobody has measured is done only where it is asked for by name.
+    freely = not policy.exact and entry.ways.steps_count
+    if policy.staleness or freely:
+        kept += [late for late in _late(plain) if late.loss <= policy.max_loss]
+    tried = [LayoutCandidate(entry.inputs, entry.ways, entry.layout, recipe)
+             for recipe in _recipes(entry.recipe, policy, freely)]
     # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
-    able = [each for each in tried if each.least_price / each.local_steps < plain.price * (1 - WORTH)]
+    able = [each for each in tried if each.least_price / each.local_steps < plain.price * (1 - WORTH) and each.kept_budget]
     quick = sorted(able, key=lambda each: each.exact(each.quick))
     kept += [_made(each, min((each.quick, each.searched), key=each.exact)) for each in quick[:SEARCHED]]
     kept += [_made(each, each.quick) for each in quick[SEARCHED:]]
@@ -55,17 +59,17 @@ def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, P
 
 def _made(entry: LayoutCandidate, found: ChoiceFound) -> Found:
     entry.found = entry.finest(found)
-    return Found(entry.exact(entry.found), entry.found.excess, entry.emit(), entry)
+    return Found(entry.exact(entry.found), entry.found.excess, entry.found.loss, entry.emit(), entry)
 
 
-def _recipes(plain: Recipe, policy: Policy) -> list[Recipe]:
+def _recipes(plain: Recipe, policy: Policy, freely: bool) -> list[Recipe]:
     """Those that the policy allows, the plainest first."""
     found = [plain._replace(overlap="forward")] if policy.forward else []
-    if not policy.exact:
+    if freely:
         found += [plain._replace(codes="updates"), plain._replace(codes="updates", overlap="round")]
-    for every in local_steps(policy.max_local_steps or (1 if policy.exact else MOST_LOCAL_STEPS)):
+    for every in local_steps(policy.max_local_steps or (MOST_LOCAL_STEPS if freely else 1)):
         found += [plain._replace(codes="updates", every=every)]
-        found += [] if policy.exact else [plain._replace(codes="updates", every=every, overlap="round")]
+        found += [] if not freely else [plain._replace(codes="updates", every=every, overlap="round")]
     return found
 
 
@@ -87,8 +91,9 @@ def _late(plain: Found) -> Iterator[Found]:
     for share in (8, 4, 2, 1):
         late = set(gradients[len(gradients) - -(-len(gradients) // share) :])
         made = structs.replace(plan, buckets=tuple(structs.replace(b, stale=b.id in late) for b in plan.buckets))
-        excess = plan_excess(made, job, cluster, profile, policy).high if plain.entry.ways.steps_count else 0.0
+        more = plan_excess(made, job, cluster, profile, policy)
+        excess = more.high if plain.entry.ways.steps_count else 0.0
         price = exact_s(made, job, cluster, profile, policy) * (1 + excess)
         if price < least * (1 - WORTH):
             least = price
-            yield Found(price, excess, made, plain.entry)
+            yield Found(price, excess, more.loss_high, made, plain.entry)
