@@ -8,14 +8,22 @@ from __future__ import annotations
 import datetime
 import hashlib
 import sys
+from statistics import median
 
 import msgspec
 import torch
 
 from bench import Unmeasurable, learning, learning_factors, report
+from bench.learning_factors import Foretold
+from bench.learning_run import Way
 from bench.learning_store import Store
 from commlayer.files import write_whole
+from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance
+
+PAGE = report.ROOT / "docs" / "learning.md"
+BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
+NAMES = {"adam": "AdamW", "sgd": "SGD with momentum"}
 
 
 def table(store: Store, date: str) -> LearningTable:
@@ -40,14 +48,60 @@ def written(made: LearningTable) -> bytes:
     return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
+def page(text: str, made: LearningTable, store: Store) -> str:
+    """That page with its tables as they are now."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise Unmeasurable(f"{PAGE} has no {BEGIN} before a {END}")
+    return f"{before}{BEGIN}\n{_tables(made, learning.current(store))}\n{END}{after}"
+
+
+def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
+    lines = [f"Of {made.provenance.runs} trainings, {made.provenance.date}, torch {made.provenance.torch}.", ""]
+    for optimizer, name in NAMES.items():
+        lines += [f"**{name}**", "", "| way | steps | cautious | loss | cautious | tasks | runs |",
+                  "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+        mine = [row for row in made.rows if row.optimizer == optimizer]
+        mine.sort(key=lambda row: (row.late, row.overlap, row.every, row.codes, row.steps))
+        lines += [*map(_figures, mine), ""]
+    alone = [(way, one.steps) for way, one in learning_factors.alone(curves)]
+    for optimizer, name in NAMES.items():
+        if each := sorted(steps for way, steps in alone if way.optimizer == optimizer):
+            factor = f"{median(each):.2f} times as many steps, the median of {len(each)} tasks"
+            lines += [f"One worker alone, with {name}: {factor}.", ""]
+    told = learning_factors.held_out(learning_factors.costs(curves))
+    lines += ["**Tasks held out**", "", "| task | optimizer | ways | rank correlation | error of the factor |",
+              "| --- | --- | ---: | ---: | ---: |", *map(_foretold, told)]
+    return "\n".join(lines)
+
+
+def _figures(row: LearningRow) -> str:
+    return (f"| {_way(row)} | {row.steps:.2f} | {row.steps_high:.2f} | {row.loss:+.1%} | {row.loss_high:+.1%} "
+            f"| {row.tasks} | {row.runs} |")
+
+
+def _way(row: LearningRow) -> str:
+    said = [f"`{row.codec}`", "updates" if row.codes == "updates" and row.every == 1 else "",
+            f"`every={row.every}`" if row.every > 1 else "", f'`overlap="{row.overlap}"`' if row.overlap else "",
+            "one step late" if row.late else "", f"{row.workers} workers" if row.workers else ""]
+    return ", ".join(filter(None, said))
+
+
+def _foretold(one: Foretold) -> str:
+    return f"| {one.task} | {NAMES[one.optimizer]} | {one.ways} | {one.rank_correlation:.2f} | {one.error:.0%} |"
+
+
 def main() -> int:
     torch.set_num_threads(1)
     try:
-        made = table(Store(learning.STORE), datetime.date.today().isoformat())
+        store = Store(learning.STORE)
+        made = table(store, datetime.date.today().isoformat())
+        text = page(PAGE.read_text("utf-8"), made, store)
     except Unmeasurable as reason:
         print(f"bench.learning_table: {reason}", file=sys.stderr)
         return 2
-    write_whole({SHIPPED: written(made)})
+    write_whole({SHIPPED: written(made), PAGE: text.encode()})
     print(f"{SHIPPED.relative_to(report.ROOT)}: {len(made.rows)} rows of {made.provenance.runs} trainings")
     return 0
 

@@ -4,27 +4,15 @@
     for step in range(n):
         loss = task.loss(model, rank, step)          # this rank's sequences of that step, a function of both numbers
     task.validation(model)                           # on text that no step sees
-    synchronised(model)                              # a copy with the mean of all ranks' weights
-
-`python -m bench.ways_task` is one rank that learns in one way and prints a line of JSON: see bench/ways_learning.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-
-import commlayer
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LENGTH, WIDTH, LAYERS, HEADS = 64, 128, 4, 4
@@ -97,47 +85,3 @@ class Task:
 def _loss(model: nn.Module, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     rows = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()])
     return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
-def synchronised(model: nn.Module) -> nn.Module:
-    """A copy with the mean of all ranks' weights: what there is to evaluate where ranks are apart for a while."""
-    made = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in made.parameters():
-            dist.all_reduce(p)
-            p.div_(dist.get_world_size())
-    return made
-
-
-def learn(task: Task, attached: dict[str, Any], steps: int, looks: int = 3) -> dict[str, Any]:
-    """Trains with AdamW, attached that way. The validation loss at `looks` places, and what it took."""
-    rank, model = dist.get_rank(), task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    config = {"ranks_per_node": 1} | attached.get("config", {})
-    session = commlayer.attach(model, optimizer, **attached | {"config": config})
-    losses, began = {}, time.perf_counter()
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        task.loss(model, rank, step).backward()
-        optimizer.step()
-        if step * looks % steps < looks:
-            losses[step] = task.validation(synchronised(model))
-    told = {"losses": losses, "seconds": time.perf_counter() - began, "sent_nbytes": session.stats()["sent_nbytes"]}
-    session.close()
-    return told
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.ways_task")
-    parser.add_argument("attached", type=json.loads, help="arguments of attach(), as JSON")
-    parser.add_argument("--steps", type=int, default=240)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    print(json.dumps({"rank": dist.get_rank()} | learn(Task(), args.attached, args.steps)), flush=True)
-    dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,12 @@
-"""The task on which ways of training are compared: equal for equal numbers, learnable, and its text divided. Two ranks."""
+"""The task on which ways of training are compared: equal for equal numbers, learnable, and its text divided."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from pool_kit import pool
 
-from bench.ways_task import SEQUENCES, Task, synchronised
+from bench.ways_task import SEQUENCES, Task
 
 
 def test_the_task_is_a_function_of_rank_and_step_and_can_be_learnt() -> None:
@@ -24,13 +23,3 @@ def test_the_task_is_a_function_of_rank_and_step_and_can_be_learnt() -> None:
         task.loss(model, 0, step, 2 * SEQUENCES).backward()
         optimizer.step()
     assert task.validation(model, sequences=8) < before - 0.3
-
-
-def mean(rank: int) -> tuple[float, float]:
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(model.weight, float(rank))
-    return float(synchronised(model).weight), float(model.weight)
-
-
-def test_what_is_evaluated_is_the_mean_and_leaves_the_model_alone() -> None:
-    assert pool(2).call(mean) == [(0.5, 0.0), (0.5, 1.0)]

@@ -162,6 +162,20 @@ def test_an_empty_store_makes_no_table(tmp_path: Path) -> None:
         learning_table.table(store, "2026-01-02")
 
 
+def test_the_page_shows_each_row_between_its_marks(tmp_path: Path) -> None:
+    store = Store(tmp_path / "none.jsonl")
+    made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"),
+                                rows(measured("int4()", 1.0, every=4) | measured("int4()", 1.0)))
+    text = learning_table.page(f"above\n{learning_table.BEGIN}\nold\n{learning_table.END}\nbelow\n", made, store)
+    assert text.startswith("above\n")
+    assert text.endswith("\nbelow\n")
+    assert "old" not in text
+    assert "| `int4()`, `every=4` | 1.15 | 1.24 | +1.5% | +2.4% | 4 | 4 |" in text
+    assert learning_table.page(text, made, store) == text
+    with pytest.raises(Unmeasurable, match="has no <!-- learning: begin"):
+        learning_table.page("nothing", made, store)
+
+
 def test_the_shipped_table() -> None:
     table = tables.shipped()
     assert tables.rows() is tables.rows() is table.rows

@@ -95,7 +95,9 @@ def test_another_optimizer_costs_the_worse_of_both() -> None:
 
 
 def test_what_nobody_measured_costs_what_its_worst_relatives_do() -> None:
-    assert excess(TABLE, "int8()", Recipe()).steps == pytest.approx(0.2), "of codecs that send every entry in few bits: onebit"
+    assert excess(TABLE, "terngrad()", Recipe()).steps == pytest.approx(0.2), "of codecs that send every entry: onebit"
+    assert excess(TABLE, "int8()", Recipe()).steps == pytest.approx(0.02), "at most what sends less of every entry: int4"
+    assert excess(TABLE, "int8()", Recipe(every=4)).steps == pytest.approx(0.2)
     assert excess(TABLE, "randomk(ratio=0.001)", Recipe()).steps == pytest.approx(2.0), "of sparse ones at the same ratio"
     assert excess(TABLE, "onebit()", Recipe(late=True)).steps == pytest.approx(1.2 * 1.1 / 1.02 - 1), "as much worse as int4 is"
     beyond = excess(TABLE, "topk(ratio=0.01)", Recipe(every=16)).steps

@@ -16,6 +16,8 @@ from commlayer.codec_name import SPARSE, CodecName, named
 DENSE = "identity"
 EXACT = ("identity", "fp16")
 """What costs no steps when gradients are coded."""
+LADDER = ("bf16", "int8", "int4", "onebit")
+"""Each sends less of every entry than the one before, and costs at least as much."""
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 
@@ -101,10 +103,13 @@ class Curves:
         return group or list(here.values())
 
     def _unmeasured(self, place: Place, kind: str) -> Curve:
-        """The worst of the same family here, else of its group, else of all; and what it costs elsewhere, grown as theirs."""
+        """The next coarser one, else the worst of the same family here, else of its group, else of all; and what it costs
+        elsewhere, grown as theirs."""
         here = [k for k in self._points[place] if k != DENSE] or [DENSE]
         family = kind.partition(" ")[0]
-        near = [k for k in here if k.partition(" ")[0] == family] or [k for k in here if _group(k) == _group(kind)] or here
+        coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in here] if kind in LADDER else []
+        near = (coarser[:1] or [k for k in here if k.partition(" ")[0] == family]
+                or [k for k in here if _group(k) == _group(kind)] or here)
         worst = [self._curve(place, k) for k in near]
         plain = self._points[GRADIENTS]
         base = self._curve(GRADIENTS, kind) if place != GRADIENTS and kind in plain else None
