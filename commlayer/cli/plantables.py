@@ -199,7 +199,8 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
 def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     known, wide = all(p.steps for p in told.points), width >= WIDE
     headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
-               *([">dense ms"] if wide or not known else []), ">gain", *([] if known else [">free ms"]), *([">samples/s"] if wide else []), "codec", "way"]
+               *([">dense ms"] if wide or not known else []), ">gain",
+               *([] if known else [">free ms"]), *([">samples/s"] if wide else []), "codec", "way"]
     made = table("", *headers)
     for p in told.points:
         gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
