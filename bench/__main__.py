@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "overhead": "bench.overhead",
     "planner": "bench.planner",
     "sparse": "bench.sparse",
+    "transport": "bench.transport",
     "tuning": "bench.tuning",
     "wan": "bench.wan",
     "ways": "bench.ways",

@@ -137,7 +137,8 @@ class Policy(Record, frozen=True):
     priority: bool = True
     """Forward order on the wire; else by readiness."""
     whole_tree: bool = False
-    """Also what workers cannot run yet, payloads of gradients on GPUs through collectives: to compare with, not to train by."""
+    """Also what workers cannot run yet, payloads of gradients on GPUs that an all-reduce adds up: to compare with, not to train
+    by."""
 
 
 class PlanInputs(Record, frozen=True):
