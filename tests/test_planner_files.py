@@ -6,6 +6,7 @@ import pytest
 from plan_kit import cluster, toy_job
 
 from commlayer import records
+from commlayer.planner.model.cluster import NO_LIMIT
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.tables import machines
 from commlayer.planner.verbs.text_formats import EXAMPLE, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
@@ -107,5 +108,5 @@ def test_rates_that_are_none(text: str) -> None:
 def test_a_missing_profile_is_taken_from_the_tables() -> None:
     profile, policy, timing = checked_inputs(toy_job(), cluster(2, "1g"), None, None)
     assert profile.source == "tables"
-    assert policy.max_loss == 1.0
+    assert policy.max_loss == NO_LIMIT
     assert timing == toy_job().timing

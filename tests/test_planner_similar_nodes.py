@@ -10,7 +10,7 @@ from msgspec import structs
 from plan_kit import toy_job
 
 from commlayer.planner.model import similar_nodes
-from commlayer.planner.model.cluster import Cluster, Link
+from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.model.similar_nodes import EXACT, FEW, condensed
 from commlayer.planner.pricing.problem import Problem
 from commlayer.planner.search import layout_candidate
@@ -92,9 +92,10 @@ def test_what_a_search_cannot_bring_forward_is_not_searched(monkeypatch: pytest.
 
     monkeypatch.setattr(layout_candidate, "search", counted)
     cluster = unequal(32, 90e6, 110e6)
-    made, few = plan(toy_job(), cluster), len(searched)
+    by_step = Policy(objective="step")
+    made, few = plan(toy_job(), cluster, None, by_step), len(searched)
     monkeypatch.setattr(planning, "CHANCE", math.inf)
-    assert plan(toy_job(), cluster) == made
+    assert plan(toy_job(), cluster, None, by_step) == made
     assert len(searched) - few > few
 
 

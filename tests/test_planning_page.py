@@ -12,7 +12,7 @@ import pytest
 from commlayer.cli.main import run
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
-CUT = "...\n"
+CUT = "\n...\n"
 """In an output: the page leaves out the rest."""
 
 

@@ -31,7 +31,7 @@ def make(
     profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
     batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
-    max_loss: Annotated[float, typer.Option(help="By what part the loss may be higher at equal steps: 0.01 is 1 %.")] = 1.0,
+    max_loss: Annotated[float | None, typer.Option(help="By what part the loss may rise at equal steps: 0.01 is 1 %.")] = None,
     loss: Loss = "",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd, else the worse of both counts.", metavar="NAME")] = "",
     objective: Annotated[str, typer.Option(help="loss: seconds to a loss; step: of a step, whatever it learns.")] = "loss",
@@ -46,7 +46,7 @@ def make(
     """Find the plan that is first at a loss, and say why each bucket goes as it goes."""
     from commlayer import plan_file, records
     from commlayer.cli import planfiles, plantables
-    from commlayer.planner.model.cluster import Policy
+    from commlayer.planner.model.cluster import NO_LIMIT, Policy
     from commlayer.planner.model.matrix_shapes import untouched
     from commlayer.planner.search.plan import plan
     from commlayer.planner.simulation.timeline import simulate
@@ -59,7 +59,7 @@ def make(
     job = planfiles.job_named(model, batch)
     machines = planfiles.cluster_named(cluster, nodes)
     measured = planfiles.profile_named(profile)
-    asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=max_loss,
+    asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=NO_LIMIT if max_loss is None else max_loss,
                    objective=planfiles.objective_named(objective), optimizer=planfiles.optimizer_named(optimizer), exact=exact,
                    forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps,
                    staleness=staleness)

@@ -198,20 +198,20 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
 
 def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     known, wide = all(p.steps for p in told.points), width >= WIDE
-    made = table("", "with", ">step ms", *([">x steps", ">to a loss"] if known else []), ">dense ms", ">gain",
-                 *([">free ms", ">samples/s"] if wide else []), "codec", "way", *([] if known else [""]))
-    most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
+    headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
+               *([">dense ms"] if wide or not known else []), ">gain",
+               *([] if known else [">free ms"]), *([">samples/s"] if wide else []), "codec", "way"]
+    made = table("", *headers)
     for p in told.points:
         gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
-        bars = "#" * max(1, round(SHORT_BAR * (p.samples_per_s or 1 / p.plan_s) / most))
-        made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []), ms(p.dense_s),
-                     gain, *([ms(p.free_s), f"{p.samples_per_s:,.1f}"] if wide else []), p.codec, p.way or "plain",
-                     *([] if known else [bars]))
-    names = next(column for column in made.columns if column.header == "codec")
-    names.min_width = max(min(LONGEST, len(word)) for p in told.points for word in p.codec.split() or [""])
+        made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
+                     *([ms(p.dense_s)] if wide or not known else []), gain, *([] if known else [ms(p.free_s)]),
+                     *([f"{p.samples_per_s:,.1f}"] if wide else []), p.codec, p.way or "plain")
+    made.columns[0].no_wrap = True
+    for column in made.columns[-2:]:
+        column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
     yield made
     yield ("gain: of the plan over the best one without compression" + (", in seconds to a loss" if known else "")
-           + "; codec: of most elements" + ("; free: if coding took no time" if wide else "")
-           + ("" if known else "; bar: samples a second"))
+           + "; codec: of most elements; way: how steps are taken" + ("" if known else "; free: if coding took no time"))
     if told.swept == "bandwidth":
         yield break_even(told)

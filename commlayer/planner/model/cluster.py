@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 from commlayer.planner.model.learning import LearningRow
 from commlayer.records import Job, Plan, Record
 
+NO_LIMIT = 1e9
+"""Of loss: more than any way loses."""
+
 
 class Line(Record, frozen=True):
     """Seconds as a line over a size: floor_s + size * slope_s, whatever the size counts (elements, bytes)."""
@@ -113,7 +116,7 @@ class Policy(Record, frozen=True):
 
     codecs: tuple[str, ...] = ()
     """Allowed ones; empty: all of the profile's."""
-    max_loss: float = 1.0
+    max_loss: float = NO_LIMIT
     """By what part the loss may be higher after equally many steps, at most: 0.01 is 1 %."""
     objective: Literal["loss", "step"] = "loss"
     """What is minimised: seconds to a loss, which are seconds of a step times how many times as many steps the plan needs as

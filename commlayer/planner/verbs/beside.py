@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from commlayer.planner.model.cluster import Cluster, Line, Link, Policy, Profile
+from commlayer.planner.model.cluster import NO_LIMIT, Cluster, Line, Link, Policy, Profile
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.input_checks import checked_inputs
@@ -52,7 +52,7 @@ def beside(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, poli
 
 def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
     """The best plan without any codec that exchanges in each step."""
-    policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=1.0)
+    policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=NO_LIMIT)
     return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
 
 
