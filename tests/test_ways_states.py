@@ -115,6 +115,30 @@ def test_a_plan_of_local_steps_runs_under_ddp_without_arguments(way: str, steps:
     assert all(torch.equal(a, b) for a, b in zip(first["after"], second["after"], strict=True)), "behind the end it reduces"
 
 
+def hooks(rank: int, address: str, how: str) -> dict[str, set[int]]:
+    training = Training(rank, address, "gradients", how=how)
+    found: dict[str, set[int]] = {}
+    training.train(1)
+    for way in ("gradients", *(() if how else ("forward",)), "gradients", "round", "gradients"):
+        training.switch(way)
+        training.train(2)
+        held = [training.optimizer._optimizer_step_pre_hooks, training.optimizer._optimizer_step_post_hooks,
+                training.optimizer._optimizer_state_dict_pre_hooks, *(p._backward_hooks for p in training.model.parameters()),
+                *(p._post_accumulate_grad_hooks for p in training.model.parameters())]
+        held += [m._forward_pre_hooks for m in (training.called, *training.model.modules())]
+        found.setdefault(way, set()).add(sum(len(each or ()) for each in held))
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["", "ddp"])
+def test_hooks_of_a_way_are_there_while_it_is_in_force(how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        for found in pool(WORLD).call(hooks, servers.address, how):
+            (least,) = found.pop("gradients")
+            assert all(min(more) > least for more in found.values())
+
+
 def decided(rank: int, address: str, how: str) -> dict[str, Any]:
     """As whoever decides while a job trains: inside a step's end, and inside the exchange of local steps."""
     training = Training(rank, address, "gradients", optimizer="plain", how=how)
