@@ -302,9 +302,9 @@ def is_loopback(host: str) -> bool:
 def check_plain_text(name: str, host: str, config: Config) -> None:
     """Whether traffic may go to or come from `host`; the error names it by `name`."""
     if not is_loopback(host) and not config.insecure and not config.keys:
-        raise RecordError(f"{name}: {host} is not loopback and traffic is plain text without keys: make some with `commlayer "
-                          f"keys init` and set keys ({PREFIX}KEYS) on every machine, or set insecure (insecure=True, "
-                          f"--insecure, {PREFIX}INSECURE=1) for plain text if you trust every machine on the way")
+        raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set keys ({PREFIX}KEYS) to a folder that "
+                          "`commlayer keys init` and `commlayer keys add NAME` make, or set insecure (insecure=True, "
+                          f"--insecure, {PREFIX}INSECURE=1) if you trust every machine on the way")
 
 
 def _check_plain_text(config: Config) -> None:

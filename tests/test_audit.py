@@ -32,7 +32,7 @@ def test_a_job_leaves_its_lines(tmp_path: Path) -> None:
     client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"), mine, Failures()).leave()
     coordinator.close()
     told = lines(path)
-    kinds = [line["event"] for line in told if "no proof" not in line.get("why", "")]
+    kinds = [line["event"] for line in told if "does not prove" not in line.get("why", "")]
     assert kinds == ["refused", "joined", "begun", "left"]
     assert told[0]["event"] == "refused"
     assert "secret" in told[0]["why"]

@@ -107,7 +107,7 @@ PLAIN_TEXT = [
     ({"bind": "0.0.0.0", "insecure": True}, "bind: 0.0.0.0 names no address"),
     ({"bind": "::", "insecure": True, "advertise": "0.0.0.0"}, "advertise: 0.0.0.0 names no address"),
     ({"bind": "0.0.0.0", "advertise": "192.168.1.7", "insecure": True}, ""),
-    ({"bind": "10.0.0.1"}, "make some with `commlayer keys init` and set keys .* or set insecure .insecure=True"),
+    ({"bind": "10.0.0.1"}, "set keys .COMMLAYER_KEYS. .* `commlayer keys init` .* or set insecure .insecure=True"),
     ({"bind": "10.0.0.1", "join": "gpu-box:7000", "keys": "/there"}, "keys: /there/token from argument keys cannot be read"),
     ({"bind": "10.0.0.1", "join": "gpu-box:7000", "keys": "/there", "token": "long-enough"}, ""),
 ]

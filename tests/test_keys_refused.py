@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from control_kit import WAIT_S, Failures, quick
+from control_kit import WAIT_S, Failures, Process, quick
 from keys_kit import Bare, Folders, made_folders  # noqa: F401  (a fixture)
 from transport_kit import exchange_pair, soon
 
@@ -183,6 +183,7 @@ def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders
 def test_another_jobs_secret_is_refused_with_a_good_certificate(
     end: End, folders: Folders, caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "commlayer")
     if end.protocol == tls.DATA:
         worker = TcpTransport(Hello("job", 1), settings=Settings(secret="another-jobs-secret", keys=Keys(folders.worker)))
         with pytest.raises(Refused, match="another secret than the job"):
@@ -192,7 +193,7 @@ def test_another_jobs_secret_is_refused_with_a_good_certificate(
         with pytest.raises(Refused, match="another secret than the job"):
             client.join(":".join(map(str, end.address)), messages.worker("job", 0, 1),
                         quick(token="another-jobs-secret", keys=str(folders.worker)), Failures())
-    logged(caplog, "secret")
+    logged(caplog, "secret" if end.protocol == tls.CONTROL else hello.UNPROVED)
     end.friend(folders.worker)
 
 
@@ -325,3 +326,17 @@ def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_p
         worker.dial(SERVER_BASE, server.listen(), soon())
     for each in (*members, worker, server, coordinator):
         each.close()
+
+
+def test_heartbeats_of_a_held_gil_come_over_tls(folders: Folders) -> None:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=2)
+    failures = Failures()
+    holder = Process(coordinator.address, 1, 2, how="hold_gil", token=SECRET, keys=str(folders.second))
+    mine = quick(token=SECRET, keys=str(folders.worker))
+    member = client.join(coordinator.address, messages.worker("job", 0, 2, plan=b"a plan"), mine, failures)
+    holder.told()
+    assert holder.told() == {"held": True}
+    holder.go_on()
+    member.leave()
+    assert failures.errors == []
+    coordinator.close()

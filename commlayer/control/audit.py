@@ -32,9 +32,9 @@ class Audit:
                 raise RecordError(f"audit: {path} cannot be written: {error.strerror}; name a file in a folder that is "
                                   "there") from None
 
-    def refused(self, where: str, why: str) -> None:
+    def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
         """In the log, too."""
-        log.warning("connection from %s refused: %s", where, why)
+        log.log(level, "connection from %s refused: %s", where, why)
         with self._lock:
             minute, over = int(time.monotonic() // 60), 0
             if minute != self._minute:

@@ -197,9 +197,9 @@ class Coordinator:
             try:
                 body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
             except Unproved:
-                # Also one whose connection was made anew, which then asks for a challenge and is taken.
+                # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken.
                 where = f"{caller.name} at {peer}" if caller else peer
-                self._audit.refused(where, f"its {name} has no proof of this connection with the job's secret")
+                self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
                 raise
             request = messages.unpack(body, kind, peer)
             return self._judge.sealed(data, messages.pack(act(certified(request, caller))))

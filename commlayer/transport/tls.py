@@ -22,7 +22,8 @@ DATA, CONTROL = "commlayer-data", "h2"
 """What the two kinds of connection say that they speak; none takes the other for its own."""
 CHUNK_NBYTES = 128 << 10
 """So much is made ciphertext of at a time, and sent before there is more: it stays in the cache."""
-RAW_NBYTES = 256 << 10
+LEAST_RAW_NBYTES, RAW_NBYTES = 8 << 10, 256 << 10
+"""Taken in at once: little until more has come at once, which no stranger's handshake needs."""
 LINGER_S = 0.5
 """For so long a refused dialler may still send: a connection that is closed over unread bytes loses the reason, too."""
 _LATE, _EARLY, _REVOKED, _PURPOSE, _LIST = 10, 9, 23, 26, 3
@@ -64,7 +65,7 @@ class TlsSocket(socket.socket):
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = keys.context(protocol, server=server).wrap_bio(self._in, self._out, server_side=server)
         self._lock = threading.Lock()
-        self._raw = memoryview(bytearray(RAW_NBYTES))
+        self._raw = memoryview(bytearray(LEAST_RAW_NBYTES))
         self._cipher = memoryview(b"")  # made and not out yet,
         self._plain = 0  # of so many bytes
         self._failed: CommError | None = None
@@ -126,6 +127,8 @@ class TlsSocket(socket.socket):
                 self._in.write(self._raw[:n])
             else:
                 self._in.write_eof()
+        if n == len(self._raw) < RAW_NBYTES and self.peer is not None:
+            self._raw = memoryview(bytearray(2 * n))
 
     def _part(self, deadline: float) -> None:
         """The alert goes out, and what the other end still sends is heard out, so that it reads the alert."""
