@@ -12,7 +12,7 @@ from commlayer.planner.model.paths import parse, spell
 from commlayer.planner.model.runtime_form import lower
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.candidates import options
-from commlayer.planner.search.mixing import SIZES, mixed
+from commlayer.planner.search.mixing import SIZES, WORTH, mixed
 from commlayer.planner.search.plan import plan
 from commlayer.planner.search.prune import alone_s, lane_s
 from commlayer.planner.tables.machines import profile_from_tables
@@ -40,7 +40,7 @@ def test_moving_one_coding_at_a_time_finds_what_trying_all_finds(profile: Profil
     for size in SIZES:
         for price in (lambda steps, n: alone_s(steps, n), lambda steps, n: max(lane_s(steps, n).values())):
             best = min(price(prices.steps(path, CODEC), size) for path in every)
-            assert min(price(prices.steps(path, CODEC), size) for path in found) == pytest.approx(best)
+            assert min(price(prices.steps(path, CODEC), size) for path in found) <= best / (1 - WORTH)
 
 
 def test_what_pays_is_planned_and_runs() -> None:

@@ -17,6 +17,8 @@ from commlayer.planner.search.prune import alone_s, lane_s
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 STARTS = 3
+WORTH = 0.05
+"""What does not win that much in some respect is left out: more to choose from also leads a search astray."""
 OTHER = {"gpu": "cpu", "cpu": "gpu"}
 
 
@@ -34,11 +36,14 @@ def mixed(prices: Prices, paths: Sequence[Path], codec: str, devices: Sequence[s
             return known[path]
 
         for respect in range(len(respects(collective[0]))):
-            for best in sorted(collective, key=lambda path: respects(path)[respect])[:STARTS]:
+            starts = sorted(collective, key=lambda path: respects(path)[respect])[:STARTS]
+            least = respects(starts[0])[respect] * (1 - WORTH)
+            for best in starts:
                 while respects(better := min(_moved(best), key=lambda path: respects(path)[respect]))[respect] \
                         < respects(best)[respect]:
                     best = better
-                found[best] = None
+                if respects(best)[respect] < least:
+                    found[best] = None
     return tuple(path for path in found if not grammar.one_device(path))
 
 
