@@ -16,6 +16,7 @@ MEASUREMENTS = {
     "collectives": "bench.collectives",
     "energy": "bench.energy",
     "kernels": "bench.kernels",
+    "learning": "bench.learning",
     "nodes": "bench.nodes",
     "overhead": "bench.overhead",
     "planner": "bench.planner",

@@ -80,7 +80,7 @@ class _Transformer(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, width), nn.Parameter(torch.zeros(CONTEXT, width))
-        self.layers = nn.ModuleList(_Layer(width) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _Transformer(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)

@@ -7,6 +7,7 @@ adds in member order and codes the sum again. Only what carries bytes is left ou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from commlayer.transport.summation import Reply, Summation
 
 
 class VirtualWorkers:
-    """`world` workers and a server, under a plan of which one server sums every bucket in one round."""
+    """`world` workers and a server, under a plan of which one server sums every bucket."""
 
     def __init__(self, job: Job, plan: Plan, world: int) -> None:
         self.world, self._step = world, 0
@@ -42,25 +43,45 @@ class VirtualWorkers:
         """
         mean = [torch.empty_like(tensor) for tensor in gradients[0]]
         sent, received = [0] * self.world, 0
-        for bucket in self._buckets:
+        for place in range(len(self._buckets)):
+            up, down = self.exchange(place, gradients, mean)
+            sent, received = [a + b for a, b in zip(sent, up, strict=True)], received + down
+        self.end()
+        self.received = received
+        return mean, max(received, *sent)
+
+    def exchange(self, place: int, gradients: Sequence[Any], mean: Any) -> tuple[list[int], int]:
+        """One bucket's part of a step: writes its slices of `mean`. What each worker sends for it, and what each receives.
+
+        Gradients and mean are by the number of the tensor; only the bucket's own need be there.
+        """
+        bucket = self._buckets[place]
+        sent, received, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
+        for worker, own in zip(bucket, gradients, strict=True):
+            worker.rewind()
+            worker.step = self._step
+            worker.sources = [own[s.tensor].contiguous() for s in worker.slices]
+            worker.gather(1.0, 1.0)
+        rounds = len(bucket[0].codec.rounds)
+        for r in range(rounds):
             replies: list[Reply] = []
-            for rank, (worker, own) in enumerate(zip(bucket, gradients, strict=True)):
-                worker.rewind()
-                worker.step = self._step
-                worker.sources = [own[s.tensor].contiguous() for s in worker.slices]
-                worker.gather(1.0, 1.0)
-                body = self.code(rank, worker)
+            for rank, worker in enumerate(bucket):
+                body = worker.payload[: worker.encode_next(r - 1, answers[rank])] if r else self.code(rank, worker)
                 sent[rank] += len(body)
-                header = Header(Kind.PUSH, 1, self._step, worker.id, codec=worker.codec.id, sender=rank, weight=1.0,
+                header = Header(Kind.PUSH, 1, self._step, worker.id, round=r, codec=worker.codec.id, sender=rank, weight=1.0,
                                 used=worker.all_slices, total=float(self.world) if worker.in_means else 0.0)
                 replies += self._server.push(Message(rank, header, body), now=0.0)
             for reply in replies:
-                bucket[reply.peer].decode(memoryview(reply.body))
-            received += len(replies[0].body)
-            bucket[0].commit(1.0 / self.world, [mean[s.tensor] for s in bucket[0].slices])
+                answers[reply.peer] = memoryview(reply.body)
+            received += len(answers[0])
+        for worker, answer in zip(bucket, answers, strict=True):
+            worker.decode(answer)
+        bucket[0].commit(1.0 / self.world, [mean[s.tensor] for s in bucket[0].slices])
+        return sent, received
+
+    def end(self) -> None:
+        """The step is over."""
         self._step += 1
-        self.received = received
-        return mean, max(received, *sent)
 
     def code(self, rank: int, worker: WorkerBucket) -> memoryview:
         """One bucket's payload. For who measures what is sent, too."""

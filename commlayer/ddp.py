@@ -7,6 +7,7 @@ not seen which parameters there are.
 (Annotations are evaluated here: DDP checks those of a hook.)
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -23,10 +24,12 @@ from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
+from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
 from commlayer.job.step_loop import StepLoop
+from commlayer.job.ways import Asked
 from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.model_job import check_dense
@@ -62,6 +65,8 @@ class HookState:
         """
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
         self._process_group = process_group
+        self.ways: DDPWays | None = None
+        """What lets plans step locally, where attach() knows the module and its optimizer."""
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
         """What is to be loaded once there is a connection."""
@@ -144,7 +149,8 @@ class HookState:
             found = found_in([p for part in self._step for p in part.parameters], self.module)
             self.claim(found.named)
             self.connection = connect(found.job, device, start, plan=self._plan, config=self._config, whole=found.whole,
-                                      forbids=_forbids,
+                                      forbids=_forbids if self.ways is None else self.ways.forbids,
+                                      asked=Asked() if self.ways is None else self.ways.asked,
                                       must={"wrapper": "DistributedDataParallel", "optimizer": "not given"})
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
@@ -153,7 +159,12 @@ class HookState:
         self.connection.on_close.append(self._attached.remove)
         self._loop = StepLoop(
             self.connection, [p for _, p in found.named if isinstance(p, nn.Parameter)], found.named, optimizer=self._optimizer,
-            scaler=self._scaler, config=self._config, observers=self.observers)
+            scaler=self._scaler, config=self._config, observers=self.observers,
+            schedule=None if self.ways is None else self.ways.schedule(self.connection, found.named, self.observers))
+        if self.ways is not None and self.connection.worker is not None:
+            self.connection.after_switch.append(self._weigh)
+            self.ways.follow(self._loop, functools.partial(self._attached.check, self._latch))
+            self._weigh()
         for action in self._actions:
             action()
         self._actions.clear()
@@ -175,7 +186,7 @@ class HookState:
 
     def _feed(self, part: _Part) -> None:
         loop = self._averaging()
-        if loop is None:
+        if loop is None or loop.local:
             return
         if self._weight is not None and loop.worker.begins():
             loop.weigh(*self._weight)
@@ -197,7 +208,8 @@ class HookState:
     def _finish(self, step: list[_Part]) -> None:
         """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
         try:
-            if (loop := self._averaging()) is not None:
+            # A pass that DDP was already going to reduce when local steps began is the first of them.
+            if (loop := self._averaging()) is not None and not loop.count_local():
                 gradients: list[torch.Tensor | None] = [None] * len(self._numbers)
                 for part in step:
                     for p, gradient in zip(part.parameters, part.gradients, strict=True):
@@ -219,7 +231,7 @@ class HookState:
             self._attached.check(self._latch)
         if self._error is not None:
             raise self._error
-        if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:
+        if (loop := self._averaging()) is not None and not loop.local and torch._C._current_graph_task_id() >= 0:
             # Behind DDP's own end of the pass, which puts averages into `.grad`.
             torch.autograd.Variable._execution_engine.queue_callback(loop.written)
 
@@ -229,6 +241,21 @@ class HookState:
     def weight(self, n: float, total: float | None = None) -> None:
         """See Session.weight."""
         self._weight = n, total
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Local steps count from the start of a pass, gradients from the first one of a step."""
+        if self._loop is not None and self._loop.local and self._weight is not None:
+            self._loop.weigh(*self._weight)
+            self._weight = None
+
+    def detach(self) -> None:
+        """The session ends."""
+        if self.ways is not None:
+            self.ways.remove()
+            if self._loop is not None:
+                self._loop.detach()
+        self.release()
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""

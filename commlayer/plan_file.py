@@ -15,6 +15,7 @@ from commlayer.balance.tuner_loss import LossModel
 from commlayer.errors import RecordError
 from commlayer.planner.model import cluster as model
 from commlayer.planner.model.cluster import Basis, Node, Policy, Profile
+from commlayer.planner.tables.machines import learning_rows
 from commlayer.records import SCHEMA, Bucket, Plan
 
 
@@ -22,14 +23,20 @@ class PlanFileInputs(model.PlanInputs, frozen=True):
     """What a plan was made from, as it lies beside the plan."""
 
     loss: LossModel | None = None
-    """What codecs cost in quality, as measured; else the tables' guesses count."""
+    """What codecs cost in quality, as measured on the user's own task; else learning rows say it."""
 
     def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
         """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
         if self.loss is None:
-            return self.profile, self.policy
+            return None if self.profile is None else _learnt(self.profile), self.policy
         policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
-        return loss_budget.priced(self.profile or loss_budget.tables(cluster, self.loss, policy.max_loss), policy, self.loss)
+        profile = self.profile or loss_budget.tables(cluster, self.loss, policy.max_loss)
+        return loss_budget.priced(_learnt(profile), policy, self.loss)
+
+
+def _learnt(profile: Profile) -> Profile:
+    """With the shipped table of what ways of training cost in steps, where it has none of its own."""
+    return profile if profile.learning else structs.replace(profile, learning=learning_rows())
 
 
 def text_of(path: str | Path, what: str) -> str:

@@ -179,6 +179,10 @@ class Plan(Record, frozen=True):
     """Predicted seconds of a step; 0: nobody predicted."""
     free_s: float = 0.0
     """Predicted seconds of a step if coding took no time, as far as a search finds: no bound, another plan may be faster."""
+    steps: float = 0.0
+    """Predicted: how many times as many steps it needs to a loss as dense training that exchanges in each; 0: nobody did."""
+    steps_high: float = 0.0
+    """The same, cautiously: what the planner counts with."""
     hosts: tuple[int, ...] = ()
     """The node of each server, as places in the cluster that was planned for; empty: the first that can host one."""
     ratio_over: Literal["bucket", "plan"] = "bucket"

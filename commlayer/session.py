@@ -18,6 +18,7 @@ from commlayer.job.accepted_models import Claim, check_dtypes, check_model, devi
 from commlayer.job.allowed_ways import check_local, forbids_of
 from commlayer.job.clipping import Clipping, checked, clipping
 from commlayer.job.connection import Connection
+from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
@@ -174,8 +175,10 @@ def attach(
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
             if not asked.updates:
-                driver = _DDPDriver(model, HookState(plan, config=read, scaler=scaler, optimizer=optimizer))
-                return Session(driver, clipping(parameters_of(model.module), optimizer, norm))
+                state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer)
+                forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
+                state.ways = DDPWays(model, optimizer, asked=asked, forbids=forbids, outer=outer, deadline_s=read.deadline_s)
+                return Session(_DDPDriver(model, state), clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
             wrapped, model = model, model.module
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
@@ -199,7 +202,7 @@ def attach(
 
 
 def switch(session: Session, plan: Plan) -> None:
-    """Goes over to another plan between two steps; rank 0's counts. All ranks call it together.
+    """Goes over to another plan, and its way of exchanging steps, between two steps. All ranks call it; rank 0's plan counts.
 
     What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
     """
@@ -255,7 +258,7 @@ class _DDPDriver:
     def detach(self) -> None:
         """DDP has no way to take a hook out again."""
         self._averaged.remove()
-        self._state.release()
+        self._state.detach()
 
 
 def _amount(what: str, value: Any) -> float:

@@ -31,8 +31,9 @@ class Rig:
     """`world` workers and the plan's servers in one process."""
 
     def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
-                 buffers: int = 0, stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None) -> None:
-        self.job = job(shapes, buffers)
+                 buffers: int = 0, stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None,
+                 of: Job | None = None) -> None:
+        self.job = of or job(shapes, buffers)
         self.plan = plan or default_plan(self.job, codec=codec, path="service", servers=servers, ranks_per_node=1,
                                          fuse_nbytes=2048, cut_nbytes=4096)
         self.hub = hub or Hub()

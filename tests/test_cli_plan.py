@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from learning_kit import learnt
+from msgspec import structs
 from rich.console import Console
 
 from commlayer.cli import plantables
 from commlayer.cli.main import run
 from commlayer.planner import builtin, plan
 from commlayer.planner.model.cluster import Policy
+from commlayer.planner.verbs.beside import beside
 from commlayer.planner.verbs.diff import Change, Difference, diff
 from commlayer.planner.verbs.explain import explain
 from commlayer.planner.verbs.text_formats import cluster_from_line
@@ -109,6 +112,36 @@ def test_reasons_stand_on_a_narrow_page_too() -> None:
         assert all(word in said for word in reasons)
 
 
+def test_a_plan_stands_beside_what_it_has_to_beat() -> None:
+    job, machines = builtin("lstm"), cluster_from_line(NODES)
+    for costs in (learnt(machines), structs.replace(learnt(machines), learning=())):
+        policy = Policy(exact=False, optimizer="adam")
+        made = plan(job, machines, costs, policy)
+        rows = beside(made, job, machines, costs, policy)
+        assert [row.name for row in rows] == ["this plan", "dense fp32", "DDP fp16", "one machine alone", "its latencies alone"]
+        mine, dense, halves, alone, floor = rows
+        assert mine.step_s == made.step_s
+        assert dense.step_s > halves.step_s > 0.4 * dense.step_s
+        assert floor.step_s <= mine.step_s * (1 + 1e-9)
+        assert made.steps == 0 or 1 <= made.steps <= made.steps_high
+        assert made.steps > 0 or made.local_steps == 1, "what nobody has measured is not done"
+        fastest = max(node.speed for node in machines.nodes)
+        assert alone.step_s * fastest == pytest.approx(3 * (job.timing.forward_s + job.timing.backward_s) + job.timing.update_s)
+        for width in (80, 120):
+            out = io.StringIO()
+            console = Console(width=width, file=out, highlight=False)
+            told = what_if(job, machines, costs, policy, bandwidths=[1e7, 1e9]) if width == 80 and made.steps else None
+            for part in (*plantables.to_a_loss(rows, made.steps > 0), *(plantables.curve(told, width) if told else ())):
+                console.print(part)
+            said = " ".join(out.getvalue().split())
+            assert max(map(len, out.getvalue().splitlines())) <= width
+            assert ("x steps" in said) is (made.steps > 0)
+            assert all(word in said for row in rows for word in row.name.split())
+            if told:
+                assert told.points[0].local_steps > 1
+                assert f"H={told.points[0].local_steps}" in said
+
+
 def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
     assert commlayer("plan", "init")[0] == 0
     assert commlayer("plan", "make", "lstm", "--cluster", "cluster.toml")[0] == 0
@@ -136,6 +169,8 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("make", "lstm", "--nodes", NODES, "--codec", ""), "--codec: codec '': expected name(argument=value"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "nan"), "policy: max_loss is nan, allowed: 0 or more"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "-1"), "policy: max_loss is -1.0"),
+        (("make", "lstm", "--nodes", NODES, "--optimizer", "lion"), "--optimizer lion: allowed are adamw, adam and sgd"),
+        (("make", "lstm", "--nodes", NODES, "--objective", "fame"), "--objective fame: allowed are loss and step"),
         (("make", "lstm", "--nodes", NODES, "--profile", "none.json"), "profile none.json: No such file"),
         (("make", "lstm", "--cluster", "none.toml"), "cluster none.toml: No such file"),
         (("make", "none.json", "--nodes", NODES), "job none.json: No such file"),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -120,7 +121,7 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, line:
         serving = pool.submit(client.join, coordinator.address, messages.server(address), quick(), Failures())
         with pytest.raises(RecordError) as caught:
             uplink.connect(coordinator.address, request, quick())
-        opened.append(serving.result(WAIT_S))
+        opened.append(SimpleNamespace(close=serving.result(WAIT_S).leave))
     assert str(caught.value).startswith(line)
     assert coordinator._state.places[request.token].left == f"could not reach a server: {caught.value}"
 
@@ -129,7 +130,7 @@ class Pair:
     """A coordinator, a server and two connected workers in this process."""
 
     def __init__(self, opened: list[Any], plan: Plan = PLAN, deadline_s: float = 0.1, host: str = "127.0.0.1") -> None:
-        config = quick(deadline_s=deadline_s)
+        config = quick(deadline_s=deadline_s, dead_after_s=WAIT_S)  # nobody dies here, however late a heartbeat is
         coordinator, self.serving, ended = Coordinator(config, servers=1), Serving(host, 0, config), threading.Event()
         opened.extend((coordinator, self.serving))
         with ThreadPoolExecutor(3) as pool:
@@ -138,7 +139,7 @@ class Pair:
             requests = [messages.worker(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
             ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
             member = seat.result(WAIT_S)
-            opened.append(member)
+            opened.append(SimpleNamespace(close=member.leave))  # without a word it would be waited for
             self.serving.start(member.view, member.plan, member.rank)
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)

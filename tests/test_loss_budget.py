@@ -29,7 +29,8 @@ SLOW = cluster_from_line(NODES)
 def lossiest(model: LossModel, max_loss: float) -> float:
     """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each way has half of its codec's."""
     job = builtin("lstm", None)
-    profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), Policy(max_loss=max_loss), model)
+    asked = Policy(max_loss=max_loss, objective="step")
+    profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), asked, model)
     made = plan(job, SLOW, profile, policy)
     both = [sum(loss_budget.penalty(model, codec) for codec in (b.codec, b.down or b.codec)) / 2 for b in made.buckets]
     return sum(b.numel * penalty for b, penalty in zip(made.buckets, both, strict=True)) / job.numel
@@ -44,9 +45,9 @@ def test_a_plan_keeps_the_budget_in_measured_units(max_loss: float) -> None:
 
 def test_what_nobody_measured_is_left_out() -> None:
     profile, policy = loss_budget.priced(profile_from_tables(SLOW), Policy(), MODEL)
-    assert set(policy.codecs) == {"identity()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
+    assert set(policy.codecs) == {"identity()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
     assert {c.codec: c.loss for c in profile.codecs if c.codec in policy.codecs} == {
-        "identity()": 0.0, "int8()": 0.001, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
+        "identity()": 0.0, "int8()": 0.001, "int4()": 0.002, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
     assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "plans in force have to be priced, too"
     with pytest.raises(ValueError, match=r"nobody measured fp16\(\), it has int4 1:1, int8 1:1, mine 1:1, topk 0.01:0.1; "):
         loss_budget.priced(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)

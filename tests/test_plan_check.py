@@ -59,7 +59,8 @@ def test_layouts_and_devices() -> None:
     staged = plan(path=GATHERED, codec="int8()")
     assert unsuited(staged, 4, 1) == ["made for 2 ranks per node, here are 1: make it again, or set ranks_per_node"]
     assert unsuited(plan(path="allreduce"), 4, 1) == []
-    assert "host memory alone" in unsuited(staged, 2, 2, cuda=True)[0]
+    assert unsuited(staged, 2, 2, cuda=True) == []
+    assert "added up in host memory alone" in unsuited(plan(path=REDUCED, codec="shared_int()"), 2, 2, cuda=True)[0]
     assert unsuited(plan(), 2, 2, cuda=True) == []
 
 

@@ -121,7 +121,7 @@ ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, T
     ("allreduce", NEEDS_SERVER, None, False, True, ""),
     (SUMMED, ADDS, None, False, False, ""), (SUMMED, LONELY, None, False, False, "payloads go through an all-reduce"),
     (GATHERED, LONELY, None, False, False, ""), (GATHERED, ADDS, None, False, False, "every rank adds payloads to a dense sum"),
-    (GATHERED, LONELY, None, False, True, "host memory alone"),
+    (GATHERED, LONELY, None, False, True, ""), (SUMMED, ADDS, None, False, True, "added up in host memory alone"),
     (GATHERED, LONELY, LONELY, False, False, "`down` and `by_node`"),
     (GATHERED, LONELY, None, True, False, "`down` and `by_node`"),
     (PUSHED, NEEDS_SERVER, None, False, True, ""), (PUSHED, LONELY, LONELY, True, True, ""),

@@ -12,6 +12,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learning_kit import learnt
 from msgspec import structs
 from plan_kit import cluster, toy_job
 from schedule_kit import chain
@@ -24,6 +25,7 @@ from commlayer.planner.model.runtime_form import lower
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of, way
+from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.candidates import options
 from commlayer.planner.search.choices import Space, search
 from commlayer.planner.search.plan import plan
@@ -143,7 +145,7 @@ def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
     """To a hair: list schedules may lose a little by a task that ends sooner (Graham's anomalies)."""
     def step_s(rate: float) -> float:
         nodes = tuple(structs.replace(n, link=Link(rate, rate, 1e-3)) for n in cluster(3, "1g").nodes)
-        return plan(toy_job(6), Cluster(nodes)).step_s
+        return plan(toy_job(6), Cluster(nodes), None, Policy(objective="step")).step_s
 
     assert step_s(bps * factor) <= step_s(bps) * 1.02
 
@@ -151,13 +153,12 @@ def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
 @pytest.mark.parametrize("max_loss", [0.0, 0.1, 0.3])
 def test_the_loss_budget_holds(max_loss: float) -> None:
     job, machines = toy_job(), CLUSTERS["homes"]
-    profile, policy, _ = checked_inputs(job, machines, None, Policy(max_loss=max_loss))
-    loss_of = {cost.codec: cost.loss for cost in profile.codecs}
-    made = plan(job, machines, None, policy)
-    ups = [sum(loss_of[c] for c in b.by_node) / len(b.by_node) if b.by_node else loss_of[b.codec] for b in made.buckets]
-    downs = [loss_of[b.down] if b.down else up for b, up in zip(made.buckets, ups, strict=True)]
-    lost = sum((up + down) / 2 * b.numel for b, up, down in zip(made.buckets, ups, downs, strict=True))
-    assert lost / job.numel <= max_loss + 1e-9
+    for objective in ("loss", "step"):
+        profile, policy, _ = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
+        made = plan(job, machines, profile, policy)
+        lost = plan_excess(made, job, machines, profile, policy).loss_high
+        assert lost <= max_loss + 1e-9
+        assert lost > 0.2 * max_loss or objective == "loss" or not max_loss, "and uses it where only the step counts"
 
 
 @pytest.mark.parametrize(("link", "narrow"), [("home-100/20", "down"), ("home-20/100", "up")])
@@ -168,18 +169,20 @@ def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> 
     """
     job, machines = toy_job(4, 4_000_000), cluster(4, link, reachable=False, servers=1)
     some, few = "topk(ratio=0.1)", "topk(ratio=0.01)"
-    budget = Policy(codecs=(some, few), max_loss=0.4)
-    made = plan(job, machines, None, budget)
+    budget = Policy(codecs=(some, few), max_loss=0.1, objective="step")
+    made = plan(job, machines, learnt(machines), budget)
     sent = {(b.codec, b.down or b.codec): 0 for b in made.buckets}
     for b in made.buckets:
         sent[b.codec, b.down or b.codec] += b.numel
     assert max(sent, key=sent.__getitem__) == ((few, some) if narrow == "up" else (some, few))
-    assert made.step_s < 0.8 * plan(job, machines, None, structs.replace(budget, codecs=(some,))).step_s
+    assert made.step_s < 0.8 * plan(job, machines, learnt(machines), structs.replace(budget, codecs=(some,))).step_s
 
 
 def test_a_larger_budget_is_never_slower() -> None:
-    steps = [plan(toy_job(), CLUSTERS["homes"], None, Policy(max_loss=x)).step_s for x in (0.0, 0.2, 1.0)]
+    homes = CLUSTERS["homes"]
+    steps = [plan(toy_job(), homes, learnt(homes), Policy(max_loss=x, objective="step")).step_s for x in (0.0, 0.02, 1.0)]
     assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < steps[0]
 
 
 def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
@@ -203,8 +206,8 @@ def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
 
 
 def test_a_slow_node_may_send_less_than_the_others() -> None:
-    policy = Policy(codecs=("topk(ratio=0.1)", "topk(ratio=0.01)"), max_loss=0.4)
-    made = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], None, policy)
+    policy = Policy(codecs=("topk(ratio=0.1)", "topk(ratio=0.01)"), max_loss=0.1, objective="step")
+    made = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], learnt(CLUSTERS["uneven"]), policy)
     assert any(b.by_node and len(set(b.by_node)) > 1 for b in made.buckets)
 
 

@@ -291,8 +291,7 @@ def refused(rank: int, address: str) -> list[str]:
     with pytest.raises(ValueError) as alone:
         commlayer.attach(model, plan=plan(job_of(model)), config=config)
     wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = commlayer.attach(wrapped, optimizer, plan=commlayer.compressors.identity(), config=config)
+    session = commlayer.attach(wrapped, plan=commlayer.compressors.identity(), config=config)
     loss_of(wrapped, rank, 0).backward()
     with pytest.raises(ValueError) as through_ddp:
         commlayer.switch(session, plan(session.inspect.connection.worker.job))
@@ -304,9 +303,9 @@ def refused(rank: int, address: str) -> list[str]:
 def test_local_steps_without_an_optimizer_to_follow_are_refused() -> None:
     with Servers(WORLD, SERVERS) as servers:
         results = pool(WORLD).call(refused, servers.address)
-    for alone, hooked in results:
-        assert alone.startswith(f"plan: of {H} local steps: got optimizer NoneType, allowed: a torch.optim.Optimizer")
-        assert f"of {H} local steps: a communication hook that a script registers averages gradients" in hooked
+    for lines in results:
+        for line in lines:
+            assert line.startswith(f"plan: of {H} local steps: got optimizer NoneType, allowed: a torch.optim.Optimizer")
 
 
 def test_local_steps_and_late_results_are_one_or_the_other() -> None:

@@ -34,11 +34,13 @@ def planned(predicted_s: float) -> Plan:
     return Plan("", (), step_s=predicted_s)
 
 
-def after(steps: list[tuple[Plan | None, float]], state: stale_plan.State = BEGIN) -> tuple[stale_plan.State, list[StalePlan]]:
+def after(
+    steps: list[tuple[Plan | None, float]], state: stale_plan.State = BEGIN, *, first: int = 1,
+) -> tuple[stale_plan.State, list[StalePlan]]:
     """The state behind these steps, and what was said."""
     said = []
-    for requested, seconds in steps:
-        state, stale = stale_plan.decide(state, requested, seconds)
+    for number, (requested, seconds) in enumerate(steps, first):
+        state, stale = stale_plan.decide(state, requested, number, seconds)
         said += [stale] if stale else []
     return state, said
 
@@ -48,7 +50,7 @@ def test_a_prediction_that_does_not_hold_is_said_once(seconds: float) -> None:
     requested = planned(1.0)
     state, said = after([(requested, 9.0)] + [(requested, seconds)] * (PATIENCE - 1))
     assert said == [], "the first step is partly another plan's, and a few others are no trend"
-    state, said = after([(requested, seconds)], state)
+    state, said = after([(requested, seconds)], state, first=PATIENCE + 1)
     assert said == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
     state, said = after([(requested, seconds)] * 200, state)
     assert said == [], "from then on that is what is expected"

@@ -21,6 +21,7 @@ from commlayer.planner import default_plan, diff, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 from commlayer.runtime.model_job import job_of
 
+_ranks = pool_kit.ranks_first(2)
 JOB = Job((TensorInfo("a", (64,)), TensorInfo("b", (64,))))
 
 

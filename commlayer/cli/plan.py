@@ -31,21 +31,26 @@ def make(
     profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
     batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
-    max_loss: Annotated[float, typer.Option(help="Budget of loss in quality, from 0 (none) to 1.")] = 1.0,
+    max_loss: Annotated[float, typer.Option(help="By what part the loss may be higher at equal steps: 0.01 is 1 %.")] = 1.0,
     loss: Loss = "",
-    max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd, else the worse of both counts.", metavar="NAME")] = "",
+    objective: Annotated[str, typer.Option(help="loss: seconds to a loss; step: of a step, whatever it learns.")] = "loss",
+    exact: Annotated[bool, typer.Option("--exact", help="Synchronous SGD up to coding: no local steps, none late.")] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="Results may come in during the next forward pass.")] = False,
+    max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most; 0: as many as pay.")] = 0,
     staleness: Annotated[bool, typer.Option("--staleness", help="Late results may be used a step later.")] = False,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
     json: Json = None,
 ) -> None:
-    """Find the plan with the shortest step, and say why each bucket goes as it goes."""
+    """Find the plan that is first at a loss, and say why each bucket goes as it goes."""
     from commlayer import plan_file, records
     from commlayer.cli import planfiles, plantables
     from commlayer.planner.model.cluster import Policy
     from commlayer.planner.model.matrix_shapes import untouched
     from commlayer.planner.search.plan import plan
     from commlayer.planner.simulation.timeline import simulate
+    from commlayer.planner.verbs.beside import beside
 
     planfiles.check_json(json)
     if out is not None:
@@ -55,7 +60,9 @@ def make(
     machines = planfiles.cluster_named(cluster, nodes)
     measured = planfiles.profile_named(profile)
     asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=max_loss,
-                   devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps, staleness=staleness)
+                   objective=planfiles.objective_named(objective), optimizer=planfiles.optimizer_named(optimizer), exact=exact,
+                   forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps,
+                   staleness=staleness)
     inputs = plan_file.PlanFileInputs(job, machines, measured, asked, planfiles.loss_named(loss))
     costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)
@@ -64,6 +71,8 @@ def make(
     planfiles.write_json(json, records.encode(made).decode())
     console = plantables.console_of()
     console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
+    for part in plantables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
+        console.print(part)
     console.print(plantables.by_decision(made, job, console.width))
     for line in untouched(made, job):
         console.print(line, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from msgspec import structs
 
@@ -66,6 +67,22 @@ def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
         return tuple(spelled.get(bare(text), text) for text in texts)
     except ValueError as error:
         raise ValueError(f"--codec: {error}") from None
+
+
+OPTIMIZERS = {"": "", "other": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
+
+
+def optimizer_named(name: str) -> str:
+    """Its family."""
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {name}: allowed are adamw, adam and sgd (with momentum); leave it out for any other")
+    return OPTIMIZERS[name.lower()]
+
+
+def objective_named(name: str) -> Literal["loss", "step"]:
+    if name not in ("loss", "step"):
+        raise ValueError(f"--objective {name}: allowed are loss and step")
+    return "loss" if name == "loss" else "step"
 
 
 def loss_named(file: str) -> LossModel | None:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.simulation.timeline import Timeline, per_step
+from commlayer.planner.verbs.beside import Beside
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
-from commlayer.planner.verbs.whatif import Curve, break_even
+from commlayer.planner.verbs.whatif import Curve, break_even, way_of
 from commlayer.records import Bucket, Job, Plan
 
 PIPE_WIDTH = 120
@@ -65,11 +66,39 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     ]
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
-    if plan.local_steps > 1:
-        lines.append(f"{plan.local_steps} local steps per exchange")
+    if way := way_of(plan):
+        lines.append(f"steps are taken otherwise than one after the other: {way}")
     if plan.servers:
         lines.append(f"servers on {hosts or f'{plan.servers} nodes'}")
     return "\n".join(lines)
+
+
+def factor(steps: float, high: float) -> str:
+    """
+    >>> factor(1.0, 1.25), factor(1.0, 1.0), factor(0.0, 0.0)
+    ('1.00 - 1.25', '1.00', 'not known')
+    """
+    if not steps:
+        return "not known"
+    return f"{steps:.2f}" if f"{steps:.2f}" == f"{high:.2f}" else f"{steps:.2f} - {high:.2f}"
+
+
+def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]:
+    """The plan beside what it has to beat."""
+    dense_s = next(row.to_loss_s for row in rows if row.name == "dense fp32")
+    made = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
+                 ">of dense fp32's")
+    for row in rows:
+        steps = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
+        made.add_row(row.name, ms(row.step_s), *steps, f"{row.to_loss_s / dense_s:.3g} x")
+    yield made
+    if known:
+        yield ("x steps: how many times as many as dense training needs, the median and cautiously; ms to a loss: cautiously, "
+               "for each step of dense training; alone: the fastest one computes everybody's batch; latencies: if links and "
+               "codecs took no time")
+    mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
+    if mine and alone and alone.to_loss_s < mine.to_loss_s:
+        yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
@@ -116,6 +145,10 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
     what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange take"
     yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
            f"of which computing {ms(told.compute_s)}")
+    if told.steps:
+        whole = told.step_s / told.local_steps * told.steps_high
+        yield (f"steps needed: {factor(told.steps, told.steps_high)} x those of dense training; were all sent so, "
+               f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(whole)} ms for each of those")
     made = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([told.step_s, *(span.end_s for span in told.spans)])
     for span in told.spans:
@@ -146,6 +179,10 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
         return
     yield (f"step {ms(told.step_s[0])} ms -> {ms(told.step_s[1])} ms; {told.buckets[0]} -> {told.buckets[1]} buckets; "
            f"{len(told.changes)} tensors go otherwise")
+    if all(told.steps):
+        steps = [factor(*each) for each in zip(told.steps, told.steps_high, strict=True)]
+        to_loss = [ms(step_s * high) for step_s, high in zip(told.step_s, told.steps_high, strict=True)]
+        yield f"steps needed {steps[0]} x -> {steps[1]} x; to a loss cautiously {to_loss[0]} ms -> {to_loss[1]} ms"
     alike: dict[tuple[str, str], list[str]] = {}
     for change in told.changes:
         alike.setdefault((change.before, change.after), []).append(change.tensor)
@@ -160,13 +197,21 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
 
 
 def curve(told: Curve, width: int) -> Iterator[RenderableType]:
-    made = table("", "with", ">step ms", ">dense ms", ">gain", ">free ms", ">samples/s", "")
+    known, wide = all(p.steps for p in told.points), width >= WIDE
+    made = table("", "with", ">step ms", *([">x steps", ">to a loss"] if known else []), ">dense ms", ">gain",
+                 *([">free ms", ">samples/s"] if wide else []), "codec", "way", *([] if known else [""]))
     most = max((p.samples_per_s or 1 / p.plan_s) for p in told.points)
     for p in told.points:
         gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
-        made.add_row(p.label, ms(p.plan_s), ms(p.dense_s), gain, ms(p.free_s), f"{p.samples_per_s:,.1f}",
-                     "#" * max(1, round(bar_of(width) * (p.samples_per_s or 1 / p.plan_s) / most)))
+        bars = "#" * max(1, round(SHORT_BAR * (p.samples_per_s or 1 / p.plan_s) / most))
+        made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []), ms(p.dense_s),
+                     gain, *([ms(p.free_s), f"{p.samples_per_s:,.1f}"] if wide else []), p.codec, p.way or "plain",
+                     *([] if known else [bars]))
+    names = next(column for column in made.columns if column.header == "codec")
+    names.min_width = max(min(LONGEST, len(word)) for p in told.points for word in p.codec.split() or [""])
     yield made
-    yield "gain: of the plan over the best one without compression; free: if coding took no time; bar: samples a second"
+    yield ("gain: of the plan over the best one without compression" + (", in seconds to a loss" if known else "")
+           + "; codec: of most elements" + ("; free: if coding took no time" if wide else "")
+           + ("" if known else "; bar: samples a second"))
     if told.swept == "bandwidth":
         yield break_even(told)

@@ -11,7 +11,6 @@ from commlayer import records
 from commlayer.cli.measuring import job_made_by, made_by
 from commlayer.cli.planfiles import check_out, write
 from commlayer.planner.model.cluster import CodecCost, Line, Profile
-from commlayer.planner.model.codec_sizes import codec_loss
 from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
 
@@ -47,7 +46,7 @@ def profile(
         return  # the rest is rank 0's
     # First, since it is the user's and may fail, and costs take longest.
     timed = job_made_by(made, model, batch or None) if made is not None else None
-    costs = tuple(_with_loss(cost) for cost in codec_costs.measure(names))
+    costs = codec_costs.measure(names)
     besides, copy = bucket_overheads.measure(), codec_costs.copies() or PCIE_COPY
     measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
     files: dict[Path, Record] = {out: measured} if timed is None else {out: measured, job: timed}
@@ -97,13 +96,6 @@ def _besides(profile: Profile, bucket_error: float) -> list[str]:
     said += [line(f"collectives {where}", of, "a message") for where, of in
              (("inside a node", profile.inside), ("between nodes", profile.across)) if of.slope_s]
     return said
-
-
-def _with_loss(cost: CodecCost) -> CodecCost:
-    """Time can be measured here, what a codec costs in quality cannot: that is the tables'."""
-    from msgspec import structs
-
-    return structs.replace(cost, loss=codec_loss(cost.codec))
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:

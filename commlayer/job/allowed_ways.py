@@ -35,8 +35,6 @@ def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
             return "a GradScaler skips steps by all gradients, so backward() waits for them"
         if clips:
             return "max_norm= clips by the norm of all gradients, so step() waits for them"
-        if connection.groups is not None and connection.groups.ranks_per_node > 1:
-            return "ranks of a node hand results on to each other, so backward() waits for them"
         if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
             return "the ranks' optimizers are in different states since they stepped locally"
         return ""
@@ -51,13 +49,13 @@ def _asked_otherwise(connection: Connection, way: str) -> str:
         return f"attach() was told {asked}"
     if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):
         return f"attach() was told {asked}"
-    if way in ("local", "round") and asked.every == 1:
-        return "attach() was told every=1"
+    if asked.every is not None and (asked.every > 1) == (way == "updates"):
+        return f"attach() was told {asked}"
     return ""
 
 
-def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
-    """Of what attach() was given. Asked, it tries: an optimizer may have changed since."""
+def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, hook: object = None) -> Forbids:
+    """Of what attach() was given. Asked, it tries: an optimizer may have changed since. `hook`: the state of ours on DDP."""
 
     def forbids(way: str) -> str:
         try:
@@ -66,7 +64,7 @@ def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer:
             else:
                 check_local(optimizer)
                 if isinstance(model, DistributedDataParallel):
-                    check_silenceable(model)
+                    check_silenceable(model, hook)
         except ValueError as error:
             return str(error)
         return ""

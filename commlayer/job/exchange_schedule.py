@@ -19,6 +19,10 @@ from commlayer.runtime.worker import Worker
 log = logging.getLogger("commlayer")
 
 
+def _nothing() -> None:
+    """Everything is in the exchange."""
+
+
 class ExchangeSchedule:
     """Of one attached model, under whatever plan is in force; under one that averages gradients it does nothing.
 
@@ -29,11 +33,13 @@ class ExchangeSchedule:
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
         hooks: OptimizerHooks, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
+        share: Callable[[], None] = _nothing,
     ) -> None:
-        """`model`: the module whose forward passes are counted."""
+        """`model`: the module whose forward passes come behind exchanges. `share` is called with each, on all ranks."""
         self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
+        self._share = share
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
         connection.catch_up.append(self._if_due)
@@ -109,5 +115,6 @@ class ExchangeSchedule:
         return self._connection.worker
 
     def _tell(self) -> None:
+        self._share()
         for observer in self._observers:
             observer.after_exchange()

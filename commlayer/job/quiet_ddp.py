@@ -16,14 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 class QuietDDP:
     """Of one module."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, *, syncing: bool = True, first: bool = True) -> None:
+        """`first`: ahead of the hooks that there are. `syncing` is so before the first forward pass."""
         self._ddp, self._said = ddp, (True, True)
-        self.syncing = True
+        self.syncing = syncing
         """Whether the script wants the pass under way synchronised: it is in no `ddp.no_sync()`."""
-        self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=True),
+        self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=first),
                          ddp.register_forward_hook(self._restore, always_call=True)]
 
     def _silence(self, ddp: Any, _args: Any) -> None:
+        if not self._handles:
+            return  # a hook ahead of this one has removed it
         if ddp._join_config.enable:
             raise ValueError("the model is in DistributedDataParallel's join(): local steps are exchanged by all ranks alike; "
                              "give all ranks the same number of batches")
@@ -45,14 +48,14 @@ class QuietDDP:
         self._ddp.require_forward_param_sync = True
 
 
-def check_silenceable(ddp: DistributedDataParallel) -> None:
-    """ValueError for a module that would not train as it does, if it were silent."""
+def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
+    """ValueError for a module that would not train as it does, if it were silent. `own`: the state of our hook on it."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise ValueError(f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without every "
                          "and codes, or freeze it")
     if ddp.mixed_precision is not None:
         raise ValueError("DistributedDataParallel(mixed_precision=...) swaps weights around its reductions, of which local "
                          "steps make none: take torch.autocast")
-    if ddp._comm_hooks:
+    if any(state is not own or own is None for _, state in ddp._comm_hooks):
         raise ValueError("the DistributedDataParallel module has a communication hook, and local steps reduce no gradients: "
                          "make the module without it")

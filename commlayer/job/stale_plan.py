@@ -24,8 +24,6 @@ REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer
 class State(Record, frozen=True):
     """What is known of the plan that is watched."""
 
-    step: int = 0
-    """Steps that have ended, under whatever plan."""
     plan: Plan | None = None
     check: PredictionCheck | None = None
     """None where nothing is predicted."""
@@ -33,20 +31,19 @@ class State(Record, frozen=True):
     """Seconds of the latest steps under the plan; the check sees their median."""
 
 
-def decide(state: State, plan: Plan | None, step_s: float) -> tuple[State, StalePlan | None]:
-    """After a step. `plan`: the requested plan in force; None where the plan was left to commlayer.
+def decide(state: State, plan: Plan | None, step: int, step_s: float) -> tuple[State, StalePlan | None]:
+    """After a step, by its number. `plan`: the requested plan in force; None where the plan was left to commlayer.
 
     A plan's first step is not compared: part of it was another plan's. What was said of a plan becomes what is expected of it,
     so that the same is not said twice.
     """
-    state = structs.replace(state, step=state.step + 1)
     if plan is not state.plan:
         check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
-        return State(state.step, plan, check), None
+        return State(plan, check), None
     if state.check is None:
         return state, None
     recent = (*state.recent[-2:], step_s)
-    check, stale = state.check.observe(median(recent), state.step)
+    check, stale = state.check.observe(median(recent), step)
     if stale is not None:
         check = PredictionCheck(stale.measured_s, usual=True)
     return structs.replace(state, recent=recent, check=check), stale
@@ -68,10 +65,10 @@ class StalePlanWatch:
         step_s = time.perf_counter() - self._ended
         plan = made.plan
         warming = plan is not None and made.worker is not None and made.worker.step < plan.warmup
-        self._state, stale = decide(self._state, None if made.auto or warming else plan, step_s)
+        self._state, stale = decide(self._state, None if made.auto or warming else plan, made.steps, step_s)
         if stale is not None:
             made.events.append(stale)
-            said = f"step {self._state.step}: {stale.reason}; {REMEDY}"
+            said = f"step {stale.step}: {stale.reason}; {REMEDY}"
             made.decisions.append(said)
             log.log(logging.WARNING if stale.measured_s > stale.predicted_s else logging.INFO, said)
         self._ended = time.perf_counter()

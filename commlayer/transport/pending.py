@@ -13,6 +13,7 @@ from commlayer.errors import CommError, DeadlineExceeded
 GROUP = "a peer of the process group"
 """A collective does not say which: the heartbeats do."""
 LOOK_S = 0.5
+POLL_S = 2e-4
 
 
 class Pending:
@@ -25,6 +26,14 @@ class Pending:
         """Whether `wait` would not wait."""
         work = self._work
         return work is None or bool(work.is_completed())
+
+    def over(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        """As `wait`, with the host waiting on CUDA, too: what others queue on the current stream meanwhile does not wait."""
+        while self._on_device and not self.is_over() and time.monotonic() < deadline:
+            if (cause := failed()) is not None:
+                raise cause
+            time.sleep(POLL_S)
+        self.wait(deadline, failed)
 
     def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
         """Until `deadline` of time.monotonic(), or until failed() gives an error, which is raised.

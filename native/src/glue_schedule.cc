@@ -66,7 +66,7 @@ class Schedule {
   int64_t begun() const { return begun_; }
 
   Reals sweep(Ints choice, const Ints& buckets, double limit, double now, int32_t most, const std::optional<Ints>& only,
-              double enough) {
+              double enough, const std::optional<Reals>& factors) {
     check(choice);
     if (buckets.empty()) wrong("buckets");
     below("buckets", buckets, 0, in_.buckets);
@@ -81,10 +81,13 @@ class Schedule {
       below("only", *only, 0, options(buckets[0]));
       for (const int32_t j : *only) open[static_cast<size_t>(j)] = 1;
     }
+    if (factors && (factors->size() != open.size() ||
+                    std::any_of(factors->begin(), factors->end(), [](double each) { return !(each > 0); })))
+      wrong("factors");
     Reals out(open.size());
     foresee();
-    begun_ += cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), open.data(), limit, now, most,
-                                 enough, scratch_.data(), out.data());
+    begun_ += cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), open.data(),
+                                 factors ? factors->data() : nullptr, limit, now, most, enough, scratch_.data(), out.data());
     for (const double step_s : out) told(step_s);
     return out;
   }
@@ -216,7 +219,7 @@ void bind_schedule(nb::module_& m) {
       .def("run", &Schedule::run, "choice"_a, "limit"_a = HUGE_VAL)
       .def("trace", &Schedule::trace, "choice"_a)
       .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a, "now_s"_a = std::nan(""), "most"_a = 0,
-           "only"_a = nb::none(), "enough"_a = -HUGE_VAL)
+           "only"_a = nb::none(), "enough"_a = -HUGE_VAL, "factors"_a = nb::none())
       .def_prop_ro("begun", &Schedule::begun);
 }
 

@@ -348,8 +348,8 @@ extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice
 }
 
 extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n,
-                                      const uint8_t* open, double limit, double now, int32_t most, double enough, void* scratch,
-                                      double* out) {
+                                      const uint8_t* open, const double* factor, double limit, double now, int32_t most,
+                                      double enough, void* scratch, double* out) {
   cml::Run run(*in, scratch);
   int32_t* kept = run.kept();
   for (int32_t i = 0; i < n; ++i) kept[i] = choice[buckets[i]];
@@ -359,11 +359,13 @@ extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, c
   int32_t tried = 0;
   double best[CML_SCHEDULE_MOST];
   std::fill(best, best + CML_SCHEDULE_MOST, cml::kNever);
+  const auto times = [factor](int32_t option) { return factor == nullptr ? 1.0 : factor[option]; };
   const auto found = [&](int32_t option, double step_s) {
     out[option] = step_s;
-    if (step_s <= enough) limit = -cml::kNever;
+    double price = step_s * times(option);
+    if (price <= enough) limit = -cml::kNever;
     for (double& each : best)
-      if (step_s < each) std::swap(each, step_s);
+      if (price < each) std::swap(each, price);
     if (most > 0) limit = std::min(limit, best[most - 1] * (1 + CML_SCHEDULE_EQUAL));
   };
   for (int32_t j = 0; j < options; ++j) {
@@ -374,14 +376,14 @@ extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, c
       continue;
     }
     for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = j;
-    waiting[tried++] = {run.least(choice, limit), j};
+    waiting[tried++] = {run.least(choice, limit / times(j)) * times(j), j};
   }
   std::sort(waiting, waiting + tried, [](const cml::Event& a, const cml::Event& b) {
     return a.at < b.at || (a.at == b.at && a.task < b.task);
   });
   for (int32_t k = 0; k < tried && waiting[k].at < cml::kNever && limit > -cml::kNever; ++k) {
     for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = waiting[k].task;
-    found(waiting[k].task, run.run(choice, limit, nullptr, nullptr));
+    found(waiting[k].task, run.run(choice, limit / times(waiting[k].task), nullptr, nullptr));
   }
   for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = kept[i];
   return run.begun();

@@ -22,7 +22,6 @@ from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import RecordedStep
 from commlayer.planner.model.cluster import Basis, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
-from commlayer.planner.model.codec_sizes import codec_loss
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
@@ -148,15 +147,12 @@ _copies = functools.cache(codec_costs.copies)
 
 
 def _profile(current: Plan, steps: list[RecordedStep], collectives: Grouped, codecs: Sequence[str]) -> Profile:
-    """Costs on this machine, beside training; codecs as plans spell them, in full.
-
-    What codecs lose cannot be measured here: it is taken from the tables.
-    """
+    """Costs on this machine, beside training; codecs as plans spell them, in full."""
     used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
     names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
     alone = codec_costs.measure(names)
     load = load_of(steps, current, alone)
-    costs = tuple(structs.replace(under(load, cost), loss=codec_loss(cost.codec)) for cost in alone)
+    costs = tuple(under(load, cost) for cost in alone)
     besides, copy = _overheads(), _copies()
     return Profile(costs, besides.server, besides.bucket.floor_s, copy or Line(0.0), across=collectives.across,
                    source="measured")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from commlayer.planner.model.learning import LearningRow
 from commlayer.records import Job, Plan, Record
 
 
@@ -68,8 +69,9 @@ class CodecCost(Record, frozen=True):
     """Also the price of adding one payload to a sum."""
     nbytes: Line
     """Bytes of a payload over elements: the one line that is no time."""
-    loss: float = 0.0
-    """What it costs in final quality, in units of the policy's budget (a tuner measures it)."""
+    loss: float | None = None
+    """By what part the loss is higher after equally many steps (0.01: 1 %), as a tuner measured it on the user's own task;
+    None: what the profile's learning rows say."""
     rounds: int = 1
     """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
     sums: bool = False
@@ -97,6 +99,11 @@ class Profile(Record, frozen=True):
     say; 0: nobody has."""
     across: Line = Line(0.0)
     """The same of collectives between nodes. None is faster than the links that it crosses."""
+    learning: tuple[LearningRow, ...] = ()
+    """What ways of training cost in steps and in loss, as measured; none: all steps count alike."""
+    energy: tuple[float, ...] = ()
+    """What parts of the gradients' energy the job's tensors have: what a bucket's codec costs counts by them. None: elements
+    count alike."""
     source: str = "tables"
     """"tables", "measured" or a name that a person gave."""
 
@@ -107,15 +114,28 @@ class Policy(Record, frozen=True):
     codecs: tuple[str, ...] = ()
     """Allowed ones; empty: all of the profile's."""
     max_loss: float = 1.0
+    """By what part the loss may be higher after equally many steps, at most: 0.01 is 1 %."""
+    objective: Literal["loss", "step"] = "loss"
+    """What is minimised: seconds to a loss, which are seconds of a step times how many times as many steps the plan needs as
+    dense training; or seconds of a step, whatever it learns."""
+    optimizer: str = ""
+    """Its family: "sgd" (with momentum) or "adam" (AdamW, LANS and their like); empty, or anything else: the worse of both."""
+    exact: bool = True
+    """Only ways that are synchronous SGD up to coding. False: also local steps, coded updates and late results."""
+    forward: bool = False
+    """Whether results may come in during the next forward pass (overlap="forward"): of one worker a node, attached plainly."""
     devices: tuple[str, ...] = ("gpu", "cpu")
     max_encodes: int = 4
     """Compressions of one gradient on its way."""
-    max_local_steps: int = 1
+    max_local_steps: int = 0
+    """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as were measured."""
     staleness: bool = False
+    """Whether results may be used one step late; without `exact` they may."""
     priority: bool = True
     """Forward order on the wire; else by readiness."""
     whole_tree: bool = False
-    """Also what workers cannot run yet, payloads of gradients on GPUs through collectives: to compare with, not to train by."""
+    """Also what workers cannot run yet, payloads of gradients on GPUs that an all-reduce adds up: to compare with, not to train
+    by."""
 
 
 class PlanInputs(Record, frozen=True):

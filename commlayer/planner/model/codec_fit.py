@@ -49,8 +49,8 @@ def misfits(
     elif not grammar.summing(path) and not all(codec.alone for codec in ups):
         yield ("every rank adds payloads to a dense sum, allowed are codecs of one round that need no server; "
                "put this one on path 'service', or one whose payloads add up on 'encode@cpu all.allreduce decode@cpu'")
-    if gpus:
-        yield "payloads are moved between ranks from host memory alone: for a model on GPUs take path 'service'"
+    if gpus and grammar.summing(path):
+        yield "payloads are added up in host memory alone: for a model on GPUs take a path without an all-reduce of payloads"
 
 
 def fits(

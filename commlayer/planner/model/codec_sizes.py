@@ -1,7 +1,7 @@
 """What coding an element costs where nobody has measured: bytes touched and bytes sent, by the codec's parsed name.
 
 Codecs are bound by memory, so an element costs the bytes that its kernels read and write, over the part of the stream's speed
-that the project's own bench finds for the codec. Losses are guesses that rank codecs, until a tuner has measured them.
+that the project's own bench finds for the codec. What codecs lose is not known here: learning rows say it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
-from commlayer.codec_name import LEVEL_BITS, VALUE_BITS, CodecName, named
+from commlayer.codec_name import LEVEL_BITS, VALUE_BITS, CodecName
 from commlayer.records import Record
 
 
@@ -21,7 +21,6 @@ class Touch(Record, frozen=True):
     encode: float
     decode: float
     sent: float
-    loss: float
     sums: bool = False
     alone: bool = True
     answers: bool = True
@@ -34,10 +33,6 @@ POSITION_ROOM = 1.15
 """What coded positions take over their entropy."""
 SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
 """Gradient and residual are read, the residual written. Scoring runs takes topk's time once more."""
-LEVEL_LOSS = {1: 0.6, 3: 0.4, 7: 0.2, 15: 0.15, 127: 0.1}
-"""Of qsgd: with four bits as int4, with eight as int8."""
-POWER_LOSS = {3: 0.3, 4: 0.2, 5: 0.2, 8: 0.2}
-"""Of natural: from four bits on the error is that between neighbouring powers of two."""
 
 
 def touch(name: CodecName) -> Touch:
@@ -54,37 +49,22 @@ def touch(name: CodecName) -> Touch:
                            alone=made.alone and not any(layer.family == "ef21" for layer in layers))
 
 
-UNKNOWN_LOSS = 0.5
+def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecName], Touch]:
+    return lambda name: _quantised(name, speed, bits, scale_nbytes)
 
 
-def codec_loss(text: str) -> float:
-    """The guess at what a codec costs in quality; that of a coarse one where there is none."""
-    try:
-        return touch(named(text)).loss
-    except ValueError:
-        return UNKNOWN_LOSS
-
-
-def _quantiser(speed: float, bits: float, scale_nbytes: int, loss: float) -> Callable[[CodecName], Touch]:
-    return lambda name: _quantised(name, speed, bits, scale_nbytes, loss)
-
-
-def _quantised(name: CodecName, speed: float, bits: float, scale_nbytes: int, loss: float) -> Touch:
+def _quantised(name: CodecName, speed: float, bits: float, scale_nbytes: int) -> Touch:
     """`speed`: encoding's part of the stream's."""
     code = bits / 8
-    return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"), loss)
+    return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"))
 
 
 def _qsgd(name: CodecName) -> Touch:
-    return _quantised(name, 0.35, LEVEL_BITS[name.get("levels")], 2, LEVEL_LOSS[name.get("levels")])
+    return _quantised(name, 0.35, LEVEL_BITS[name.get("levels")], 2)
 
 
 def _natural(name: CodecName) -> Touch:
-    return _quantised(name, 0.3, name.get("bits"), 1, POWER_LOSS[name.get("bits")])
-
-
-def _sparse_loss(ratio: float) -> float:
-    return min(1.0, 0.25 * -math.log10(ratio))
+    return _quantised(name, 0.3, name.get("bits"), 1)
 
 
 def _topk(name: CodecName) -> Touch:
@@ -98,12 +78,12 @@ def _block_threshold(name: CodecName) -> Touch:
 
 
 def _picked(encode: float, ratio: float, entry_nbytes: float) -> Touch:
-    return Touch(encode, 4 + 64 * ratio, ratio * entry_nbytes, _sparse_loss(ratio))
+    return Touch(encode, 4 + 64 * ratio, ratio * entry_nbytes)
 
 
 def _randomk(name: CodecName) -> Touch:
     ratio = float(name.get("ratio"))
-    return Touch(12, 4 + 64 * ratio, ratio * VALUE_BITS[name.get("values")] / 8, min(1.0, 2 * _sparse_loss(ratio)),
+    return Touch(12, 4 + 64 * ratio, ratio * VALUE_BITS[name.get("values")] / 8,
                  sums=True, alone=False, answers=False)
 
 
@@ -112,7 +92,7 @@ def _chain(name: CodecName) -> Touch:
     first, second = touch(name.get("first")), touch(name.get("second"))
     ratio = name.ratio or 1.0
     positions = first.sent - ratio * 4
-    return structs.replace(first, sent=positions + ratio * second.sent, loss=max(first.loss, second.loss),
+    return structs.replace(first, sent=positions + ratio * second.sent,
                            encode=first.encode + ratio * second.encode, decode=first.decode + ratio * second.decode)
 
 
@@ -125,15 +105,15 @@ def _position_nbytes(ratio: float) -> float:
 
 
 _FAMILIES: Mapping[str, Callable[[CodecName], Touch]] = {
-    "identity": lambda _: Touch(0, 12, 4, 0.0, sums=True),
-    "fp16": lambda _: Touch(6, 10, 2, 0.0),
-    "bf16": lambda _: Touch(6, 10, 2, 0.0),
-    "int8": _quantiser(0.72, 8, 4, 0.1),
-    "int4": _quantiser(0.72, 4, 2, 0.2),
-    "onebit": _quantiser(0.746, 1, 2, 0.5),
+    "identity": lambda _: Touch(0, 12, 4, sums=True),
+    "fp16": lambda _: Touch(6, 10, 2),
+    "bf16": lambda _: Touch(6, 10, 2),
+    "int8": _quantiser(0.72, 8, 4),
+    "int4": _quantiser(0.72, 4, 2),
+    "onebit": _quantiser(0.746, 1, 2),
     "qsgd": _qsgd,
     "natural": _natural,
-    "terngrad": _quantiser(0.35, 1.6, 2, 0.6),
+    "terngrad": _quantiser(0.35, 1.6, 2),
     "topk": _topk,
     "dgc": _topk,
     "randomk": _randomk,

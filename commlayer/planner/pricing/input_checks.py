@@ -26,6 +26,8 @@ def checked_inputs(
     if not problems and profile is None:
         profile = tables_profile(cluster, policy)
     problems += [] if profile is None else [*profile_problems(profile), *device_problems(profile, cluster)]
+    if profile is not None and len(profile.energy) not in (0, len(job.tensors)):
+        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors")
     if problems:
         raise ValueError(problems[0])
     assert profile is not None
@@ -125,12 +127,24 @@ def profile_problems(profile: Profile) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(cost, field), f" of {where}"))
         if cost.nbytes.floor_s == cost.nbytes.slope_s == 0:
             yield f"{name}: nbytes of {where} is 0 for every size, allowed: above 0"
-        if not _time(cost.loss):
+        if cost.loss is not None and not _time(cost.loss):
             yield f"{name}: loss of {where} is {cost.loss}, allowed: 0 or more"
     for field in ("server", "copy", "inside", "across"):
         yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(profile, field)))
+    if not all(map(_time, profile.energy)) or (profile.energy and not sum(profile.energy) > 0):
+        yield f"{name}: energy has a part below 0, or nothing above it; allowed: 0 or more, not all 0"
     if not _time(profile.bucket_s):
         yield f"{name}: bucket_s is {profile.bucket_s}, allowed: 0 or more"
+
+
+def learning_problems(profile: Profile) -> Iterator[str]:
+    """Of rows that somebody wrote; those that were measured here are not looked through for each plan."""
+    for row in profile.learning:
+        wrong = misspelled(row.codec)
+        if wrong or row.every < 1 or not (row.steps >= 1 and row.steps_high >= 1 and _time(row.loss) and _time(row.loss_high)):
+            said = (f"{row.codec} every={row.every} has steps {row.steps:g} to {row.steps_high:g} and loss {row.loss:g}, "
+                    "allowed: every and steps of 1 or more, losses of 0 or more")
+            yield f"profile {profile.source!r}: learning: {wrong or said}"
 
 
 def device_problems(profile: Profile, cluster: Cluster) -> Iterator[str]:
@@ -149,8 +163,10 @@ def policy_problems(policy: Policy) -> Iterator[str]:
         yield f"policy: devices is {', '.join(policy.devices) or 'empty'}, allowed: gpu, cpu"
     if not policy.max_loss >= 0:
         yield f"policy: max_loss is {policy.max_loss}, allowed: 0 or more"
-    if policy.max_local_steps < 1:
-        yield f"policy: max_local_steps is {policy.max_local_steps}, allowed: 1 or more"
+    if policy.max_local_steps < 0:
+        yield f"policy: max_local_steps is {policy.max_local_steps}, allowed: 1 or more, or 0 for as many as are usual"
+    if policy.objective not in ("loss", "step"):
+        yield f"policy: objective is {policy.objective!r}, allowed: loss, step"
     if policy.max_encodes < 0:
         yield f"policy: max_encodes is {policy.max_encodes}, allowed: 0 or more"
 

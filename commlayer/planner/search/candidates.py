@@ -17,6 +17,7 @@ from commlayer.planner.model.codec_fit import Promise, fits, on_gpus, promise_of
 from commlayer.planner.model.option import DENSE, Option
 from commlayer.planner.model.paths import ALIASES, Path, parse, spell
 from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.search.mixing import mixed
 from commlayer.planner.search.prune import unbeaten
 
 SIZES = (1 << 8, 1 << 25)
@@ -43,7 +44,10 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
             paths = [path for path in grammar.options(cluster, devices=devices, max_encodes=policy.max_encodes,
                                                       sums=promise.sums, kinds=kinds, dense=False, servers="cpu" in priced)
                      if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
-            kept = dict.fromkeys(path for judge in (coded[0], coded[-1]) for path in unbeaten(prices, paths, judge, *SIZES))
+            judges = (coded[0], coded[-1])
+            kept = dict.fromkeys(path for judge in judges for path in unbeaten(prices, paths, judge, *SIZES))
+            if all(node.device != "cpu" for node in cluster.nodes if node.ranks):
+                kept |= dict.fromkeys(path for judge in judges for path in mixed(prices, tuple(kept), judge, devices))
             made += [Option(_name(path, cluster), name) for path in kept for name in coded]
             made += _uneven(cluster, coded, promise, [path for path in kept if grammar.served(path)])
     return made

@@ -1,20 +1,21 @@
 """Finds a good choice of one option per bucket: uniform starts, a beam over sizes, then single changes. Knows no paths.
 
-A choice is better when its step is shorter; among equal steps, when it loses less; then when it keeps the lanes less busy.
+A choice's price is its step times how many times as many steps it needs as dense training: 1 + its excess. A choice is better
+when its price is lower; among equal prices, when it needs fewer steps or loses less; then when it keeps the lanes less busy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, product
-from operator import getitem
+from itertools import combinations, product, repeat
+from operator import getitem, mul
 from typing import NamedTuple
 
 from commlayer.planner.simulation.schedule import Schedule
 
 EQUAL = 1e-9
-"""Steps that differ by less than this fraction are equal."""
+"""Prices that differ by less than this fraction are equal."""
 EXHAUSTIVE = 2000
 """So many choices or fewer are all tried."""
 PAIRS = 12000
@@ -22,11 +23,11 @@ PAIRS = 12000
 FEW, FEWEST = 12, 6
 """With so many buckets or fewer, the search goes on to the last bit; and from all states of the beam, else from the best."""
 WORTH = 1e-3
-"""With many buckets, the search goes on as long as a round of changes shortens the step by this fraction."""
+"""With many buckets, the search goes on as long as a round of changes lowers the price by this fraction."""
 TAKERS, GIVERS, GIVEN = 4, 12, 6
 """When the loss budget is used up: options of more loss that are tried, buckets that may pay for one, and payments."""
 RELAXED = 3
-"""Options, those that lose least first, which a bucket is offered that may do without its own."""
+"""Options, the finest first, which a bucket is offered that may do without its own."""
 
 
 class Space(NamedTuple):
@@ -43,9 +44,15 @@ class Space(NamedTuple):
     """Buckets that have the same options, the largest first; inside a class by readiness."""
     max_loss: float = math.inf
     slack: float = 0.0
-    """Fraction of the step that is given up where something can do without coding or loss for it."""
+    """Fraction of the price that is given up where something can do without coding or loss for it."""
     least_s: float = 0.0
     """No choice's step is shorter, as far as is known."""
+    excess: Sequence[Sequence[float]] | None = None
+    """What part of its steps dense training would need once more, were the rest dense; None: steps all count alike."""
+
+    @property
+    def least_excess(self) -> float:
+        return sum(map(min, self.excess)) if self.excess else 0.0
 
 
 class ChoiceFound(NamedTuple):
@@ -55,12 +62,22 @@ class ChoiceFound(NamedTuple):
     loss: float
     burden: float
     choice: tuple[int, ...]
+    excess: float = 0.0
+
+    @property
+    def price(self) -> float:
+        """Seconds for each step that dense training needs."""
+        return self.step_s * (1 + self.excess)
 
 
 def better(a: ChoiceFound, b: ChoiceFound) -> bool:
-    if abs(a.step_s - b.step_s) > EQUAL * max(a.step_s, b.step_s):
-        return a.step_s < b.step_s
-    return (a.loss, a.burden, a.choice) < (b.loss, b.burden, b.choice)
+    if abs(a.price - b.price) > EQUAL * max(a.price, b.price):
+        return a.price < b.price
+    return _finer(a) < _finer(b)
+
+
+def _finer(found: ChoiceFound) -> tuple[object, ...]:
+    return found.excess, found.loss, found.burden, found.choice
 
 
 def search(
@@ -85,7 +102,12 @@ def best(states: Sequence[ChoiceFound]) -> ChoiceFound:
 
 
 def _order(found: ChoiceFound) -> tuple[object, ...]:
-    return found.step_s, found.loss, found.burden, found.choice
+    return found.price, *_finer(found)
+
+
+def finest(space: Space, found: ChoiceFound) -> ChoiceFound:
+    """The same with everything as fine as it can be at a price that is higher by the space's slack at most."""
+    return _Search(space, False).relax(found, most=len(max(space.loss, key=len, default=())))
 
 
 class _Search:
@@ -94,6 +116,7 @@ class _Search:
         self.counts = [len(losses) for losses in space.loss]
         self.every = range(len(self.counts))
         self.within = space.max_loss * (1 + EQUAL) + 1e-12
+        self.extra = space.excess
 
     def run(self, starts: Sequence[ChoiceFound], width: int) -> ChoiceFound:
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
@@ -117,10 +140,20 @@ class _Search:
         return self.weighed(step_s, self.loss(choice), choice)
 
     def weighed(self, step_s: float, loss: float, choice: tuple[int, ...]) -> ChoiceFound:
-        return ChoiceFound(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice)
+        return ChoiceFound(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice, self.excess(choice))
 
     def loss(self, choice: Sequence[int]) -> float:
         return sum(map(getitem, self.space.loss, choice))
+
+    def excess(self, choice: Sequence[int]) -> float:
+        return sum(map(getitem, self.extra, choice)) if self.extra else 0.0
+
+    def factors(self, choice: Sequence[int], buckets: Sequence[int]) -> list[float] | None:
+        """By option, of the choice with that option for all these buckets: what its step is multiplied by."""
+        if not self.extra:
+            return None
+        rest = self.excess(choice) - sum([self.extra[b][choice[b]] for b in buckets])
+        return [1 + rest + sum(each) for each in zip(*[self.extra[b] for b in buckets], strict=True)]
 
     def allowed(self, choice: Sequence[int]) -> bool:
         return self.loss(choice) <= self.within
@@ -141,7 +174,8 @@ class _Search:
     def priced(self, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
         least = self.least()
         if not self.allowed(least):
-            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it")
+            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it; the finest "
+                             f"loses {self.loss(least):.3g}: allow a little more than that, or finer codecs")
         if not starts:
             starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
         distinct = dict.fromkeys([least, *map(tuple, starts)])
@@ -159,19 +193,21 @@ class _Search:
         for members in self.space.classes:
             kept = states
             for state, part in product(states, list(_parts(members))):
-                limit = kept[-1].step_s if len(kept) == width else math.inf
+                limit = kept[-1].price if len(kept) == width else math.inf
                 kept = self.best([*kept, *self.swept(state, part, limit, width)], width)
             states = kept
         return states
 
     def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float, most: int) -> Iterator[ChoiceFound]:
-        """With each option in turn for all these buckets, within budget and limit: the `most` shortest of them, or more."""
+        """With each option in turn for all these buckets, within budget and limit: the `most` cheapest of them, or more."""
         choices = [_with(found.choice, buckets, option) for option in range(self.counts[buckets[0]])]
         losses = list(map(self.loss, choices))
         only = None if self.space.max_loss == math.inf else [o for o, loss in enumerate(losses) if loss <= self.within]
-        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only)
-        for choice, loss, step_s in zip(choices, losses, steps, strict=True):
-            if step_s <= limit * (1 + EQUAL) and choice != found.choice and loss <= self.within:
+        factors = self.factors(found.choice, buckets)
+        steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only,
+                                          -math.inf, factors)
+        for choice, loss, step_s, factor in zip(choices, losses, steps, factors or repeat(1.0, len(steps)), strict=True):
+            if step_s * factor <= limit * (1 + EQUAL) and choice != found.choice and loss <= self.within:
                 yield self.weighed(step_s, loss, choice)
 
     # ---- local improvement
@@ -181,11 +217,12 @@ class _Search:
         worth = WORTH if len(self.counts) > FEW else EQUAL
         moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
         improving = True
-        while improving and found.step_s * (1 - worth) > self.space.least_s:
+        least = self.space.least_s * (1 + self.space.least_excess)
+        while improving and found.price * (1 - worth) > least:
             improving = False
             for move in moves:
                 improved = move(found)
-                if improved.step_s < found.step_s * (1 - worth):
+                if improved.price < found.price * (1 - worth):
                     found, improving = improved, True
                     break
         return self.relax(found)
@@ -193,7 +230,7 @@ class _Search:
     def singles(self, found: ChoiceFound) -> ChoiceFound:
         critical = self.space.critical(found.choice)
         for b in (b for members in self.space.classes for b in members if b in critical):
-            for other in self.swept(found, (b,), found.step_s, 1):
+            for other in self.swept(found, (b,), found.price, 1):
                 found = other if better(other, found) else found
         return found
 
@@ -203,7 +240,7 @@ class _Search:
         for a, b in combinations(self.every, 2):
             for option in range(self.counts[a]):
                 first = found._replace(step_s=math.nan, choice=_with(found.choice, (a,), option))
-                for other in self.swept(first, (b,), found.step_s, 1):
+                for other in self.swept(first, (b,), found.price, 1):
                     found = other if better(other, found) else found
         return found
 
@@ -214,21 +251,29 @@ class _Search:
         many = len(self.counts) > FEW
         wanted: list[tuple[float, int, int]] = []
         for b in sorted(self.space.critical(found.choice)):
-            limit = wanted[-1][0] if many and len(wanted) == TAKERS else found.step_s * (1 - WORTH)
+            limit = wanted[-1][0] if many and len(wanted) == TAKERS else found.price * (1 - WORTH)
             dear = [o for o in range(self.counts[b]) if not self.allowed(_with(found.choice, (b,), o))]
-            steps = self.space.schedule.sweep(
-                list(found.choice), [b], limit, found.step_s, TAKERS if many else 0, dear) if dear else []
-            wanted = sorted([*wanted, *((s, b, o) for o, s in enumerate(steps) if s < found.step_s * (1 - WORTH))])
+            prices = self.tried(found.choice, b, limit, found.step_s, TAKERS if many else 0, dear) if dear else []
+            wanted = sorted([*wanted, *((s, b, o) for o, s in enumerate(prices) if s < found.price * (1 - WORTH))])
             wanted = wanted[:TAKERS] if many else wanted
         for _, b, option in wanted:
             other = self.paid(found, b, option)
             found = other if other is not None and better(other, found) else found
         return found
 
+    def tried(
+        self, choice: tuple[int, ...], b: int, limit: float, now_s: float, most: int, only: list[int],
+    ) -> list[float]:
+        """Prices with each of these options for the bucket; infinity where above the limit."""
+        factors = self.factors(choice, (b,))
+        steps = self.space.schedule.sweep(list(choice), [b], limit, now_s, most, only, -math.inf, factors)
+        return steps if factors is None else list(map(mul, steps, factors))
+
     def paid(self, found: ChoiceFound, taker: int, option: int) -> ChoiceFound | None:
         """With that option for the taker; the loss is made good by one other, or by several in turn."""
         choice = _with(found.choice, (taker,), option)
         step_s = self.space.schedule.run(list(choice))
+        price = step_s * (1 + self.excess(choice))
         givers = [b for members in self.space.classes for b in dict.fromkeys((members[0], members[-1])) if b != taker]
         best: ChoiceFound | None = None
         for _ in range(GIVEN):
@@ -236,31 +281,33 @@ class _Search:
             for giver in givers[:GIVERS]:
                 losses, now = self.space.loss[giver], self.space.loss[giver][choice[giver]]
                 milder = [o for o, loss in enumerate(losses) if loss < now]
-                for o, other_s in enumerate(self.space.schedule.sweep(list(choice), [giver], found.step_s, step_s, 0, milder)):
-                    if other_s < found.step_s:
+                for o, other in enumerate(self.tried(choice, giver, found.price, step_s, 0, milder)):
+                    if other < found.price:
                         made = _with(choice, (giver,), o)
-                        offers.append(((other_s - step_s) / (now - losses[o]), losses[o], other_s, made))
-                        if self.allowed(made) and (best is None or other_s < best.step_s):
-                            best = self.found(other_s, made)
+                        offers.append(((other - price) / (now - losses[o]), losses[o], other, made))
+                        if self.allowed(made) and (best is None or other < best.price):
+                            best = self.found(other / (1 + self.excess(made)), made)
             if not offers:
                 break
             # Whoever frees most loss for what it costs the step.
-            _, _, step_s, choice = min(offers)
+            _, _, price, choice = min(offers)
+            step_s = price / (1 + self.excess(choice))
             if self.allowed(choice):
                 break
         return best
 
-    def relax(self, found: ChoiceFound) -> ChoiceFound:
-        """Takes back what does not shorten the step: where a bucket is sent before a gap, the gap would only widen."""
-        limit = found.step_s * (1 + self.space.slack)
-        dearest = [(-self.space.loss[b][o], -self.space.burden[b][o], b) for b, o in enumerate(found.choice)]
-        for _, _, b in sorted(dearest):
-            now = found.choice[b]
-            prices = list(zip(self.space.loss[b], self.space.burden[b], range(self.counts[b]), strict=True))
-            for _, _, option in sorted(price for price in prices if price[:2] < prices[now][:2])[:RELAXED]:
+    def relax(self, found: ChoiceFound, most: int = RELAXED) -> ChoiceFound:
+        """Takes back what does not lower the price: where a bucket is sent before a gap, the gap would only widen."""
+        limit, extra = found.price * (1 + self.space.slack), self.extra or [[0.0] * n for n in self.counts]
+        coarse = [list(zip(*each, range(n), strict=True))
+                  for *each, n in zip(extra, self.space.loss, self.space.burden, self.counts, strict=True)]
+        for b in sorted(self.every, key=lambda b: ([-x for x in coarse[b][found.choice[b]][:3]], b)):
+            now = coarse[b][found.choice[b]]
+            for *_, option in sorted(each for each in coarse[b] if each[:3] < now[:3])[:most]:
                 choice = _with(found.choice, (b,), option)
-                step_s = self.space.schedule.run(list(choice), limit * (1 + 2 * EQUAL))
-                if step_s <= limit * (1 + EQUAL):
+                factor = 1 + self.excess(choice)
+                step_s = self.space.schedule.run(list(choice), limit * (1 + 2 * EQUAL) / factor)
+                if step_s * factor <= limit * (1 + EQUAL) and self.allowed(choice):
                     found = self.found(step_s, choice)
                     break
         return found

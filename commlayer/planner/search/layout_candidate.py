@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -14,26 +14,32 @@ from commlayer.planner.model.buckets import Sort
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES, SPREAD_NBYTES, spread
 from commlayer.planner.model.float64 import EXACT, unrounded
+from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.matrix_shapes import shaped
 from commlayer.planner.model.option import DENSE, Option
 from commlayer.planner.pricing.batched import alone_s, stack
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Load, Problem, flatten
-from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, priced, search
+from commlayer.planner.pricing.steps_needed import weights
+from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, finest, priced, search
 from commlayer.planner.search.layout import Kind, Layout, Piece
 from commlayer.planner.search.placement import assign
 from commlayer.planner.search.ways import Ways, free
+from commlayer.planner.simulation.computing import awaited, behind_s, locally, pace, tail
 from commlayer.planner.simulation.critical_path import critical
 from commlayer.planner.simulation.schedule import schedule
-from commlayer.planner.simulation.timeline import pace, tail
 from commlayer.records import Bucket, Job, Plan, Timing
 
 K = TypeVar("K")
+Overlap = Literal["", "round", "forward"]
 
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
 SLACK = 1e-3
 """A plan may be so much slower (as a fraction) than the best one found if it loses or codes less."""
+FINEST = 0.03
+"""The same of seconds to a loss, which are not known as well: what is hidden is free, so nothing is coded harder than a link
+asks for."""
 
 REFINED, WIDENED = 3, 24
 """Rounds of refining, and buckets in each."""
@@ -84,9 +90,11 @@ class LayoutCandidate:
     """`useful[b]` are the options, by their numbers in `ways`, that bucket b's choice counts through."""
 
     def __init__(
-        self, inputs: SearchInputs, ways: Ways, layout: Layout, local_steps: int = 1, useful: list[list[int]] | None = None,
+        self, inputs: SearchInputs, ways: Ways, layout: Layout, recipe: Recipe | None = None,
+        useful: list[list[int]] | None = None,
     ) -> None:
-        self.inputs, self.ways, self.layout, self.local_steps = inputs, ways, layout, local_steps
+        self.inputs, self.ways, self.layout, self.recipe = inputs, ways, layout, recipe or ways.recipe
+        self.local_steps = self.recipe.every
         self.options, self.hosts = ways.options, ways.prices.hosts
         ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
         self.per_node = ranks.pop() if len(ranks) == 1 else 1
@@ -100,6 +108,11 @@ class LayoutCandidate:
     def fitted(self) -> bool:
         """Whether its servers sum unequal parts, as their links ask for."""
         return len(set(self.ways.prices.spread)) > 1
+
+    @property
+    def kept_budget(self) -> bool:
+        """Whether any choice keeps the budget of loss."""
+        return sum(map(min, self.space.loss)) <= self.inputs.policy.max_loss
 
     @cached_property
     def uniform(self) -> list[ChoiceFound]:
@@ -128,20 +141,27 @@ class LayoutCandidate:
         """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
         entry = self
         for _ in range(REFINED):
-            if found.step_s * (1 - WORTH) <= entry.least_s:
+            if found.price * (1 - WORTH) <= entry.least_price:
                 break
             held = [b for b in entry.space.critical(found.choice) if not self.layout.kinds[b][0]]
             useful = list(entry.useful)
             for b in sorted(held, key=lambda b: (-self.layout.sizes[b], b))[:WIDENED]:
                 octave = self.layout.kinds[b][1]
                 useful[b] = sorted({*useful[b], *self.ways.unbeaten(1 << (octave - 1), 1 << octave)})
-            wider = LayoutCandidate(self.inputs, self.ways, self.layout, self.local_steps, useful)
+            wider = LayoutCandidate(self.inputs, self.ways, self.layout, self.recipe, useful)
             choice = [new.index(old[place]) for new, old, place in zip(useful, entry.useful, found.choice, strict=True)]
             other = search(wider.space._replace(least_s=wider.least_s), [choice], width=1, thorough=False)
-            if other.step_s > found.step_s * (1 - WORTH):
+            if other.price > found.price * (1 - WORTH):
                 break
             entry, found = wider, other
         return entry, found
+
+    def finest(self, found: ChoiceFound) -> ChoiceFound:
+        """With everything as fine as it can be at nearly that price, also as written."""
+        if not self.ways.steps_count:
+            return found
+        finer = finest(self.space._replace(slack=FINEST), found)
+        return finer if self.exact(finer) <= self.exact(found) * (1 + FINEST) else found
 
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
@@ -149,13 +169,17 @@ class LayoutCandidate:
     def free_s(self) -> float:
         """The step if coding took no time: the best of a narrow search, so no bound on other plans."""
         prices = self.ways.prices
-        ways = Ways(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread), self.options)
+        ways = self.ways.at(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread))
         useful = self._useful(ways)
         return search(self._space(ways, useful), self._starts(useful), width=1).step_s
 
     def exact_s(self, found: ChoiceFound) -> float:
         """Seconds of one step of what emit() would write; the search knows buckets that are spread over all servers."""
         return self._as_written(found).seconds
+
+    def exact(self, found: ChoiceFound) -> float:
+        """Seconds of what emit() would write for each step that dense training needs."""
+        return self.exact_s(found) * (1 + found.excess)
 
     def parts(self, found: ChoiceFound) -> list[CandidatePart]:
         """What emit() writes down."""
@@ -213,6 +237,7 @@ class LayoutCandidate:
                                   option.by_node))
         served = any(self.options[part.option].served for part in parts)
         made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
+                    "updates" if locally(self.recipe) else "gradients", cast(Overlap, self.recipe.overlap),
                     hosts=self.hosts if served else ())
         return unrounded(made, job)
 
@@ -265,9 +290,11 @@ class LayoutCandidate:
         return [[of.get(option, 0) for of in places] for option in range(len(self.options))]
 
     def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
-        sizes, total = self.layout.sizes, sum(self.layout.sizes)
         loads, held_s = _loads(ways, [[(option, 0, 0) for option in mine] for mine in useful], self.layout.pieces)
-        loss = [[ways.losses[o] * size / total for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+        extra, losses = ways.under(self.recipe)
+        counts = self._counts
+        loss, excess = ([[of[o] * part for o in mine] for mine, part in zip(useful, counts, strict=True)]
+                        for of in (losses, extra))
         codes = [CODES * (option.codec != DENSE) for option in self.options]
         burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, held_s, strict=True)]
@@ -278,26 +305,43 @@ class LayoutCandidate:
             _, starts, ends = made_schedule.trace(list(choice))
             return critical(problem, choice, starts, ends)
 
-        return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK)
+        return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK,
+                     excess=excess if ways.steps_count else None)
+
+    @property
+    def least_price(self) -> float:
+        """No choice's price is lower, as far as is known."""
+        return self.least_s * (1 + self.space.least_excess)
 
     @cached_property
     def least_s(self) -> float:
         """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
         job, timing = self.inputs.job, self.inputs.timing
         nodes = self.ways.prices.groups
-        paces = pace(job, timing, [piece.slices for piece in self.layout.pieces], nodes, self.local_steps)
+        paces = pace(job, timing, [piece.slices for piece in self.layout.pieces], nodes, self.recipe)
+        behind = self._behind(self.layout.pieces) or [0.0] * len(self.layout.pieces)
         ends = [max(each.work_s for each in paces)]
         for options, buckets in _alike(self.useful):
             numels = np.array([float(self.layout.sizes[b]) for b in buckets])
             alone = np.min([alone_s(self.ways.template(option), numels) for option in options], axis=0)
-            ends += [min(each.ready_s[b] for each in paces) + float(s) for b, s in zip(buckets, alone, strict=True)]
-        return max(ends) + tail(timing, nodes, self.local_steps)
+            ends += [min(each.ready_s[b] for each in paces) + float(s) + behind[b] for b, s in zip(buckets, alone, strict=True)]
+        return max(ends) + tail(timing, nodes, self.recipe)
+
+    def _behind(self, pieces: Sequence[Piece]) -> list[float]:
+        return behind_s(self.inputs.timing, [piece.urgency for piece in pieces], self.ways.prices.groups, self.recipe)
+
+    @cached_property
+    def _counts(self) -> list[float]:
+        """What each bucket's codec counts for."""
+        return weights(self.inputs.job, [piece.slices for piece in self.layout.pieces], self.inputs.profile.energy)
 
     def _problem(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Problem:
         job, timing, _, _, policy = self.inputs
         nodes = ways.prices.groups
-        return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.local_steps),
-                       tail_s=tail(timing, nodes, self.local_steps), priority=policy.priority)
+        if behind := self._behind(pieces):
+            loads = awaited(loads, behind)
+        return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.recipe),
+                       tail_s=tail(timing, nodes, self.recipe), priority=policy.priority)
 
 
 def _loads(

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from msgspec import structs
-
 from commlayer.planner.model import buckets
 from commlayer.planner.model.cluster import Cluster, Node, Policy, Profile
+from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.model.similar_nodes import condensed
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.search import other_ways
 from commlayer.planner.search.candidates import allowed_codecs, options
 from commlayer.planner.search.choices import ChoiceFound
 from commlayer.planner.search.layout import Layout
@@ -22,15 +22,12 @@ from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInp
 from commlayer.planner.search.placement import shares
 from commlayer.planner.search.reasons import explained
 from commlayer.planner.search.ways import Ways
-from commlayer.planner.simulation.timeline import exact_s
 from commlayer.records import Job, Plan
 
 FINALISTS = 2
 """Sets of limits and hosts that are searched in full, after all have been tried with one option for every bucket."""
 PAYS = 0.02
-"""Compression must shorten a step by this fraction, else the plan does without it: it is not free of risk."""
-WORTH = 0.02
-"""Local steps and staleness must shorten a step by this fraction: nobody has measured what they lose."""
+"""Compression must win this fraction, else the plan does without it: it is not free of risk."""
 
 CHANCE = 0.02
 """By so much (as a fraction) what is written may be shorter than others by chance."""
@@ -61,7 +58,8 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
-    """The plan with the shortest simulated step within the policy. Equal arguments give equal plans."""
+    """The plan that is first at a loss within the policy, by simulated steps and by how many of them it needs; or, where the
+    policy's objective is the step, the one whose step is shortest. Equal arguments give equal plans."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = SearchInputs(job, timing, condensed(cluster), profile, policy)
     tried = _tried(inputs)
@@ -70,65 +68,48 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     choices += [(entry, entry.quick) for entry in finalists]
     entry, found = _best(choices)
     entry, found = _best([(entry, found), entry.refined(found)])
-    pays_s = entry.exact_s(found) * (1 + PAYS)
-    if able := [each for each in tried if _about_s(each, each.dense) < pays_s]:
-        densest, = _shortest(able, 1, lambda entry: entry.dense)
-        if densest.exact_s(densest.dense) < pays_s:
+    pays = entry.exact(found) * (1 + PAYS)
+    if able := [each for each in tried if _about(each, each.dense) < pays]:
+        densest, = _cheapest(able, 1, lambda entry: entry.dense)
+        if densest.exact(densest.dense) < pays:
             entry, found = densest, densest.dense
-    least_s, every = entry.exact_s(found) * (1 - WORTH), entry
-    for local_steps in _local_steps(policy.max_local_steps):
-        # Two may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
-        rarer = LayoutCandidate(inputs, every.ways, every.layout, local_steps)
-        rarer, sparser = _best([(rarer, rarer.searched), (rarer, rarer.quick)])
-        if rarer.exact_s(sparser) <= least_s:
-            entry, found, least_s = rarer, sparser, rarer.exact_s(sparser) * (1 - WORTH)
-    entry.found = found
-    made = entry.emit()
-    if policy.staleness and entry.local_steps == 1:
-        made = _stale(made, inputs)
+    entry, made = other_ways.best(entry, found)
     return explained(made, entry, cluster)
-
-
-def _local_steps(most: int) -> list[int]:
-    """
-    >>> _local_steps(1), _local_steps(4), _local_steps(6)
-    ([], [2, 4], [2, 4, 6])
-    """
-    doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
-    return [*doubled, most] if most > 1 else []
 
 
 def _best(choices: list[tuple[LayoutCandidate, ChoiceFound]]) -> tuple[LayoutCandidate, ChoiceFound]:
     """By the exact simulation of what would be written, of those that may be the best."""
-    (entry, found), *others = sorted(choices, key=lambda pair: _about_s(*pair))
+    (entry, found), *others = sorted(choices, key=lambda pair: _about(*pair))
     for other in others:
-        if _about_s(*other) < entry.exact_s(found) and other[0].exact_s(other[1]) < entry.exact_s(found):
+        if _about(*other) < entry.exact(found) and other[0].exact(other[1]) < entry.exact(found):
             entry, found = other
     return entry, found
 
 
-def _about_s(entry: LayoutCandidate, found: ChoiceFound) -> float:
-    """What a step that was searched is surely not below."""
-    return found.step_s / entry.local_steps * (1 - NEAR)
+def _about(entry: LayoutCandidate, found: ChoiceFound) -> float:
+    """What the price of what was searched is surely not below."""
+    return found.price / entry.local_steps * (1 - NEAR)
 
 
 def _promising(entry: LayoutCandidate, finalists: list[LayoutCandidate]) -> bool:
     """Whether a search could put it ahead. It can gain no more than what its quick choice is above its bound; what being
     written down costs beside that it does not see."""
-    gain_s = (entry.quick.step_s - entry.least_s) / entry.local_steps
-    return entry.exact_s(entry.quick) - gain_s <= min(each.exact_s(each.quick) for each in finalists) * (1 + CHANCE)
+    gain = (entry.quick.price - entry.least_price) / entry.local_steps
+    return entry.exact(entry.quick) - gain <= min(each.exact(each.quick) for each in finalists) * (1 + CHANCE)
 
 
 def _tried(inputs: SearchInputs) -> list[LayoutCandidate]:
     """All limits with all hosts; with one host, where all have equal links, those that were best."""
     layouts = _layouts(inputs)
+    plain = Recipe(inputs.policy.optimizer, workers=inputs.cluster.ranks)
+    steps_count = inputs.policy.objective == "loss" and bool(inputs.profile.learning)
     tried: list[LayoutCandidate] = []
     for hosts in host_sets(inputs.cluster):
         if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
             break
         # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
         prices = Prices(inputs.cluster, inputs.profile, hosts.places, spread=hosts.parts)
-        ways = Ways(prices, options(prices, inputs.policy))
+        ways = Ways(prices, options(prices, inputs.policy), plain, steps_count=steps_count)
         tried += [LayoutCandidate(inputs, ways, layout) for layout in layouts]
         if _even(inputs.cluster):
             layouts = [entry.layout for entry in _finalists(tried)]
@@ -150,21 +131,21 @@ def _layouts(inputs: SearchInputs) -> list[Layout]:
 def _finalists(tried: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Of those that share sums by links one besides, which even parts, simpler to search, would else leave behind."""
     evenly, by_links = ([e for e in tried if _by_links(e) is such] for such in (False, True))
-    return _shortest(evenly, FINALISTS, lambda entry: entry.quick) + _shortest(by_links, 1, lambda entry: entry.quick)
+    return _cheapest(evenly, FINALISTS, lambda entry: entry.quick) + _cheapest(by_links, 1, lambda entry: entry.quick)
 
 
-def _shortest(
+def _cheapest(
     tried: list[LayoutCandidate], most: int, which: Callable[[LayoutCandidate], ChoiceFound],
 ) -> list[LayoutCandidate]:
     """By what would be written of them, which takes some per cent longer than what was searched, and not all alike."""
     found: list[tuple[float, int, LayoutCandidate]] = []
     left = WRITTEN
-    for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).step_s)):
+    for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).price)):
         kind = which(entry)
-        if len(found) == most and (kind.step_s >= found[-1][0] or left <= 0):
+        if len(found) == most and (kind.price >= found[-1][0] or left <= 0):
             break
         left -= len(entry.hosts) ** 2
-        found = sorted([*found, (max(kind.step_s, entry.exact_s(kind)), place, entry)])[:most]
+        found = sorted([*found, (max(kind.price, entry.exact(kind)), place, entry)])[:most]
     return [entry for *_, entry in found]
 
 
@@ -211,18 +192,3 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
 
 def _bps(node: Node) -> float:
     return min(node.link.up_bps, node.link.down_bps)
-
-
-def _stale(plan: Plan, inputs: SearchInputs) -> Plan:
-    """The fewest of the buckets that are ready last whose results may be a step late, if that is worth it."""
-    job, _, cluster, profile, policy = inputs
-    served = [b for b in plan.buckets if b.served]
-    gradients = [b.id for b in served if not job.tensors[b.slices[0].tensor].buffer]
-    best, best_s = plan, exact_s(plan, job, cluster, profile, policy)
-    for share in (8, 4, 2, 1):
-        late = set(gradients[len(gradients) - -(-len(gradients) // share) :])
-        made = structs.replace(plan, buckets=tuple(structs.replace(b, stale=b.id in late) for b in plan.buckets))
-        step_s = exact_s(made, job, cluster, profile, policy)
-        if step_s < best_s * (1 - WORTH):
-            best, best_s = made, step_s
-    return best

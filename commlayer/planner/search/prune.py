@@ -39,11 +39,21 @@ def _beats(a: Weights, b: Weights) -> bool:
     return all(seconds <= b.get(key, 0.0) for key, seconds in a.items())
 
 
-def _weights(steps: Sequence[WalkedOp], sizes: Sequence[int]) -> Weights:
+def _lanes(steps: Sequence[WalkedOp]) -> dict[str, Line]:
     lanes: dict[str, Line] = {}
     for step in steps:
         for lane, line in step.lanes:
             lanes[lane] = plus(lanes[lane], line) if lane in lanes else line
+    return lanes
+
+
+def lane_s(steps: Sequence[WalkedOp], numel: int) -> dict[str, float]:
+    """Seconds that the path holds each lane."""
+    return {lane: line(numel) for lane, line in _lanes(steps).items()}
+
+
+def _weights(steps: Sequence[WalkedOp], sizes: Sequence[int]) -> Weights:
+    lanes = _lanes(steps)
     weights = {(lane, size): line(size) for size in sizes for lane, line in lanes.items()}
     for size in sizes:
         weights["", size] = alone_s(steps, size)

@@ -10,6 +10,7 @@ from msgspec import structs
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.model.float64 import DOUBLE
 from commlayer.planner.model.option import DENSE
+from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.layout_candidate import LayoutCandidate
 from commlayer.planner.simulation.timeline import Timeline, per_step, simulate
 from commlayer.records import Bucket, Plan, Why
@@ -27,6 +28,7 @@ def explained(plan: Plan, entry: LayoutCandidate, cluster: Cluster) -> Plan:
     timeline = simulate(plan, job, cluster, profile, policy, spans=False,
                         prices=placed if placed.hosts == plan.hosts and searched == cluster else None)
     step_s = per_step(timeline, plan.local_steps)
+    more = plan_excess(plan, job, cluster, profile, policy)
     free_s = min(step_s, entry.free_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
     origins = [part.origin for part in entry.parts(entry.found)]
@@ -36,7 +38,8 @@ def explained(plan: Plan, entry: LayoutCandidate, cluster: Cluster) -> Plan:
         structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
         for bucket, b in zip(plan.buckets, origins, strict=True)
     )
-    return structs.replace(plan, buckets=buckets, step_s=step_s, free_s=free_s)
+    steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
+    return structs.replace(plan, buckets=buckets, step_s=step_s, free_s=free_s, **steps)
 
 
 class Verdict(NamedTuple):

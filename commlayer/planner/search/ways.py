@@ -9,75 +9,99 @@ import numpy as np
 from msgspec import structs
 
 from commlayer.planner.model.cluster import Profile
+from commlayer.planner.model.learning import Excess, Recipe
 from commlayer.planner.model.option import Option
 from commlayer.planner.pricing.batched import Reals, alone_s, busy_s, longest
 from commlayer.planner.pricing.lines import ZERO
-from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import COMPUTE
+from commlayer.planner.pricing.steps_needed import Excesses
 from commlayer.planner.pricing.template import Template
 
 EDGES = np.exp2(np.arange(32))
 """Elements at the ends of octaves of size."""
 
-class Ways:
-    """Options by number, in one cluster with one set of servers."""
 
-    def __init__(self, prices: Prices, options: Sequence[Option]) -> None:
-        self.prices = prices
+class Ways:
+    """Options by number, in one cluster with one set of servers.
+
+    `recipe`: how steps are taken, by which options are told apart. Without `steps_count` all steps count alike.
+    """
+
+    def __init__(
+        self, prices: Prices, options: Sequence[Option], recipe: Recipe = Recipe(""), *, steps_count: bool = False,
+    ) -> None:
+        self.prices, self.recipe, self.steps_count = prices, recipe, steps_count
         self.options = tuple(options)
+        self._known = Excesses(prices.profile)
         self._useful: dict[tuple[int, int], list[int]] = {}
         self._unbeaten: dict[tuple[int, int], list[int]] = {}
         self._at_edges: dict[int, list[list[float]]] = {}
-        codecs = {codec for o in options for codec in (o.codec, o.down, *o.by_node) if codec}
-        of = {codec: codec_loss(prices.profile, codec) for codec in codecs}
-        self.losses = [_loss(option, of) for option in self.options]
-        """In final quality, if the whole model were sent so; by option."""
+        self.excess, self.losses = self.under(recipe)
+        """If the whole model were sent so, by option: steps that are needed besides, and by what part the loss is higher."""
+
+    def under(self, recipe: Recipe) -> tuple[list[float], list[float]]:
+        """`excess` and `losses` where steps are taken otherwise. Both cautiously."""
+        found: dict[tuple[tuple[str, ...], str], Excess] = {}
+        for o in self.options:
+            key = o.by_node or (o.codec,), o.down
+            if key not in found:
+                found[key] = self._known.of(*key, recipe)
+        each = [found[o.by_node or (o.codec,), o.down] for o in self.options]
+        return [one.high if self.steps_count else 0.0 for one in each], [one.loss_high for one in each]
+
+    def at(self, prices: Prices) -> Ways:
+        """The same options by other prices."""
+        return Ways(prices, self.options, self.recipe, steps_count=self.steps_count)
 
     @cached_property
     def placed(self) -> Ways:
         """The same options with each bucket on one server, where here each is spread over all of them."""
         prices = self.prices
-        return Ways(Prices(prices.cluster, prices.profile, prices.hosts), self.options) if prices.spread else self
+        return self.at(Prices(prices.cluster, prices.profile, prices.hosts)) if prices.spread else self
 
     def template(self, option: int, server: int = 0, owner: int = 0) -> Template:
         o = self.options[option]
         return self.prices.template(o.path, o.codec, server, owner, o.down, o.by_node)
 
     def useful(self, least: int, most: int) -> list[int]:
-        """A few options for sizes from `least` to `most` elements: of each level of loss those that are best in some respect.
+        """A few options for sizes from `least` to `most` elements: of each level of steps and loss those that are best in some
+        respect.
 
         Prices are lines, so that what is best at both ends is best between them.
         """
         if (least, most) in self._useful:
             return self._useful[least, most]
-        levels: dict[float, list[int]] = {}
+        levels: dict[tuple[float, float], list[int]] = {}
         for option in range(len(self.options)):
-            levels.setdefault(round(self.losses[option], 6), []).append(option)
+            levels.setdefault((round(self.excess[option], 6), round(self.losses[option], 6)), []).append(option)
         kept: dict[int, list[float]] = {}
-        for _, level in sorted(levels.items()):
+        for (_, loss), level in sorted(levels.items()):
             prices = {option: [*self._respects(option, least), *self._respects(option, most)] for option in level}
             ranked = sorted(level, key=lambda option: sum(prices[option]))
             best = {min(ranked, key=lambda option: prices[option][i]) for i in range(len(prices[level[0]]))}
             for option in sorted(best):
-                if not any(all(a <= b for a, b in zip(theirs, prices[option], strict=True)) for theirs in kept.values()):
-                    kept[option] = prices[option]
+                mine = [*prices[option], loss]
+                if not any(all(a <= b for a, b in zip(theirs, mine, strict=True)) for theirs in kept.values()):
+                    kept[option] = mine
         found = self._useful[least, most] = sorted(kept)
         return found
 
     def unbeaten(self, least: int, most: int) -> list[int]:
-        """All options for such sizes of which no other loses as little, holds no lane longer and is done as soon alone."""
+        """All options for such sizes of which no other loses as little, needs no more steps, holds no lane longer and is done
+        as soon alone."""
         if (least, most) in self._unbeaten:
             return self._unbeaten[least, most]
         sizes = np.array([float(least), float(most)])
         busy = [busy_s(self.template(option), sizes) for option in range(len(self.options))]
         lanes = sorted({lane for each in busy for lane in each})
         column = {lane: 2 * i for i, lane in enumerate(lanes)}
-        weights = np.zeros((len(busy), 2 * len(lanes) + 3))
+        weights = np.zeros((len(busy), 2 * len(lanes) + 4))
         for option, (row, each) in enumerate(zip(weights, busy, strict=True)):
             for lane, seconds in each.items():
                 row[column[lane] : column[lane] + 2] = seconds
-            row[-3:-1] = alone_s(self.template(option), sizes)
-            row[-1] = self.losses[option]
+            row[-4:-2] = alone_s(self.template(option), sizes)
+            row[-2:] = self.losses[option], self.excess[option]
         kept: list[int] = []
         # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
         for option in np.argsort(weights.sum(axis=1), kind="stable").tolist():
@@ -110,18 +134,6 @@ def _respects(template: Template, sizes: Reals) -> list[list[float]]:
     respects = [alone, busiest, alone + busiest, links, most("cpu", "server"), gpu + alone, gpu + links]
     found: list[list[float]] = np.stack(respects, axis=1).tolist()
     return found
-
-
-def _loss(option: Option, of: dict[str, float]) -> float:
-    """A codec's loss is of both ways; where they differ, each has half of its own."""
-    losses = [of[codec] for codec in option.by_node or (option.codec,)]
-    up = sum(losses) / len(losses)
-    return (up + of[option.down]) / 2 if option.down else up
-
-
-def codec_loss(profile: Profile, codec: str) -> float:
-    """The worst of its entries; 0 for a codec that the profile does not know."""
-    return max((c.loss for c in profile.codecs if bare(c.codec) == bare(codec)), default=0.0)
 
 
 def free(profile: Profile) -> Profile:

@@ -22,9 +22,11 @@ class Schedule(Protocol):
 
     def sweep(
         self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: list[int] | None = None, enough: float = -math.inf,
+        only: list[int] | None = None, enough: float = -math.inf, factors: list[float] | None = None,
     ) -> list[float]:
         """Seconds with each option in turn for all these buckets, which have equally many; infinity if above `limit`.
+
+        `factors`, by option: what seconds are multiplied by before they are compared with anything.
 
         `now_s`: what the choice takes as it is, if that is known. `most`, up to 8: only so many, the shortest, are of use, and
         others may be infinity. `only`: options that count; others are infinity. `enough`: so short a step is as good as any.
@@ -48,9 +50,9 @@ class PortableSchedule:
 
     def sweep(
         self, choice: Sequence[int], buckets: Sequence[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: Sequence[int] | None = None, enough: float = -math.inf,
+        only: Sequence[int] | None = None, enough: float = -math.inf, factors: Sequence[float] | None = None,
     ) -> list[float]:
-        del limit, now_s, most, enough
+        del limit, now_s, most, enough, factors
         edges = self.problem.bucket_options
         changed = list(choice)
         found = []

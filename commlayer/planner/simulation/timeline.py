@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from commlayer.planner.model import buckets
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
-from commlayer.planner.model.equal_nodes import Group
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of
+from commlayer.planner.pricing.steps_needed import recipe_of
 from commlayer.planner.pricing.template import Template
+from commlayer.planner.simulation.computing import awaited, begun_s, behind_s, pace, tail
 from commlayer.planner.simulation.schedule import schedule
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
@@ -50,23 +50,26 @@ def simulate(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     prices: Prices | None = None, spans: bool = True,
 ) -> Timeline:
-    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them.
+    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them, or under
+    overlap="round" goes on beside them.
 
     `prices`: of the cluster with the plan's servers, where they are at hand. Without `spans` it knows buckets alone.
     """
-    problem, templates, paces = _lay_out(plan, job, cluster, profile, policy, prices)
+    problem, templates, paces, before_s = _lay_out(plan, job, cluster, profile, policy, prices)
     step_s, starts, ends = schedule(problem).trace([0] * len(templates))
     total = len(starts) // problem.steps
     at, begun = 0, 0.0
     if problem.steps > 1:
         # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
         at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(templates))
+    begun -= before_s
     times = iter(zip(starts[at:], ends[at:], strict=True))
-    ready = [max(p.ready_s[b] for p in paces) for b in range(len(templates))]
+    ready = [max(p.ready_s[b] for p in paces) + before_s for b in range(len(templates))]
     done = list(ready)
     made = []
     for b in problem.order:
-        each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, len(templates[b].steps))]
+        tasks = problem.option_tasks[problem.bucket_options[b] + 1] - problem.option_tasks[problem.bucket_options[b]]
+        each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)][: len(templates[b].steps)]
         done[b] = max([done[b], *[end_s for _, end_s in each]])
         made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
     compute_s = max(p.work_s for p in paces) + problem.tail
@@ -82,23 +85,27 @@ def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, 
 
 def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
     """Seconds of one step, without the timeline; of what an exchange costs, each of the steps that share it bears its part."""
-    problem, templates, _ = _lay_out(plan, job, cluster, profile, policy)
+    problem, templates, _, _ = _lay_out(plan, job, cluster, profile, policy)
     return schedule(problem).run([0] * len(templates)) / plan.local_steps
 
 
 def _lay_out(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
-) -> tuple[Problem, list[Template], tuple[Pace, ...]]:
+) -> tuple[Problem, list[Template], tuple[Pace, ...], float]:
+    """Also what the step's forward pass took before the problem begins."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     prices = prices or Prices(cluster, profile, hosts_of(plan, cluster))
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
-    paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, plan.local_steps)
+    recipe = recipe_of(plan, cluster, policy)
+    paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, recipe)
     loads = [
         load_of([each.way(bucket.numel)], urgent(timing, bucket.slices), bucket.stale)
         for each, bucket in zip(templates, plan.buckets, strict=True)
     ]
-    tail_s = tail(timing, prices.groups, plan.local_steps)
-    return flatten(loads, paces, tail_s=tail_s, priority=policy.priority), templates, paces
+    if behind := behind_s(timing, [load.urgency for load in loads], prices.groups, recipe):
+        loads = awaited(loads, behind)
+    made = flatten(loads, paces, tail_s=tail(timing, prices.groups, recipe), priority=policy.priority)
+    return made, templates, paces, begun_s(timing, prices.groups, recipe)
 
 
 def per_step(timeline: Timeline, local_steps: int) -> float:
@@ -122,27 +129,6 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
         return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
     except ValueError as error:
         raise ValueError(f"bucket {bucket.id}: {error}") from None
-
-
-def pace(
-    job: Job, timing: Timing, groups: Sequence[tuple[Slice, ...]], nodes: Sequence[Group], local_steps: int = 1,
-) -> tuple[Pace, ...]:
-    """When each kind of node has which bucket's gradient. What local steps exchange is final only when the last is over."""
-    between_s = (local_steps - 1) * (timing.forward_s + timing.backward_s + timing.update_s)
-    work_s = between_s + timing.forward_s + timing.backward_s
-    ready = [
-        work_s + timing.update_s if local_steps > 1 else timing.forward_s + buckets.readiness(job, slices) for slices in groups
-    ]
-    work_s += timing.update_s if local_steps > 1 else 0.0
-    return tuple(
-        Pace(group.name, tuple(at / group.node.speed for at in ready), work_s / group.node.speed)
-        for group in nodes if group.workers
-    )
-
-
-def tail(timing: Timing, nodes: Sequence[Group], local_steps: int = 1) -> float:
-    """The optimizer's step on the slowest node; local steps have theirs before the exchange."""
-    return 0.0 if local_steps > 1 else timing.update_s / min(group.node.speed for group in nodes if group.workers)
 
 
 def urgent(timing: Timing, slices: Sequence[Slice]) -> float:

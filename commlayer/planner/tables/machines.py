@@ -17,6 +17,8 @@ from typing import NamedTuple
 from commlayer.codec_name import named
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.model.codec_sizes import touch
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables import learning
 
 
 class Gpu(NamedTuple):
@@ -84,7 +86,7 @@ INTRA: Mapping[str, tuple[float, float]] = {
 """bps each way between two ranks of a node, and seconds a message. "shm": through the host's memory."""
 
 DEFAULT_CODECS = (
-    "identity()", "fp16()", "int8()", "topk(ratio=0.1)", "topk(ratio=0.01)", "topk(ratio=0.001)",
+    "identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)", "topk(ratio=0.001)",
 )
 
 
@@ -144,14 +146,20 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
     for device in gpus:
         bytes_s = gpu(device).memory_gbytes_s * 1e9 * GPU_SHARE
         costs += [_cost(name, device, bytes_s, GPU_FLOOR_S) for name in codecs]
-    return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY if gpus else Line(0.0))
+    copy = PCIE_COPY if gpus else Line(0.0)
+    return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, learning=learning_rows())
+
+
+def learning_rows() -> tuple[LearningRow, ...]:
+    """What ways of training cost in steps by the shipped table; none where none is shipped, and then all steps count alike."""
+    return learning.rows() if learning.SHIPPED.is_file() else ()
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
     touched = touch(named(name))
     return CodecCost(
         name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
-        Line(PAYLOAD_HEADER_NBYTES, touched.sent), touched.loss, sums=touched.sums,
+        Line(PAYLOAD_HEADER_NBYTES, touched.sent), sums=touched.sums,
         alone=touched.alone, answers=touched.answers,
     )
 

@@ -21,6 +21,9 @@ class Difference(Record, frozen=True):
     changes: tuple[Change, ...]
     step_s: tuple[float, float]
     buckets: tuple[int, int]
+    steps: tuple[float, float] = (0.0, 0.0)
+    """How many times as many steps they need as dense training; 0: nobody knows."""
+    steps_high: tuple[float, float] = (0.0, 0.0)
 
     @property
     def equal(self) -> bool:
@@ -43,7 +46,8 @@ def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
         Change(job.tensors[t].name if job else f"tensor {t}", old.get(t, "nothing"), new.get(t, "nothing"))
         for t in sorted({*old, *new}) if old.get(t) != new.get(t)
     )
-    return Difference(fields, changes, (before.step_s, after.step_s), (len(before.buckets), len(after.buckets)))
+    return Difference(fields, changes, (before.step_s, after.step_s), (len(before.buckets), len(after.buckets)),
+                      (before.steps, after.steps), (before.steps_high, after.steps_high))
 
 
 def _by_tensor(plan: Plan) -> dict[int, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.pricing.input_checks import tables_profile
+from commlayer.planner.pricing.steps_needed import Excesses, recipe_of
 from commlayer.planner.simulation.timeline import Span, simulate
 from commlayer.records import Bucket, Job, Plan, Record
 
@@ -20,6 +22,12 @@ class Explanation(Record, frozen=True):
     """Of `local_steps` steps together, which share this exchange."""
     local_steps: int
     spans: tuple[Span, ...]
+    steps: float = 0.0
+    """How many times as many steps the plan needs as dense training: the median, and cautiously; 0: nobody knows."""
+    steps_high: float = 0.0
+    codec_steps: float = 0.0
+    codec_steps_high: float = 0.0
+    """The same if the whole model were sent as this bucket is."""
 
 
 def explain(
@@ -33,8 +41,19 @@ def explain(
     spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=lambda s: (s.start_s, s.end_s))
     return Explanation(
         found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
-        timeline.compute_s, plan.local_steps, tuple(spans),
+        timeline.compute_s, plan.local_steps, tuple(spans), plan.steps, plan.steps_high,
+        *_alone(found, plan, cluster, profile, policy),
     )
+
+
+def _alone(bucket: Bucket, plan: Plan, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> tuple[float, float]:
+    policy = policy or Policy()
+    profile = profile or tables_profile(cluster, policy)
+    if not profile.learning:
+        return 0.0, 0.0
+    recipe = recipe_of(plan, cluster, policy)._replace(late=bucket.stale)
+    more = Excesses(profile).of(bucket.by_node or (bucket.codec,), bucket.down, recipe)
+    return 1 + more.steps, 1 + more.high
 
 
 def tensor_names(bucket: Bucket, job: Job) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec import structs
 
 from commlayer.errors import RecordError
 from commlayer.planner.model.cluster import Cluster, Link, Node, Profile
-from commlayer.planner.pricing.input_checks import cluster_problems, profile_problems
+from commlayer.planner.pricing.input_checks import cluster_problems, learning_problems, profile_problems
 from commlayer.planner.tables import machines
 from commlayer.records import Record
 
@@ -76,7 +76,7 @@ def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
 
 def profile_of(text: str, what: str, *, toml: bool) -> Profile:
     profile = _convert(_read(text, what, toml), Profile, what)
-    _refuse(profile_problems(profile), what)
+    _refuse([*profile_problems(profile), *learning_problems(profile)], what)
     return profile
 
 
@@ -157,6 +157,6 @@ def _convert(data: Any, kind: type[T], what: str) -> T:
         raise RecordError(f"{what}: {error}") from None
 
 
-def _refuse(problems: Iterator[str], what: str) -> None:
+def _refuse(problems: Iterable[str], what: str) -> None:
     for problem in problems:
         raise ValueError(f"{what}: {problem}")

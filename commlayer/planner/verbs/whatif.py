@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import structs
 
 from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
-from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.search.plan import PAYS, plan
 from commlayer.planner.tables.machines import speed
-from commlayer.records import Job, Record
+from commlayer.planner.verbs.beside import uncompressed
+from commlayer.records import Job, Plan, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
 HALVINGS = 7
@@ -31,10 +31,23 @@ class Point(Record, frozen=True):
     free_s: float
     samples_per_s: float
     """Of all workers together; 0 where the job has no batch."""
+    steps: float = 0.0
+    """How many times as many steps the plan needs as dense training; 0: nobody knows."""
+    steps_high: float = 0.0
+    local_steps: int = 1
+    way: str = ""
+    """How steps are taken, where that is not the plain way."""
+    codec: str = ""
+    """That of most elements."""
+
+    @property
+    def to_loss_s(self) -> float:
+        """Cautiously, for each step that dense training would take."""
+        return self.plan_s * (self.steps_high or 1.0)
 
     @property
     def gain(self) -> float:
-        return self.dense_s / self.plan_s if self.plan_s else 1.0
+        return self.dense_s / self.to_loss_s if self.plan_s else 1.0
 
 
 class Curve(Record, frozen=True):
@@ -50,11 +63,30 @@ def point(
 ) -> Point:
     policy = policy or Policy()
     made = plan(job, cluster, profile, policy)
-    dense = plan(job, cluster, profile, structs.replace(policy, codecs=(DENSE,)))
+    dense = uncompressed(job, cluster, profile, policy)
     # What needs no codec is open to both, and a search may miss it.
-    plan_s = min(made.step_s, dense.step_s)
-    batch = (job.batch or 0) * cluster.ranks
-    return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0)
+    if dense.step_s < made.step_s * (made.steps_high or 1.0):
+        made = structs.replace(dense, steps=float(made.steps > 0), steps_high=float(made.steps > 0))
+    batch, plan_s = (job.batch or 0) * cluster.ranks, made.step_s
+    return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0, made.steps,
+                 made.steps_high, made.local_steps, way_of(made), most_used(made))
+
+
+def way_of(made: Plan) -> str:
+    """How a plan's steps are taken, in a few words; nothing for the plain way."""
+    parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
+    parts += [made.overlap] if made.overlap else []
+    late = sum(b.numel for b in made.buckets if b.stale) / max(1, sum(b.numel for b in made.buckets))
+    return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
+
+
+def most_used(made: Plan) -> str:
+    """The codec of most elements."""
+    by: dict[str, int] = {}
+    for bucket in made.buckets:
+        name = bucket.codec + (f" down {bucket.down}" if bucket.down else "")
+        by[name] = by.get(name, 0) + bucket.numel
+    return max(by, key=by.__getitem__, default="")
 
 
 def what_if(

@@ -65,6 +65,7 @@ class Staged(Route):
             self._finished(bucket)
             return
         bucket.started = True
+        bucket.marks.append(self._staging.mark())
         self._put(self._stages[bucket.id], 0)
         self._begun += 1
         if self._begun == len(self._buckets):
@@ -84,9 +85,12 @@ class Staged(Route):
             return
         bucket = staged.bucket
         try:
-            if stage == 0 and bucket.in_means:
-                self._to_means(bucket)
-            staged.advance(stage, self._step.failed, self._step.recorder)
+            with self._staging.lane(bucket):
+                if stage == 0 and bucket.in_means:
+                    self._to_means(bucket)
+                staged.advance(stage, self._step.failed, self._step.recorder)
+                if stage + 1 == len(staged.segments):
+                    self._staging.settle()
         except CorruptFrame as error:
             raise CorruptFrame(error.what, peer=GROUP, bucket=bucket.id) from None
         if stage + 1 < len(staged.segments):

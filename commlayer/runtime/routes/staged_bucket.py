@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlayer.compressors import seed
-from commlayer.compressors.codec import Codec, Cut, Round, State
+from commlayer.compressors import device as devices
+from commlayer.compressors import place, runs_on, seed
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.debts import cut_of
 from commlayer.compressors.oneround import accumulator
 from commlayer.compressors.reducing import Reduced
@@ -54,6 +55,12 @@ class StagedBucket:
         self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
     ) -> None:
         self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
+        x = bucket.x
+        adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
+        self._kernels = devices.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
+        """Whether the codec can run where x lies, beside the host."""
+        self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
+        """What the host codes of x."""
         self._coders: dict[int, list[_Coder]] = {}
         self._slots: dict[int, torch.Tensor] = {}
         self._payloads = torch.empty(0, dtype=torch.uint8)
@@ -74,17 +81,27 @@ class StagedBucket:
         # For checkpoints, which walk over the states of buckets.
         bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
+    def _on_device(self, step: Encode | Decode) -> bool:
+        """Whether the codec runs where x lies: if the plan says so, and it can."""
+        return step.device == "gpu" and self._kernels
+
     def _prepare(self, step: Encode, job: str) -> None:
         coders = []
+        on_device = self._on_device(step)
+        where = self.bucket.x.device if on_device else torch.device("cpu")
         for span in step.units:
             numel = span[1] - span[0]
             spec = self.bucket.spec if numel == self.bucket.numel else Spec((numel,))
             state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
             seed(state, f"{job} {step.number} {span[0]}", self.bucket.id, step.sender)
-            acc = None if step.first else accumulator(torch.zeros(spec.numel))
-            coders.append(_Coder(span, spec, state, acc, torch.zeros(numel if step.first and self._codec.keeps else 0)))
+            if on_device:
+                place(state, where)
+            acc = None if step.first else accumulator(torch.zeros(spec.numel, device=where))
+            given = torch.zeros(numel if step.first and self._codec.keeps else 0, device=where)
+            coders.append(_Coder(span, spec, state, acc, given))
         self._coders[step.number] = coders
-        self._slots[step.number] = torch.zeros((len(coders), 1, self._slot_nbytes(step.widest)), dtype=torch.uint8)
+        shape = (len(coders), 1, self._slot_nbytes(step.widest))
+        self._slots[step.number] = torch.zeros(shape, dtype=torch.uint8, device=where)
 
     def _slot_nbytes(self, widest: int) -> int:
         spec = self.bucket.spec if widest == self.bucket.numel else Spec((widest,))
@@ -96,7 +113,7 @@ class StagedBucket:
         if stage == 0:
             self._started.clear()
         if self._under is not None:
-            self._under.pending.wait(FOREVER_S, failed)
+            self._under.pending.over(FOREVER_S, failed)
             self._under.then()
             self._under = None
             recorder.add(*self._issued)
@@ -131,11 +148,11 @@ class StagedBucket:
     # ---- local steps
 
     def _encode(self, step: Encode) -> None:
-        slots = self._slots[step.number]
+        slots, on_device = self._slots[step.number], self._on_device(step)
         self._started.append(step)
         for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
-            room = slot.numpy().data[LENGTH_NBYTES:]
-            x = self._x(coder.span)
+            room: Out = slot[LENGTH_NBYTES:] if on_device else slot.numpy().data[LENGTH_NBYTES:]
+            x = self._x(coder.span, on_device=on_device)
             if coder.acc is None:
                 if coder.given.numel():
                     coder.given.copy_(x)
@@ -152,13 +169,17 @@ class StagedBucket:
             coder, _ = self._reduced()
             self.bucket.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
             return
-        for span, pieces in zip(step.units, self._payloads, strict=True):
-            acc = accumulator(self._x(span))
+        on_device = self._on_device(step)
+        for span, pieces in zip(step.units, self._payloads.to(self.bucket.x.device if on_device else "cpu"), strict=True):
+            sums = (self.bucket.x if on_device else self._host)[span[0] : span[1]]
+            acc = accumulator(sums)
             for number, piece in enumerate(pieces):
-                self._codec.add(0, _payload(piece), acc, first=number == 0)
+                self._codec.add(0, _payload(piece, as_tensor=on_device), acc, first=number == 0)
             if acc["flagged"][0]:
-                acc["sum"].fill_(float("nan"))
+                sums.fill_(float("nan"))
                 self.bucket.finite = False
+            if not on_device and self._host is not self.bucket.x:
+                self.bucket.x[span[0] : span[1]] = sums
 
     # ---- exchanges
 
@@ -195,10 +216,11 @@ class StagedBucket:
         return _Under(pending, spread)
 
     def _move_payloads(self, e: Exchange, channel: Channel) -> _Under:
-        payloads, slot = self._payloads, self._slot_nbytes(e.widest)
+        # From where x lies, which is where the groups move floats as well.
+        payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
         if e.name == "broadcast":
             if e.place != e.root:
-                payloads = torch.empty((e.units, e.pieces, slot), dtype=torch.uint8)
+                payloads = payloads.new_empty((e.units, e.pieces, slot))
             return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
         if e.name == "alltoall":
             got = torch.empty_like(payloads)
@@ -206,7 +228,7 @@ class StagedBucket:
             # [member, unit, piece, byte], the members' payloads of one unit side by side
             shape = (e.size, e.units // e.size, e.pieces, slot)
             return _Under(pending, lambda: self._keep(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
-        rows = torch.empty((e.size, e.units, e.pieces, slot), dtype=torch.uint8)
+        rows = payloads.new_empty((e.size, e.units, e.pieces, slot))
         if e.name == "gather":
             pending = channel.gather(payloads.contiguous(), list(rows) if e.place == e.root else None, e.root)
         else:
@@ -243,8 +265,14 @@ class StagedBucket:
         (coders,), (slots,) = self._coders.values(), self._slots.values()
         return coders[0], slots[0, 0]
 
-    def _x(self, span: Range) -> torch.Tensor:
-        return self.bucket.host[span[0] : span[1]]
+    def _x(self, span: Range, *, on_device: bool = False) -> torch.Tensor:
+        """These elements, where they are coded."""
+        there = self.bucket.x[span[0] : span[1]]
+        if on_device or self._host is self.bucket.x:
+            return there
+        here = self._host[span[0] : span[1]]
+        here.copy_(there)
+        return here
 
     def _keep(self, payloads: torch.Tensor) -> None:
         self._payloads = payloads
@@ -256,9 +284,9 @@ class _All(Pending):
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
 
-    def wait(self, deadline: float, failed: Error = lambda: None) -> None:
+    def over(self, deadline: float, failed: Error = lambda: None) -> None:
         for work in self._works:
-            work.wait(deadline, failed)
+            work.over(deadline, failed)
 
 
 def within(cut: Cut, span: Range) -> Cut:
@@ -269,11 +297,12 @@ def within(cut: Cut, span: Range) -> Cut:
     return [(max(a, low) - low, min(b, high) - low) for a, b in cut if max(a, low) < min(b, high)]
 
 
-def _payload(slot: torch.Tensor) -> memoryview:
+def _payload(slot: torch.Tensor, *, as_tensor: bool = False) -> Buffer:
     nbytes = int(slot[:8].view(torch.int64)[0])
     if not 0 <= nbytes <= slot.numel() - LENGTH_NBYTES:
         raise CorruptFrame(f"payload of {nbytes} bytes in a slot of {slot.numel() - LENGTH_NBYTES}")
-    return slot.contiguous().numpy().data[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
+    slot = slot.contiguous()
+    return (slot if as_tensor else slot.numpy().data)[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

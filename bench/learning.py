@@ -1,0 +1,80 @@
+"""What ways of training cost in steps: hundreds of small trainings without a network, resumed where they stopped.
+
+`python -m bench learning` goes through the campaign and shows what is known by then; stop it whenever you like (Ctrl-C).
+`python -m bench.learning_table` writes the table that ships, and its page.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from bench import learning_campaign, learning_factors, report
+from bench.learning_run import Way, train
+from bench.learning_store import Run, Store
+
+STORE = Path(__file__).with_name("learning_runs.jsonl")
+MARKED_STEPS = 24
+
+
+def run(quick: bool) -> report.Result:
+    """A row for each combination, of the median task and of a cautious one."""
+    torch.set_num_threads(1)
+    store = Store(STORE)
+    try:
+        measure(learning_campaign.quick() if quick else learning_campaign.campaign(), store)
+    except KeyboardInterrupt:
+        print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
+    return shown(store)
+
+
+def measure(ways: Iterable[Way], store: Store) -> None:
+    """Those that the store lacks."""
+    for way in ways:
+        if not store.has(way, mark(way)):
+            store.add(way, Run(mark(way), tuple(train(way))))
+
+
+def mark(way: Way) -> str:
+    """What the code makes of the way in a few steps of one task, and of the task: another result is another training."""
+    short = structs.replace(way, task="mlp", workers=2, seed=0, rate=0.0)
+    text = f"{_outcome(short)} {_outcome(Way(way.task, way.optimizer, workers=2, rate=way.rate))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@functools.cache
+def _outcome(way: Way) -> str:
+    """Figures of it on which processors agree."""
+    return " ".join(f"{loss:.5g}" for loss in train(way, steps=max(MARKED_STEPS, 2 * way.every), looks=2))
+
+
+def current(store: Store) -> dict[Way, tuple[float, ...]]:
+    """The curves that the code as it is would give."""
+    return {way: found.curve for way, found in store.runs.items() if found.mark == mark(way)}
+
+
+def shown(store: Store) -> report.Result:
+    curves = current(store)
+    found = learning_factors.costs(curves)
+    rows = learning_factors.rows(found)
+    told = learning_factors.held_out(found)
+    by_itself = [one.steps for _, one in learning_factors.alone(curves)]
+    summary: dict[str, Any] = {
+        "tasks": len({way.task for way in found}),
+        "combinations": len([row for row in rows if row.workers == 0]),
+        "runs": len(curves),
+        "outdated_runs": len(store.runs) - len(curves),
+        "alone_steps_p50": median(by_itself) if by_itself else 0.0,
+    }
+    if told:
+        summary |= {"rank_correlation_held_out": fmean(one.rank_correlation for one in told),
+                    "factor_error_p50": median(one.error for one in told)}
+    return {"rows": [structs.asdict(row) for row in rows], "summary": summary}

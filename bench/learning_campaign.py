@@ -1,0 +1,110 @@
+"""What `bench learning` trains, in which order: what decides most comes first. Knows ways by name; trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import structs
+
+from bench.learning_run import Way
+from bench.learning_tasks import TASKS
+
+OPTIMIZERS = ("adam", "sgd")
+INT4, TOP = "int4()", "topk(ratio={})".format
+DENSE: dict[str, Any] = {}
+FIRST: tuple[dict[str, Any], ...] = (
+    DENSE,
+    {"codec": INT4},
+    {"codec": TOP(0.01)},
+    {"codec": INT4, "every": 4},
+    {"codec": TOP(0.1)},
+    {"codec": INT4, "every": 8},
+    {"codec": INT4, "codes": "updates"},
+    {"codec": TOP(0.01), "codes": "updates"},
+    {"codec": INT4, "every": 4, "overlap": "round"},
+    {"codec": "onebit()"},
+    {"codec": TOP(0.001)},
+    {"codec": INT4, "every": 2},
+    {"codec": INT4, "every": 16},
+    {"codec": TOP(0.01), "every": 4},
+    {"codec": "int8()"},
+    {"codec": INT4, "late": True},
+)
+SECOND: tuple[dict[str, Any], ...] = (
+    {"every": 4},
+    {"codes": "updates"},
+    {"codec": TOP(0.001), "codes": "updates"},
+    {"codec": TOP(0.1), "codes": "updates"},
+    {"codec": INT4, "every": 8, "overlap": "round"},
+    {"codec": TOP(0.1), "every": 4},
+    {"codec": "powersgd(rank=4)"},
+    {"codec": "dgc(ratio=0.01)"},
+    {"codec": "randomk(ratio=0.01)"},
+    {"codec": TOP(0.03)},
+    {"codec": TOP(0.003)},
+    {"codec": TOP(0.01), "every": 16},
+    {"every": 16},
+    {"codec": INT4, "every": 16, "overlap": "round"},
+    {"codec": TOP(0.01), "late": True},
+    {"late": True},
+    {"codec": "onebit()", "codes": "updates"},
+    {"codec": "onebit()", "every": 4},
+    {"codec": TOP(0.01), "every": 4, "overlap": "round"},
+    {"every": 4, "overlap": "round"},
+    {"codec": INT4, "codes": "updates", "overlap": "round"},
+    {"codec": INT4, "every": 4, "overlap": "round", "fragments": 2},
+    {"codec": TOP(0.01), "ratio_over": "plan"},
+    {"codec": TOP(0.01), "codes": "updates", "ratio_over": "plan"},
+    {"codec": "terngrad()"},
+    {"codec": "qsgd()"},
+    {"codec": "bf16()"},
+    {"codec": "randomk(ratio=0.1)"},
+    {"codec": "dgc(ratio=0.001)"},
+    {"codec": "powersgd(rank=1)"},
+    {"codec": TOP(0.3)},
+)
+CROWDS: tuple[dict[str, Any], ...] = (
+    DENSE,
+    {"codec": INT4},
+    {"codec": TOP(0.01)},
+    {"codec": INT4, "every": 4},
+    {"codec": TOP(0.01), "codes": "updates"},
+)
+"""Measured with 2 and with 8 workers, too."""
+ALONE: dict[str, Any] = {"workers": 1}
+"""What one worker learns without the others: no way of a job, and what every way is up against."""
+SEEDS = 3
+
+
+def campaign() -> Iterator[Way]:
+    yield from _everywhere((*FIRST, ALONE), 0)
+    yield from _everywhere(SECOND, 0)
+    yield from _everywhere(FIRST, 1)
+    yield from _everywhere(tuple(way | {"workers": n} for n in (8, 2) for way in CROWDS), 0)
+    yield from rates()
+    for seed in range(1, SEEDS):
+        yield from _everywhere((*FIRST, ALONE, *SECOND), seed)
+
+
+def rates() -> Iterator[Way]:
+    """Dense training at half and at double the rate."""
+    for way in _everywhere((DENSE,), 0):
+        rate = TASKS[way.task](way.seed).rates[way.optimizer]
+        yield from (structs.replace(way, rate=rate * factor) for factor in (0.5, 2.0))
+
+
+def quick() -> Iterator[Way]:
+    """Few tasks and ways."""
+    for way in FIRST[:4]:
+        for task in ("mlp", "words"):
+            yield Way(task, "adam", **way)
+
+
+def _everywhere(ways: tuple[dict[str, Any], ...], seed: int) -> Iterator[Way]:
+    for way in ways:
+        for optimizer in OPTIMIZERS:
+            if optimizer == "adam" and way.get("codec", "").startswith("dgc"):
+                continue  # its momentum stands in for SGD's
+            for task in TASKS:
+                yield Way(task, optimizer, seed=seed, **way)

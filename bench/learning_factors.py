@@ -1,0 +1,173 @@
+"""From curves of trainings to what each way costs in steps, and how well that is foretold on tasks held out. Trains nothing.
+
+A way's factor at step N' is N' over the step at which dense training had the loss that the way has at N'. Its mean over the
+last half of a run is the way's: so no run is longer than another, and large factors are seen as small ones are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+from scipy.stats import spearmanr
+
+from bench import Unmeasurable
+from bench.learning_run import LOOKS, STEPS, WARMUP, Way
+from commlayer.planner.model.learning import LearningRow, Recipe, excess
+
+MOST = 20.0
+"""What has learnt as good as nothing costs so much."""
+CAUTIOUS = 0.8
+LEAST_TASKS = 3
+"""On fewer nobody has measured it."""
+
+Curve = Sequence[float]
+
+
+class Cost(NamedTuple):
+    """Of one run against the dense one of the same task, optimizer, workers and seed."""
+
+    steps: float
+    loss: float
+
+
+def smooth(curve: Curve) -> list[float]:
+    """Means over five looks, of what there is at the ends."""
+    return [fmean(curve[max(0, i - 2) : i + 3]) for i in range(len(curve))]
+
+
+def cost(curve: Curve, dense: Curve) -> Cost:
+    """`dense` was shown to be finite."""
+    best = np.minimum.accumulate(smooth(dense))
+    if not all(map(math.isfinite, curve)):
+        return Cost(MOST, MOST)
+    mine, each = smooth(curve), STEPS / LOOKS
+    factors = []
+    for look in range(LOOKS // 2, LOOKS):
+        place = _when(best, mine[look])
+        factors.append(min(MOST, (look + 1) * each / max(place * each, 1.0)))
+    return Cost(max(1.0, fmean(factors)), max(0.0, min(MOST, mine[-1] / float(best[-1]) - 1)))
+
+
+def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
+    """In looks, from the beginning of the training: where that curve first was as low, on lines between looks."""
+    below = np.flatnonzero(falling <= loss)
+    if not len(below):
+        return float(len(falling))
+    i = int(below[0])
+    if i == 0:
+        return 0.5
+    return i + float((falling[i - 1] - loss) / (falling[i - 1] - falling[i]))
+
+
+def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
+    """Of all runs whose dense one is there, too."""
+    made = {}
+    for way, curve in curves.items():
+        dense = curves.get(way.dense)
+        if dense is None or way == way.dense or way.rate:
+            continue
+        if not all(map(math.isfinite, dense)):
+            raise Unmeasurable(f"task {way.task}: dense training with {way.optimizer} ends in a loss of nan: lower its rate")
+        made[way] = cost(curve, dense)
+    return made
+
+
+def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
+    """Of all that was measured on enough tasks: for each number of workers, and where there are several, the worst of them."""
+    made: list[LearningRow] = []
+    for key, by_workers in sorted(_grouped(found).items(), key=lambda item: repr(item[0])):
+        each = [_row(key, workers, runs) for workers, runs in sorted(by_workers.items())]
+        enough = [row for row in each if row.tasks >= LEAST_TASKS]
+        if not enough:
+            continue
+        worst = {field: max(getattr(row, field) for row in enough) for field in ("steps", "steps_high", "loss", "loss_high")}
+        made.append(structs.replace(enough[0], workers=0, tasks=max(row.tasks for row in enough),
+                                    runs=sum(row.runs for row in enough), **worst))
+        made += enough if len(enough) > 1 else []
+    return tuple(made)
+
+
+_Key = tuple[str, str, str, int, str, bool]
+
+
+def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
+    """By combination, workers and task."""
+    groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
+    for way, one in found.items():
+        if way.ratio_over == "bucket" and way.fragments == 1:
+            key = way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
+            groups.setdefault(key, {}).setdefault(way.workers, {}).setdefault(way.task, []).append(one)
+    return groups
+
+
+def _row(key: _Key, workers: int, runs: Mapping[str, Sequence[Cost]]) -> LearningRow:
+    optimizer, codes, codec, every, overlap, late = key
+    # A task counts once, however many seeds it was measured with.
+    steps = [fmean(one.steps for one in of_task) for of_task in runs.values()]
+    losses = [fmean(one.loss for one in of_task) for of_task in runs.values()]
+    return LearningRow(optimizer, codes, codec, every, overlap, late, workers, *_spread(steps), *_spread(losses), len(runs),
+                       sum(map(len, runs.values())))
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return round(median(values), 4), round(float(np.quantile(values, CAUTIOUS)), 4)
+
+
+class Foretold(NamedTuple):
+    """On one task with one optimizer, by rows of the other tasks."""
+
+    task: str
+    optimizer: str
+    ways: int
+    rank_correlation: float
+    error: float
+    """The median of |foretold - measured| / measured, of factors."""
+
+
+def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
+    """Each task by the others."""
+    told = []
+    for task in sorted({way.task for way in found}):
+        table = rows({way: one for way, one in found.items() if way.task != task})
+        for optimizer in sorted({row.optimizer for row in table}):
+            mine = _of_task(found, task, optimizer)
+            known = {(row.codes, row.codec, row.every, row.overlap, row.late) for row in table if row.optimizer == optimizer}
+            mine = {way: steps for way, steps in mine.items()
+                    if ("updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late) in known}
+            if len(mine) < LEAST_TASKS:
+                continue
+            guessed = [1 + excess(table, way.codec, _recipe(way)).steps for way in mine]
+            measured = list(mine.values())
+            rank = float(spearmanr(guessed, measured).statistic)
+            errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
+            told.append(Foretold(task, optimizer, len(mine), 0.0 if math.isnan(rank) else rank, median(errors)))
+    return told
+
+
+def _of_task(found: Mapping[Way, Cost], task: str, optimizer: str) -> dict[Way, float]:
+    """The mean over seeds, by the way with seed 0."""
+    by: dict[Way, list[float]] = {}
+    for way, one in found.items():
+        if (way.task, way.optimizer, way.ratio_over, way.fragments) == (task, optimizer, "bucket", 1) and way.workers > 1:
+            by.setdefault(structs.replace(way, seed=0), []).append(one.steps)
+    return {way: fmean(each) for way, each in by.items()}
+
+
+def _recipe(way: Way) -> Recipe:
+    return Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers)
+
+
+def alone(curves: Mapping[Way, Curve]) -> Iterable[tuple[Way, Cost]]:
+    """What one worker costs by itself, against four."""
+    for way, curve in curves.items():
+        together = structs.replace(way, workers=4)
+        if way.workers == 1 and together in curves:
+            yield way, cost(curve, curves[together])
+
+
+assert WARMUP < STEPS // 2

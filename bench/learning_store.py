@@ -1,0 +1,96 @@
+"""What `bench learning` has measured, a line of JSON for each training, appended as they come. Knows curves; trains nothing.
+
+A training counts for as long as what decides it is what it was: the way, and a mark of what the code makes of it. So a campaign
+goes on where it stopped, and what changed is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bench import Unmeasurable
+from bench.learning_run import LOOKS, STEPS, Way
+from commlayer.records import Record
+
+FORM = 1
+
+
+class Run(NamedTuple):
+    """A training's outcome."""
+
+    mark: str
+    curve: tuple[float, ...]
+    """Validation losses; NaN from where weights were no numbers."""
+
+
+class _Head(Record, frozen=True):
+    """The first line."""
+
+    store: int
+    steps: int
+    looks: int
+
+
+class _Line(Record, frozen=True):
+    way: Way
+    mark: str
+    curve: tuple[float | None, ...]
+
+
+HEAD = _Head(FORM, STEPS, LOOKS)
+
+
+class Store:
+    """A file of trainings; there is none before the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[Way, Run] = {}
+        if path.exists():
+            self._read(path.read_bytes())
+
+    def _read(self, data: bytes) -> None:
+        whole, _, cut = data.rpartition(b"\n")
+        if cut:  # the last run broke off while it wrote
+            self.path.write_bytes(whole + b"\n" if whole else b"")
+        first, *lines = whole.split(b"\n") if whole else [b""]
+        if not first:
+            return
+        try:
+            head = msgspec.json.decode(first, type=_Head)
+        except msgspec.MsgspecError:
+            raise Unmeasurable(f"{self.path}: line 1 is no head of a store of trainings; give another file") from None
+        if head != HEAD:
+            raise Unmeasurable(f"{self.path}: a store of form {head.store} with {head.steps} steps and {head.looks} looks, "
+                               f"this bench has {FORM}, {STEPS} and {LOOKS}; move it away to begin anew")
+        for number, line in enumerate(lines, 2):
+            try:
+                told = msgspec.json.decode(line, type=_Line)
+            except msgspec.MsgspecError as error:
+                raise Unmeasurable(f"{self.path}: line {number} is damaged ({error}); delete it and go on") from None
+            if len(told.curve) != LOOKS:
+                raise Unmeasurable(f"{self.path}: line {number} has {len(told.curve)} looks instead of {LOOKS}; delete it")
+            self.runs[told.way] = Run(told.mark, tuple(math.nan if loss is None else loss for loss in told.curve))
+
+    def add(self, way: Way, run: Run) -> None:
+        self.runs[way] = run
+        curve = tuple(None if math.isnan(loss) else float(f"{loss:.5g}") for loss in run.curve)
+        fields = {name: value for name, value in msgspec.to_builtins(way).items() if value != _DEFAULTS.get(name)}
+        line = json.dumps({"way": fields, "mark": run.mark, "curve": curve}, separators=(",", ":"))
+        head = b"" if self.path.exists() and self.path.stat().st_size else msgspec.json.encode(HEAD) + b"\n"
+        with self.path.open("ab") as file:
+            file.write(head + line.encode() + b"\n")
+
+    def has(self, way: Way, mark: str) -> bool:
+        with contextlib.suppress(KeyError):
+            return self.runs[way].mark == mark
+        return False
+
+
+_DEFAULTS = {name: default for name, default in msgspec.to_builtins(Way("", "")).items() if name not in ("task", "optimizer")}

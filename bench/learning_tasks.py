@@ -1,0 +1,201 @@
+"""What `bench learning` trains: six small tasks of different kinds on data that packages bring. Knows models, data and losses.
+
+    task = TASKS["gru"](seed=0)
+    batches = task.batches(rank=1, world=4)     # this rank's, without end; a function of both numbers and the seed
+    task.loss(task.model, next(batches)).backward()
+    task.validation(task.model)                 # on data that no batch holds
+
+Texts are the docstrings of scikit-learn: real English, on every machine that has the package, the same for one version of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bench.energy_models import Layer
+from commlayer.demo import problem
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+PARTS = ("cluster", "decomposition", "ensemble", "feature_selection", "gaussian_process", "linear_model", "manifold", "metrics",
+         "neighbors", "preprocessing")
+"""Folders of scikit-learn: what the words of a docstring are to say is which of these it is from."""
+HELD = 5
+"""Every fifth file is held back for validation."""
+LETTERS, LENGTH = 64, 20
+WORDS, WINDOW = 1500, 16
+
+
+class Task(NamedTuple):
+    model: nn.Module
+    batches: Callable[[int, int], Iterator[Batch]]
+    loss: Loss
+    held: Batch
+    rates: dict[str, float]
+    """By optimizer: about the best of dense training with 4 workers. The campaign tries half and double of each."""
+
+    def validation(self, model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(self.loss(model, self.held))
+
+
+def mlp(seed: int) -> Task:
+    torch.manual_seed(seed)
+    return _digits(problem.mlp(96, seed), _classes, seed, {"sgd": 0.02, "adam": 2e-3})
+
+
+def conv(seed: int) -> Task:
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 48), nn.ReLU(), nn.Linear(48, 10),
+    )
+    return _digits(net, _classes, seed, {"sgd": 0.01, "adam": 1e-3})
+
+
+def autoencoder(seed: int) -> Task:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 24), nn.Linear(24, 128), nn.GELU(), nn.Linear(128, 64))
+    return _digits(net, _images, seed, {"sgd": 0.2, "adam": 3e-3})
+
+
+def transformer(seed: int) -> Task:
+    torch.manual_seed(seed)
+    return _letters(Transformer(40, 2), seed, {"sgd": 0.2, "adam": 4e-3})
+
+
+def gru(seed: int) -> Task:
+    torch.manual_seed(seed)
+    return _letters(Recurrent(24, 48), seed, {"sgd": 0.5, "adam": 6e-3})
+
+
+def words(seed: int) -> Task:
+    torch.manual_seed(seed)
+    learnt, held = word_windows()
+    known = nn.Embedding(WORDS, 32)
+    nn.init.normal_(known.weight, std=0.1)
+    net = nn.Sequential(known, _Sum(), nn.Linear(32, len(PARTS)))
+    return Task(net, _drawn(learnt, 8, seed), _classes, held, {"sgd": 0.03, "adam": 4e-3})
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "mlp": mlp, "conv": conv, "autoencoder": autoencoder, "transformer": transformer, "gru": gru, "words": words,
+}
+
+
+def _classes(model: nn.Module, batch: Batch) -> torch.Tensor:
+    said = model(batch[0])
+    return functional.cross_entropy(said.reshape(-1, said.shape[-1]), batch[1].reshape(-1))
+
+
+def _images(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return functional.mse_loss(model(batch[0]), batch[0])
+
+
+def _digits(model: nn.Module, loss: Loss, seed: int, rates: dict[str, float]) -> Task:
+    data = problem.digits(0)
+    return Task(model, _drawn(data.train, 4, seed), loss, data.test, rates)
+
+
+def _drawn(data: Batch, size: int, seed: int) -> Callable[[int, int], Iterator[Batch]]:
+    return lambda rank, world: problem.batches(data, size, rank=rank, world=world, seed=1 + seed)
+
+
+def _letters(model: nn.Module, seed: int, rates: dict[str, float]) -> Task:
+    learnt, held = letters()
+
+    def batches(rank: int, world: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(1000 * (1 + seed) + rank)
+        while True:
+            yield _rows(learnt, torch.randint(len(learnt) - LENGTH - 1, (2,), generator=generator))
+
+    return Task(model, batches, _classes, _rows(held, torch.linspace(0, len(held) - LENGTH - 2, 64).long()), rates)
+
+
+def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
+    seen = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
+    return seen[:, :-1], seen[:, 1:]
+
+
+class Transformer(nn.Module):
+    """From characters to what the next one is, by attention."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Parameter(torch.zeros(LENGTH, width))
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS)
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layers(self.letters(seen) + self.places)))  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """The same by a state."""
+
+    def __init__(self, inner: int, width: int) -> None:
+        super().__init__()
+        self.letters, self.state = nn.Embedding(LETTERS, inner), nn.GRU(inner, width, batch_first=True)
+        self.head = nn.Linear(width, LETTERS)
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.head(self.state(self.letters(seen))[0])  # type: ignore[no-any-return]
+
+
+class _Sum(nn.Module):
+    """Of a text's words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1)
+
+
+@functools.cache
+def texts() -> dict[str, tuple[str, str]]:
+    """By folder of scikit-learn the docstrings of its files: those to learn from, those held back."""
+    import sklearn
+
+    found = {}
+    for part in PARTS:
+        divided: tuple[list[str], list[str]] = ([], [])
+        files = sorted((Path(sklearn.__file__).parent / part).glob("*.py"))
+        for i, file in enumerate(files):
+            tree = ast.walk(ast.parse(file.read_text("utf-8")))
+            said = [ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+            divided[i % HELD == HELD - 1].append("\n".join(said))
+        found[part] = "\n".join(divided[0]), "\n".join(divided[1])
+    return found
+
+
+@functools.cache
+def letters() -> tuple[torch.Tensor, torch.Tensor]:
+    """All of it in the numbers of its characters, the rarest as one."""
+    both = ["".join(pair[held] for pair in texts().values()) for held in (0, 1)]
+    places = {c: i for i, (c, _) in enumerate(Counter(both[0]).most_common(LETTERS - 1))}
+    learnt, held = (torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in both)
+    return learnt, held
+
+
+@functools.cache
+def word_windows() -> tuple[Batch, Batch]:
+    """Some words in a row, and where they are from."""
+    each = {part: [re.findall("[a-z]+", text.lower()) for text in pair] for part, pair in texts().items()}
+    common = Counter(word for learnt, _ in each.values() for word in learnt).most_common(WORDS - 1)
+    places = {word: i for i, (word, _) in enumerate(common)}
+    return tuple(_windows([pair[held] for pair in each.values()], places) for held in (0, 1))  # type: ignore[return-value]
+
+
+def _windows(by_part: Sequence[list[str]], places: dict[str, int]) -> Batch:
+    rows = [([places.get(word, WORDS - 1) for word in text[i : i + WINDOW]], n)
+            for n, text in enumerate(by_part) for i in range(0, len(text) - WINDOW, WINDOW)]
+    return torch.tensor([row for row, _ in rows]), torch.tensor([n for _, n in rows])

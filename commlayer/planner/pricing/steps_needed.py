@@ -1,0 +1,65 @@
+"""How many times as many steps options and plans need as dense training, and what they lose. Knows no seconds and no search.
+
+Rows of measured trainings say it for a codec; a bucket counts by its part of the gradients' energy, where that is known, else
+of the elements. Up and down each cost half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.model.learning import NONE, Excess, Recipe, excess
+from commlayer.planner.pricing.path_cost import bare
+from commlayer.records import Job, Plan, Slice
+
+
+class Excesses:
+    """Of codecs, by a profile's rows; losses that were measured on the user's own task go before theirs."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._rows = profile.learning
+        self._losses = {bare(cost.codec): cost.loss for cost in profile.codecs if cost.loss is not None}
+
+    def of(self, codecs: Sequence[str], down: str, recipe: Recipe) -> Excess:
+        """`codecs`: what nodes send, the mean counts; `down`: what comes back, where that is not the same."""
+        ups = [self._of(codec, recipe) for codec in dict.fromkeys(codecs)]
+        parts = [codecs.count(codec) / len(codecs) for codec in dict.fromkeys(codecs)]
+        up = summed(parts, ups) if len(ups) > 1 else ups[0]
+        return summed((0.5, 0.5), (up, self._of(down, recipe))) if down else up
+
+    def _of(self, codec: str, recipe: Recipe) -> Excess:
+        found = excess(self._rows, codec, recipe)
+        loss = self._losses.get(bare(codec)) if self._losses else None
+        return found if loss is None else found._replace(loss=loss, loss_high=loss)
+
+
+def recipe_of(plan: Plan, cluster: Cluster, policy: Policy) -> Recipe:
+    """How a plan's steps are taken, where no result is late."""
+    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks)
+
+
+def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:
+    """Of a whole plan."""
+    known, recipe = Excesses(profile), recipe_of(plan, cluster, policy)
+    each = [known.of(b.by_node or (b.codec,), b.down, recipe._replace(late=b.stale)) for b in plan.buckets]
+    return summed(weights(job, [b.slices for b in plan.buckets], profile.energy), each)
+
+
+def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float] = ()) -> list[float]:
+    """What each group of slices counts for; together 1, if they are the whole model."""
+    if not energy:
+        total = max(1, job.numel)
+        return [sum([s.numel for s in slices]) / total for slices in groups]
+    whole, numels = sum(energy), [max(1, info.numel) for info in job.tensors]
+    return [sum([energy[s.tensor] * s.numel / numels[s.tensor] for s in slices]) / whole for slices in groups]
+
+
+def summed(parts: Sequence[float], each: Sequence[Excess]) -> Excess:
+    """
+    >>> summed((0.5, 0.5), (Excess(0.1, 0.2), Excess(0.3, 0.4))).steps
+    0.2
+    """
+    if not each:
+        return NONE
+    return Excess(*(sum([part * value for part, value in zip(parts, field, strict=True)]) for field in zip(*each, strict=True)))

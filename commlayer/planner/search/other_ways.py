@@ -1,0 +1,99 @@
+"""How else steps could be taken: local steps, coded updates, overlapped exchanges, late results. Knows no codecs.
+
+Each is searched with the buckets and servers of the plain plan that was found, and must be worth leaving it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Policy
+from commlayer.planner.model.learning import Recipe
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.choices import ChoiceFound
+from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
+from commlayer.planner.simulation.timeline import exact_s
+from commlayer.records import Plan
+
+WORTH = 0.02
+"""By what part such a way must win over the plain one; and over one that is nearer to it."""
+SEARCHED = 3
+"""Of those that look best with one option for every bucket, so many are searched in full."""
+MOST_LOCAL_STEPS = 16
+"""Where the policy does not say: as many as were measured."""
+
+
+class Found(NamedTuple):
+    """A plan, seconds for each step that dense training needs, what it needs and loses besides, and where it is from."""
+
+    price: float
+    excess: float
+    loss: float
+    plan: Plan
+    entry: LayoutCandidate
+
+
+def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, Plan]:
+    """Of the plain plan that was found and of what the policy allows besides; of nearly equal ones the finest."""
+    policy, plain = entry.inputs.policy, _made(entry, found)
+    kept = [plain]
+    # What nobody has measured is done only where it is asked for by name.
+    freely = not policy.exact and entry.ways.steps_count
+    if policy.staleness or freely:
+        kept += [late for late in _late(plain) if late.loss <= policy.max_loss]
+    tried = [LayoutCandidate(entry.inputs, entry.ways, entry.layout, recipe)
+             for recipe in _recipes(entry.recipe, policy, freely)]
+    # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
+    able = [each for each in tried if each.least_price / each.local_steps < plain.price * (1 - WORTH) and each.kept_budget]
+    quick = sorted(able, key=lambda each: each.exact(each.quick))
+    kept += [_made(each, min((each.quick, each.searched), key=each.exact)) for each in quick[:SEARCHED]]
+    kept += [_made(each, each.quick) for each in quick[SEARCHED:]]
+    worth = FINEST if entry.ways.steps_count else WORTH
+    near = min(each.price for each in kept) * (1 + worth)
+    chosen = min((each for each in kept if each.price <= near), key=lambda each: each.excess)  # of equal ones the first
+    return chosen.entry, chosen.plan
+
+
+def _made(entry: LayoutCandidate, found: ChoiceFound) -> Found:
+    entry.found = entry.finest(found)
+    return Found(entry.exact(entry.found), entry.found.excess, entry.found.loss, entry.emit(), entry)
+
+
+def _recipes(plain: Recipe, policy: Policy, freely: bool) -> list[Recipe]:
+    """Those that the policy allows, the plainest first."""
+    found = [plain._replace(overlap="forward")] if policy.forward else []
+    if freely:
+        found += [plain._replace(codes="updates"), plain._replace(codes="updates", overlap="round")]
+    for every in local_steps(policy.max_local_steps or (MOST_LOCAL_STEPS if freely else 1)):
+        found += [plain._replace(codes="updates", every=every)]
+        found += [] if not freely else [plain._replace(codes="updates", every=every, overlap="round")]
+    return found
+
+
+def local_steps(most: int) -> list[int]:
+    """
+    >>> local_steps(1), local_steps(4), local_steps(6)
+    ([], [2, 4], [2, 4, 6])
+    """
+    doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+    return [*doubled, most] if most > 1 else []
+
+
+def _late(plain: Found) -> Iterator[Found]:
+    """With a part of the buckets, those that are ready last, whose results are used a step late."""
+    plan, inputs = plain.plan, plain.entry.inputs
+    job, _, cluster, profile, policy = inputs
+    gradients = [b.id for b in plan.buckets if b.served and not job.tensors[b.slices[0].tensor].buffer]
+    least = plain.price
+    for share in (8, 4, 2, 1):
+        late = set(gradients[len(gradients) - -(-len(gradients) // share) :])
+        made = structs.replace(plan, buckets=tuple(structs.replace(b, stale=b.id in late) for b in plan.buckets))
+        more = plan_excess(made, job, cluster, profile, policy)
+        excess = more.high if plain.entry.ways.steps_count else 0.0
+        price = exact_s(made, job, cluster, profile, policy) * (1 + excess)
+        if price < least * (1 - WORTH):
+            least = price
+            yield Found(price, excess, more.loss_high, made, plain.entry)

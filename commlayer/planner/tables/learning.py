@@ -1,0 +1,67 @@
+"""The shipped table of what ways of training cost in steps, and reading others like it. Knows a file's form; looks nothing up.
+
+`python -m bench learning` makes it; docs/learning.md says what is in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from commlayer.codec_name import misspelled
+from commlayer.errors import RecordError
+from commlayer.planner.model.learning import LearningRow
+from commlayer.records import Record, decode
+
+VERSION = 1
+SHIPPED = Path(__file__).with_name("learning.json")
+
+
+class Provenance(Record, frozen=True):
+    """Where a table comes from."""
+
+    date: str
+    command: str
+    runs: int
+    """Trainings, the dense ones too."""
+    tasks: tuple[str, ...]
+    torch: str
+    code: str
+    """Hash of the sources that decide what a training learns."""
+
+
+class LearningTable(Record, frozen=True):
+    provenance: Provenance
+    rows: tuple[LearningRow, ...]
+    version: int = VERSION
+
+
+class _Version(Record, frozen=True, forbid_unknown_fields=False):
+    version: int
+
+
+def read(path: Path) -> LearningTable:
+    """The table in that file, or one line that says what is wrong with it."""
+    what, data = f"learning table {path}", path.read_bytes()
+    found = decode(data, _Version, what).version
+    if found != VERSION:
+        raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}; make it anew with "
+                          "python -m bench learning")
+    table = decode(data, LearningTable, what)
+    for row in table.rows:
+        said = f"{what}: row {row.optimizer} {row.codec} every={row.every} steps={row.steps}"
+        if row.optimizer not in ("sgd", "adam") or row.steps < 1 or row.every < 1:
+            raise RecordError(f"{said}, allowed: sgd or adam, every and steps of at least 1")
+        if reason := misspelled(row.codec):
+            raise RecordError(f"{said}: {reason}")
+    return table
+
+
+@functools.cache
+def shipped() -> LearningTable:
+    return read(SHIPPED)
+
+
+def rows() -> tuple[LearningRow, ...]:
+    """Those of the shipped table, always the same object."""
+    return shipped().rows

@@ -1,0 +1,77 @@
+"""What a plan stands beside: no compression, DDP's fp16 hook, a machine alone, and its own latencies. Makes records.
+
+Each is priced by the same simulation. Seconds to a loss are told for each step that dense training would take.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Cluster, Line, Link, Policy, Profile
+from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.model.option import DENSE
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.search.plan import plan
+from commlayer.planner.search.ways import free
+from commlayer.planner.simulation.timeline import exact_s
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
+
+DDP_NBYTES = 25 << 20
+"""Of DistributedDataParallel's buckets."""
+ENDLESS_BPS = 1e15
+
+
+class Beside(Record, frozen=True):
+    """One way to train, and when it is at a loss."""
+
+    name: str
+    step_s: float
+    steps: float = 1.0
+    """How many times as many steps it needs as dense training that exchanges in each: the median, and cautiously."""
+    steps_high: float = 1.0
+
+    @property
+    def to_loss_s(self) -> float:
+        """Cautiously, for each step that dense training would take."""
+        return self.step_s * self.steps_high
+
+
+def beside(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> tuple[Beside, ...]:
+    """The plan first, then the others."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    dense = uncompressed(job, cluster, profile, policy)
+    fastest = max(node.ranks * node.speed for node in cluster.nodes)
+    alone_s = (timing.forward_s + timing.backward_s) * cluster.ranks / fastest + timing.update_s / max(
+        node.speed for node in cluster.nodes if node.ranks)
+    others = [Beside("dense fp32", dense.step_s), Beside("DDP fp16", _halves_s(job, cluster, profile, policy))]
+    others += [Beside("one machine alone", alone_s)] if cluster.ranks > max(n.ranks for n in cluster.nodes) else []
+    floor_s = exact_s(made, job, endless(cluster), free(profile), policy)
+    return (Beside("this plan", made.step_s, made.steps or 1.0, made.steps_high or 1.0), *others,
+            Beside("its latencies alone", floor_s, made.steps or 1.0, made.steps_high or 1.0))
+
+
+def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
+    """The best plan without any codec that exchanges in each step."""
+    policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=1.0)
+    return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
+
+
+def _halves_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+    """All-reduces of halves, which take as long as those of floats over links twice as fast; converting is taken to be free."""
+    ranks = {node.ranks for node in cluster.nodes if node.ranks}
+    per_node = ranks.pop() if len(ranks) == 1 else 1
+    made = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
+                        cut_nbytes=MAX_BUCKET_NBYTES)
+    links = [Link(2 * node.link.up_bps, 2 * node.link.down_bps, node.link.alpha_s) for node in cluster.nodes]
+    nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=link)
+                  for node, link in zip(cluster.nodes, links, strict=True))
+    halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
+              for name, line in (("inside", profile.inside), ("across", profile.across))}
+    return exact_s(made, job, structs.replace(cluster, nodes=nodes), structs.replace(profile, **halved), policy)
+
+
+def endless(cluster: Cluster) -> Cluster:
+    """With links that carry anything in no time; latencies stay."""
+    nodes = tuple(structs.replace(n, intra_bps=ENDLESS_BPS if n.intra_bps else 0.0,
+                                  link=Link(ENDLESS_BPS, ENDLESS_BPS, n.link.alpha_s)) for n in cluster.nodes)
+    return structs.replace(cluster, nodes=nodes)

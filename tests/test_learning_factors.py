@@ -1,0 +1,177 @@
+"""What is made of curves of trainings: factors where they are known, rows, what is foretold, the shipped table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from bench import Unmeasurable, learning_table
+from bench.learning_factors import LEAST_TASKS, MOST, Cost, alone, cost, costs, held_out, rows
+from bench.learning_run import LOOKS, STEPS, Way
+from bench.learning_store import Run, Store
+from commlayer.codec_name import named
+from commlayer.errors import RecordError
+from commlayer.planner.model.learning import Recipe, excess
+from commlayer.planner.tables import learning as tables
+
+TASKS = ("a", "b", "c", "d")
+
+
+def falling(step: float) -> float:
+    return 2.0 * math.exp(-step / 100) + 0.5
+
+
+def curve(of_step: Callable[[float], float]) -> tuple[float, ...]:
+    return tuple(of_step(STEPS / LOOKS * (look + 1)) for look in range(LOOKS))
+
+
+DENSE = curve(falling)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0, 5.0])
+def test_who_learns_so_many_times_as_slowly_has_that_factor(factor: float) -> None:
+    slow = cost(curve(lambda step: falling(step / factor)), DENSE)
+    assert slow.steps == pytest.approx(factor, rel=0.03)
+    assert 1 + slow.loss == pytest.approx(falling(STEPS / factor) / falling(STEPS), rel=0.02)
+
+
+def test_who_learns_faster_than_dense_has_one() -> None:
+    assert cost(curve(lambda step: falling(1.2 * step)), DENSE) == Cost(1.0, 0.0)
+
+
+@pytest.mark.parametrize("lost", [curve(lambda step: 9.0), (*DENSE[:-1], math.nan), curve(lambda step: math.inf)])
+def test_who_learns_nothing_has_the_most(lost: tuple[float, ...]) -> None:
+    assert cost(lost, DENSE).steps == MOST
+
+
+def test_noise_of_a_look_does_not_make_a_factor() -> None:
+    shaken = tuple(loss + (0.02 if look % 2 else -0.02) for look, loss in enumerate(DENSE))
+    assert cost(shaken, shaken).steps == pytest.approx(1.0, abs=0.05)
+
+
+def test_each_run_is_against_the_dense_one_of_its_own_task_workers_and_seed() -> None:
+    way = Way("a", "adam", "int4()", seed=1)
+    slow = curve(lambda step: falling(step / 2))
+    curves = {way: slow, way.dense: DENSE, Way("a", "adam"): slow, structs.replace(way, seed=2): slow}
+    assert costs(curves) == {way: cost(slow, DENSE)}
+
+
+def test_a_dense_training_that_fails_is_said() -> None:
+    way = Way("a", "adam", "int4()")
+    with pytest.raises(Unmeasurable, match="task a: dense training with adam ends in a loss of nan: lower its rate"):
+        costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
+
+
+def test_one_worker_is_no_way() -> None:
+    one = Way("a", "sgd", workers=1)
+    curves = {one: curve(lambda step: falling(step / 3)), structs.replace(one, workers=4): DENSE}
+    assert costs(curves) == {}
+    assert [found.steps for _, found in alone(curves)] == pytest.approx([3.0], rel=0.03)
+
+
+def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fields: object) -> dict[Way, Cost]:
+    return {Way(task, "adam", codec, **fields): Cost(factor + 0.1 * i, 0.01 * i)  # type: ignore[arg-type]
+            for i, task in enumerate(tasks)}
+
+
+def test_a_row_is_the_median_task_and_a_cautious_one() -> None:
+    row, = rows(measured("int4()", 1.0))
+    assert (row.codec, row.codes, row.workers, row.tasks, row.runs) == ("int4()", "gradients", 0, 4, 4)
+    assert (row.steps, row.steps_high, row.loss, row.loss_high) == pytest.approx((1.15, 1.24, 0.015, 0.024))
+
+
+def test_a_task_counts_once_however_many_seeds_it_has() -> None:
+    more = {Way("d", "adam", "int4()", seed=seed): Cost(1.3, 0.03) for seed in range(1, 5)}
+    row, = rows(measured("int4()", 1.0) | more)
+    assert (row.steps, row.tasks, row.runs) == (pytest.approx(1.15), 4, 8)
+
+
+def test_on_too_few_tasks_nothing_is_measured() -> None:
+    assert rows(measured("int4()", 1.0, tasks=TASKS[: LEAST_TASKS - 1])) == ()
+
+
+def test_local_steps_are_rows_of_updates() -> None:
+    found = measured("int4()", 1.0, every=4) | measured("int4()", 1.0, overlap="round")
+    assert [row.codes for row in rows(found)] == ["updates"] * 2
+
+
+def test_of_several_numbers_of_workers_there_is_the_worst_too() -> None:
+    made = rows(measured("int4()", 1.0) | measured("int4()", 1.5, workers=8))
+    assert [(row.workers, row.steps, row.runs) for row in made] == [(0, 1.65, 8), (4, 1.15, 4), (8, 1.65, 4)]
+
+
+def test_what_rows_cannot_say_is_in_none() -> None:
+    assert rows(measured("topk(ratio=0.01)", 1.0, ratio_over="plan") | measured("int4()", 1.0, fragments=2, every=4)) == ()
+
+
+def test_tasks_of_one_order_foretell_each_other() -> None:
+    found: dict[Way, Cost] = {}
+    for i, ratio in enumerate((0.1, 0.01, 0.001)):
+        found |= measured(f"topk(ratio={ratio})", 1.0 + i)
+    found |= measured("int4()", 1.05, every=4) | measured("int4()", 1.02)
+    told = held_out(found)
+    assert {one.task for one in told} == set(TASKS)
+    assert all(one.rank_correlation == pytest.approx(1.0) for one in told)
+    assert all(one.error < 0.2 for one in told)
+    backwards = {way: Cost(4.0 - one.steps if way.task == "a" else one.steps, 0.0) for way, one in found.items()}
+    assert next(one for one in held_out(backwards) if one.task == "a").rank_correlation < -0.9
+
+
+def test_what_no_other_task_was_measured_with_is_not_judged() -> None:
+    found = measured("int4()", 1.0) | measured("int8()", 1.0) | measured("onebit()", 1.4)
+    found |= measured("terngrad()", 2.0, tasks=("a",))
+    assert {one.ways for one in held_out(found)} == {3}
+
+
+def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
+    made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
+    (tmp_path / "t.json").write_bytes(learning_table.written(made))
+    assert tables.read(tmp_path / "t.json") == made
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ((b'"version": 1', b'"version": 2'), "version 2, this commlayer reads version 1; make it anew with python -m"),
+    ((b'"every":1', b'"every":0'), "every=0"),
+    ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "row lion int4"),
+    ((b'"late":false', b'"late":"no"'), "Expected `bool`"),
+    ((b'int4()', b'int4('), "int4("),
+    ((b']}', b''), "t.json"),
+])
+def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], said: str, tmp_path: Path) -> None:
+    made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
+    data = learning_table.written(made)
+    assert change[0] in data
+    (tmp_path / "t.json").write_bytes(data.replace(*change))
+    with pytest.raises(RecordError) as told:
+        tables.read(tmp_path / "t.json")
+    assert said in str(told.value)
+    assert str(tmp_path / "t.json") in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_an_empty_store_makes_no_table(tmp_path: Path) -> None:
+    with pytest.raises(Unmeasurable, match="run python -m bench learning first"):
+        learning_table.table(Store(tmp_path / "none.jsonl"), "2026-01-02")
+    store = Store(tmp_path / "one.jsonl")
+    store.add(Way("mlp", "sgd", "int4()"), Run("outdated", DENSE))
+    with pytest.raises(Unmeasurable, match="run python -m bench learning first"):
+        learning_table.table(store, "2026-01-02")
+
+
+def test_the_shipped_table() -> None:
+    table = tables.shipped()
+    assert tables.rows() is tables.rows() is table.rows
+    assert table.provenance.runs >= sum(row.runs for row in table.rows if row.workers == 0)
+    places = [(r.optimizer, r.codes, r.codec, r.every, r.overlap, r.late, r.workers) for r in table.rows]
+    assert len(set(places)) == len(places)
+    for row in table.rows:
+        assert str(named(row.codec).bare) == str(named(row.codec))
+        assert 1 <= row.steps <= row.steps_high <= MOST
+        assert 0 <= row.loss <= row.loss_high
+        assert row.tasks >= LEAST_TASKS
+        recipe = Recipe(row.optimizer, row.codes, row.every, row.overlap, row.late, row.workers)
+        assert excess(table.rows, row.codec, recipe).high >= row.steps_high - 1 - 1e-9

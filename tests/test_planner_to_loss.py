@@ -1,0 +1,196 @@
+"""Plans by seconds to a loss: steps that are needed besides count, what is hidden is fine, a way is left only where it pays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+from learning_kit import learnt
+from msgspec import structs
+from plan_kit import cluster, toy_job
+from test_planner_search import random_space
+
+from commlayer.codec_name import named
+from commlayer.planner.model.cluster import Cluster, Link, Policy
+from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
+from commlayer.planner.search.layout_candidate import FINEST
+from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.schedule import PortableSchedule, schedule
+from commlayer.planner.simulation.timeline import simulate
+from commlayer.records import Plan
+
+FREE = Policy(exact=False)
+FP16: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ranks_per_node": 1, "fuse_nbytes": 1,
+                        "cut_nbytes": 1 << 24}
+"""A bucket for each tensor."""
+
+
+def at(bps: float, nodes: int = 4) -> Cluster:
+    link = Link(bps, bps, 1e-3)
+    return Cluster(tuple(structs.replace(n, link=link, speed=1.0) for n in cluster(nodes, "1g").nodes))
+
+
+def made_for(machines: Cluster, policy: Policy) -> Plan:
+    return plan(toy_job(), machines, learnt(machines), policy)
+
+
+def price(made: Plan) -> float:
+    return made.step_s * made.steps_high
+
+
+def costly_space(seed: int) -> tuple[Space, list[int]]:
+    """Options that need more steps the more they lose."""
+    space, _, counts = random_space(seed, budget=seed % 2 == 0)
+    rng = random.Random(seed)
+    return space._replace(excess=[[0.3 * rng.uniform(0.5, 1.5) * loss for loss in losses] for losses in space.loss]), counts
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_search_finds_the_least_seconds_to_a_loss(seed: int) -> None:
+    space, counts = costly_space(seed)
+    search_of = [search(space), search(space, thorough=False)]
+    least = math.inf
+    for choice in itertools.product(*map(range, counts)):
+        if sum(space.loss[b][o] for b, o in enumerate(choice)) <= space.max_loss + 1e-9:
+            steps = 1 + sum(space.excess[b][o] for b, o in enumerate(choice))  # type: ignore[index]
+            least = min(least, space.schedule.run(list(choice)) * steps)
+    assert search_of[0].price == pytest.approx(least, rel=1e-9)
+    assert search_of[1].price <= least * 1.1, "also without trying everything it comes near"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_sweep_compares_steps_times_their_factors(seed: int) -> None:
+    _, problem, counts = random_space(seed, budget=False)
+    rng = random.Random(seed)
+    factors = [rng.uniform(0.5, 3.0) for _ in range(counts[0])]
+    choice = [0] * len(counts)
+    steps = PortableSchedule(problem).sweep(choice, [0], math.inf)
+    prices = [a * b for a, b in zip(steps, factors, strict=True)]
+    limit = sorted(prices)[len(prices) // 2]
+    native = schedule(problem)
+    found = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, -math.inf, factors)
+    assert all(ours == twin for ours, twin, price in zip(found, steps, prices, strict=True) if price <= limit)
+    best = native.sweep(choice, [0], math.inf, math.nan, 1, None, -math.inf, factors)
+    assert min(a * b for a, b in zip(best, factors, strict=True)) == min(prices)
+
+
+def test_of_nearly_equal_prices_the_finest_wins() -> None:
+    space, _ = costly_space(3)
+    found = search(space)
+    finer = finest(space._replace(slack=0.5), found)
+    assert found.price <= finer.price <= found.price * 1.5
+    assert finer.excess < found.excess
+    assert finest(space._replace(slack=0.0), found).price <= found.price * (1 + 1e-9)
+    assert isinstance(finer, ChoiceFound)
+
+
+def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
+    rates = (1e10, 1e9, 1e8, 3e7, 1e7)
+    exact = [made_for(at(bps), Policy()) for bps in rates]
+    free = [made_for(at(bps), FREE) for bps in rates]
+    for made in (exact[0], free[0]):
+        assert {named(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8"}
+        assert (made.local_steps, made.codes, made.overlap) == (1, "gradients", "")
+    for plans in (exact, free):
+        needed = [made.steps_high for made in plans]
+        assert all(b >= a * (1 - FINEST) for a, b in itertools.pairwise(needed)), needed
+        assert needed[-1] > needed[0]
+    assert all(b.local_steps >= a.local_steps for a, b in itertools.pairwise(free)), [made.local_steps for made in free]
+    assert all(price(f) <= price(e) * (1 + FINEST) for e, f in zip(exact, free, strict=True)), "more may be done"
+
+
+def test_the_shortest_step_is_not_the_shortest_way() -> None:
+    machines = at(1e8)
+    by_step, to_loss = made_for(machines, Policy(objective="step")), made_for(machines, Policy())
+    assert by_step.step_s < to_loss.step_s
+    assert price(to_loss) < price(by_step)
+    profile = learnt(machines)
+    more = plan_excess(to_loss, toy_job(), machines, profile, Policy())
+    assert (to_loss.steps, to_loss.steps_high) == pytest.approx((1 + more.steps, 1 + more.high))
+    assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it bears more than one that nobody named"
+
+
+def test_without_rows_all_steps_count_alike() -> None:
+    machines = at(1e8)
+    bare = structs.replace(learnt(machines), learning=())
+    made = plan(toy_job(), machines, bare)
+    assert (made.steps, made.steps_high) == (0.0, 0.0)
+    assert made == plan(toy_job(), machines, bare, Policy(objective="step"))
+
+
+def test_rounds_that_overlap_take_the_longer_of_computing_and_exchanging() -> None:
+    job = toy_job()
+    assert job.timing is not None
+    computing_s = job.timing.forward_s + job.timing.backward_s + job.timing.update_s
+    for bps, every in ((1e7, 2), (1e7, 4), (1e10, 4)):
+        machines = at(bps)
+        profile = learnt(machines)
+        plain = default_plan(job, **FP16)
+        waited = structs.replace(plain, codes="updates", local_steps=every)
+        exchange_s = simulate(waited, job, machines, profile).step_s - every * computing_s
+        overlapped = simulate(structs.replace(waited, overlap="round"), job, machines, profile)
+        assert overlapped.step_s == pytest.approx(max(every * computing_s, exchange_s))
+        assert overlapped.compute_s == pytest.approx(every * computing_s)
+
+
+@pytest.mark.parametrize("bps", [1e7, 1e8, 3e8, 1e9, 1e10])
+def test_results_during_the_next_forward_pass_are_waited_for_where_it_needs_them(bps: float) -> None:
+    """From backward pass to backward pass: no bucket's way, and what is computed behind its result, is longer."""
+    job, machines = toy_job(), at(bps)
+    timing = job.timing
+    assert timing is not None
+    profile = learnt(machines)
+    plain = default_plan(job, **FP16)
+    barrier = simulate(plain, job, machines, profile)
+    hidden = simulate(structs.replace(plain, overlap="forward"), job, machines, profile)
+    ways = [done - timing.forward_s + (timing.forward_s - min(timing.needed_s[s.tensor] for s in bucket.slices))
+            for bucket, done in zip(plain.buckets, barrier.done_s, strict=True)]
+    computing_s = timing.forward_s + timing.backward_s + timing.update_s
+    assert hidden.step_s == pytest.approx(max(computing_s, *ways))
+    assert hidden.done_s == pytest.approx(barrier.done_s), "the same transfers"
+    assert computing_s <= hidden.step_s * (1 + 1e-9)
+    assert hidden.step_s <= barrier.step_s * (1 + 1e-9)
+
+
+def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed() -> None:
+    machines = at(2e7)
+    exact = made_for(machines, Policy())
+    assert (exact.local_steps, exact.codes, exact.overlap) == (1, "gradients", "")
+    assert not any(b.stale for b in exact.buckets)
+    free = made_for(machines, FREE)
+    assert free.local_steps > 1
+    assert free.overlap == "round"
+    assert price(free) < 0.9 * price(exact)
+    assert made_for(machines, structs.replace(FREE, max_local_steps=2)).local_steps <= 2
+    forward = [made_for(at(bps), Policy(forward=True)) for bps in (1e8, 3e8, 1e9)]
+    assert any(made.overlap == "forward" for made in forward)
+    assert all(made.codes == "gradients" for made in forward)
+
+
+def test_codecs_count_by_the_energy_that_they_are_for() -> None:
+    """Where one tensor has all of it, only that one has to be sent finely."""
+    job, machines = toy_job(), at(2e7)
+    first = tuple(float(i == 0) for i in range(len(job.tensors)))
+    profile = structs.replace(learnt(machines), energy=first)
+    made = plan(job, machines, profile, Policy())
+    ratios = {s.tensor: named(b.codec).ratio or 1.0 for b in made.buckets for s in b.slices}
+    assert ratios[0] > min(ratios.values())
+    assert made.steps_high < made_for(machines, Policy()).steps_high
+
+
+@pytest.mark.parametrize(("policy", "energy", "message"), [
+    (Policy(objective="fame"), (), "policy: objective is 'fame', allowed: loss, step"),  # type: ignore[arg-type]
+    (Policy(max_local_steps=-1), (), "policy: max_local_steps is -1, allowed: 1 or more"),
+    (Policy(), (1.0,), "energy has 1 parts for 12 tensors"),
+    (Policy(), (0.0,) * 12, "energy has a part below 0, or nothing above it"),
+])
+def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[float, ...], message: str) -> None:
+    machines = at(1e8)
+    with pytest.raises(ValueError, match=message) as told:
+        plan(toy_job(), machines, structs.replace(learnt(machines), energy=energy), policy)
+    assert "\n" not in str(told.value)

@@ -1,0 +1,257 @@
+"""What a change of ways asks of optimizers: what they remember, what they are given, and when nobody goes. Real ranks.
+
+Run as a script, this file is a training in which one rank dies in the middle of a change.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+import pool_kit
+import pytest
+import torch
+from pool_kit import Servers, pool, tree
+from test_session_processes import last_line
+from test_ways_switch import LOCAL, OPTIMIZERS, WORLD, Net, Training, plan
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
+from commlayer.job.observers import Observer, Place
+from commlayer.job.switch import switch as go_over
+from commlayer.runtime.model_job import job_of
+
+_ranks = pool_kit.ranks_first(WORLD)
+
+
+def back_and_forth(rank: int, address: str, optimizer: str, ways: list[str]) -> list[torch.Tensor]:
+    training = Training(rank, address, ways[0], optimizer=optimizer, codec="topk(ratio=0.1)")
+    for way in ways:
+        training.switch(way)
+        training.train(2)
+    training.session.synchronize()
+    found = training.tensors()
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_gradients_and_forward_give_the_same_weights_bit_for_bit(optimizer: str) -> None:
+    runs = []
+    for ways in (["gradients"] * 4, ["gradients", "forward"] * 2, ["forward", "forward", "gradients", "gradients"]):
+        with Servers(WORLD, 1) as servers:
+            runs += pool(WORLD).call(back_and_forth, servers.address, optimizer, ways)
+    for run in runs:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]:
+    """From gradients to local steps and round, and back to a plan of gradients."""
+    training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
+                        drift_steps=2)
+    found: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": []}
+    for way in ("every", "round", "whole round", "updates", "gradients"):
+        training.switch(way)
+        found["rows"].append(training.tensors(buffers=False))
+        before = training.session.stats()["sent_nbytes"]
+        found["losses"].append(training.train(12))
+        found["sent"].append(training.session.stats()["sent_nbytes"] - before)
+    for bad in ("forward", "late"):
+        with pytest.raises(ValueError) as caught:
+            training.switch(bad)
+        found["refused"].append(str(caught.value))
+    training.train(1)
+    training.session.drain()
+    found["rows"].append(training.tensors(buffers=False))
+    found |= {"plan": training.session.inspect.plan, "said": training.session.inspect.decisions()}
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
+def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(optimizer: str, how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(through, servers.address, optimizer, how)
+    for mine, theirs in zip(first["rows"], second["rows"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert first["plan"].codes == "updates"
+    assert first["plan"].local_steps == 1
+    (line,) = [line for line in first["said"] if "different states" in line]
+    assert "changes of weights are still what is exchanged, now every step" in line
+    why = "behind local steps, which left the ranks' optimizers in different states"
+    assert all(why in line or "overlap='forward': DistributedDataParallel" in line for line in first["refused"])
+    every, in_rounds, _, updates, gradients = first["sent"]
+    assert 5 * every < 3 * updates, "every second step"
+    assert in_rounds < every
+    assert 0.9 < gradients / updates < 1.1
+    assert first["losses"][-1] < first["losses"][0]
+
+
+def from_the_start(rank: int, address: str, way: str) -> dict[str, Any]:
+    training = Training(rank, address, way, optimizer="adamw", how="ddp", codec="topk(ratio=0.1)", drift="end", drift_steps=2)
+    apart = []
+    for _ in range(8):
+        training.train(1)
+        apart.append([p.grad.clone() for p in training.model.parameters()])
+    training.session.drain()
+    found = {"grads": apart, "rows": training.tensors(), "steps": training.connection.steps}
+    training.session.close()
+    training.optimizer.zero_grad()
+    training.loss(0).backward()
+    return found | {"after": [p.grad.clone() for p in training.model.parameters()]}
+
+
+@pytest.mark.parametrize(("way", "steps"), [("every", 4), ("round", 3), ("updates", 8)])
+def test_a_plan_of_local_steps_runs_under_ddp_without_arguments(way: str, steps: int) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(from_the_start, servers.address, way)
+    assert first["steps"] == steps
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True)), "buffers, too"
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(first["grads"], second["grads"], strict=True)), "nobody has reduced"
+    assert all(torch.equal(a, b) for a, b in zip(first["after"], second["after"], strict=True)), "behind the end it reduces"
+
+
+def decided(rank: int, address: str, how: str) -> dict[str, Any]:
+    """As whoever decides while a job trains: inside a step's end, and inside the exchange of local steps."""
+    training = Training(rank, address, "gradients", optimizer="plain", how=how)
+    training.train(1)
+    ways = ["every", "gradients", "round", "updates", "gradients", "whole round"]
+    if "ddp" not in how:
+        ways = ["forward", *ways, "forward", "every", "forward"]
+    seen, count = [], [0]
+
+    def go_on() -> None:
+        count[0] += 1
+        if count[0] % 3 == 0 and ways:
+            job, way = training.connection.worker.job, ways.pop(0)
+            go_over(training.connection, plan(job, way) if rank == 0 else None)
+            seen.append((way, training.connection.local is not None))
+
+    training.session._driver.observers.add(Observer(Place.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
+    training.train(80)
+    training.session.drain()
+    found = {"seen": seen, "left": ways, "rows": training.tensors(buffers=False), "said": training.session.inspect.decisions(),
+             "loss": training.train(1)}
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["", "scaled", "ddp"])
+def test_who_decides_while_a_job_trains_can_change_ways(how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(decided, servers.address, how)
+    assert first["left"] == first["said"] == []
+    assert all(local == (way in LOCAL) for way, local in first["seen"])
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
+
+
+def refused(rank: int, address: str) -> dict[str, str]:
+    """Rank 1 alone cannot; then nobody goes, and all go on as before."""
+    training, said = Training(rank, address, "gradients", optimizer="adamw"), {}
+    training.train(1)
+    training.optimizer.param_groups[0]["capturable"] = rank == 1
+    for name, act in {"forward": lambda: training.switch("forward"),
+                      "contradiction": lambda: training.switch("every", fragments=3)}.items():
+        with pytest.raises(ValueError) as caught:
+            act()
+        said[name] = str(caught.value)
+    training.optimizer.param_groups[0]["capturable"] = False
+    training.train(2)
+    assert training.connection.steps == 3
+    training.switch("forward")
+    training.train(2)
+    training.switch("every")
+    training.train(2 + rank)
+    with pytest.raises(ValueError) as caught:
+        training.switch("round")
+    said["uneven"] = str(caught.value)
+    training.train(2 - rank)
+    training.switch("round")
+    training.session.close()
+    wrapped = DistributedDataParallel(Net())
+    wrapped.register_comm_hook(commlayer.HookState(plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
+    with pytest.raises(ValueError) as caught:
+        wrapped(torch.ones(4, 12)).sum().backward()
+    return said | {"hook": str(caught.value)}
+
+
+def test_nobody_goes_unless_all_can() -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(refused, servers.address)
+    assert first["forward"] == "switch() failed on rank 1, whose own error says why"
+    assert "overlap='forward' applies a step in pieces, and AdamW is capturable" in second["forward"]
+    for said in (first, second):
+        assert "of 2 local steps, and fragments=3" in said["contradiction"]
+        assert said["uneven"] == "ranks stand at local steps 0 to 1: all go over to another plan at the same one"
+        assert "of 2 local steps: a communication hook that a script registers averages gradients" in said["hook"]
+
+
+def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
+    model = Net()
+    optimizer = how.pop("optimizer", "adamw")
+    stepped = optimizer and OPTIMIZERS.get(optimizer, lambda m: torch.optim.LBFGS(m.parameters()))(model)
+    if how.pop("scaled", False):
+        how["scaler"] = torch.amp.GradScaler("cpu")
+    called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
+    session = commlayer.attach(called, stepped, plan=plan(job_of(model), how.pop("way", "gradients")),
+                               config=pool_kit.quick(join=address), **how)
+    torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
+    if stepped and optimizer != "lbfgs" and "scaler" not in how:
+        stepped.step()
+    made = session.inspect.connection
+    found = allowed_ways(made), forbidden_ways(made)
+    session.drain()
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize(("how", "wanted", "said"), [
+    ({}, {"forward", "updates", "local", "round"}, ""),
+    ({"optimizer": None}, set(), "local: got optimizer NoneType"),
+    ({"optimizer": "lbfgs"}, set(), "local: LBFGS makes a number of backward passes of its own"),
+    ({"ddp": True}, {"updates", "local", "round"}, "forward: overlap='forward': DistributedDataParallel"),
+    ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler skips steps by all gradients"),
+    ({"max_norm": 1.0}, {"updates", "local", "round"}, "forward: max_norm="),
+    ({"every": 4}, {"local", "round"}, "updates: attach() was told every=4"),
+    ({"codes": "gradients"}, {"forward"}, "local: attach() was told every=as planned, codes='gradients'"),
+    ({"overlap": "forward"}, {"forward"}, "updates: attach() was told"),
+    ({"way": "every"}, {"updates", "local", "round"}, "forward: the ranks' optimizers are in different states"),
+])
+def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], said: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        for found, why in pool(WORLD).call(allowed, servers.address, how):
+            assert found == wanted
+            assert not said or any(f"{way}: {line}".startswith(said) for way, line in why.items())
+
+
+SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5}
+
+
+def main(place: str) -> None:
+    """Rank 1 dies in the middle of a switch."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    training = Training(rank, "", "every", optimizer="adamw", how="unbounded")
+    training.train(3)
+    made = training.connection
+    if rank == 1:
+        getattr(made, place).insert(0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    training.switch("round")
+    training.train(1000)
+
+
+@pytest.mark.parametrize("place", ["catch_up", "before_switch", "after_switch"])
+def test_a_rank_that_dies_in_the_middle_of_a_change_is_named(place: str) -> None:
+    with tree(__file__, 3, args=(place,), settings=SETTINGS) as run:
+        for rank in (0, 2):
+            code, errors = run.ended_one(rank, 40.0)
+            assert code == 1
+            assert re.match(r"commlayer.errors.(PeerLost|DeadlineExceeded): worker 1: ", last_line(errors)), errors
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
