@@ -1,16 +1,9 @@
-"""Opens a gRPC channel to a coordinator, in TLS where there are keys. Loads little: the heartbeat child uses it, too."""
+"""Opens a gRPC channel to a coordinator, in TLS where there are keys. Loads little: the heartbeat child waits for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from commlayer import config as settings
-
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
-
-SERVICE = "commlayer.Control"
 
 
 class Shown(NamedTuple):
@@ -22,7 +15,10 @@ class Shown(NamedTuple):
     name: str
 
 
-def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None) -> grpc.Channel:
+def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None) -> Any:
+    """Call config.quiet_forks() first where processes are forked."""
+    import grpc
+
     if shown is None:
         return grpc.insecure_channel(address, options=options)
     ca, certificate, key = (Path(name).read_bytes() for name in shown[:3])
