@@ -150,7 +150,7 @@ def test_planned_buckets_are_matrices_where_they_can_be() -> None:
     cost = CodecCost("powersgd(rank=4)", "cpu", Line(1e-6), Line(1e-6), Line(16, 0.01), rounds=2, sums=True, alone=False,
                      answers=False)
     costs = structs.replace(profile_from_tables(machines), codecs=(*profile_from_tables(machines).codecs, cost))
-    made = planned(job, machines, costs, Policy(codecs=("powersgd()",)))
+    made = planned(job, machines, costs, Policy(codecs=("powersgd()",), objective="step"))
     coded = [b for b in made.buckets if named(b.codec).core.family == "powersgd"]
     assert coded
     assert all(b.shape or "shapes=" in b.codec for b in coded)
