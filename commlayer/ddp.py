@@ -29,8 +29,9 @@ from commlayer.job.observers import Observers
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
 from commlayer.job.step_loop import StepLoop
-from commlayer.job.ways import Asked
+from commlayer.job.ways import read_ways
 from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
+from commlayer.optim import family_of
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.model_job import check_dense
 
@@ -57,14 +58,15 @@ class HookState:
 
     def __init__(
         self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None,
-        process_group: Any = None,
+        process_group: Any = None, exact: bool = False,
     ) -> None:
-        """`optimizer` gives the learning rate to codecs that correct for its changes; without it they do not.
+        """`optimizer` gives the learning rate to codecs that correct for its changes, which without it do not, and plan="auto"
+        plans for its family. `exact`: keeps that to results of the step itself.
 
         `process_group`: the ranks to average over, where they are not those of the DDP module that this is registered with.
         """
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
-        self._process_group = process_group
+        self._process_group, self._asked = process_group, read_ways(None, None, exact=exact)
         self.ways: DDPWays | None = None
         """What lets plans step locally, where attach() knows the module and its optimizer."""
         self._claim: Claim | None = None
@@ -150,7 +152,8 @@ class HookState:
             self.claim(found.named)
             self.connection = connect(found.job, device, start, plan=self._plan, config=self._config, whole=found.whole,
                                       forbids=_forbids if self.ways is None else self.ways.forbids,
-                                      asked=Asked() if self.ways is None else self.ways.asked,
+                                      asked=self._asked if self.ways is None else self.ways.asked,
+                                      optimizer=family_of(self._optimizer),
                                       must={"wrapper": "DistributedDataParallel", "optimizer": "not given"})
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
@@ -273,11 +276,12 @@ class HookState:
 
     def __getstate__(self) -> dict[str, Any]:
         """DDP modules are saved and copied with their hooks. Connection, scaler and optimizer are of this process and stay."""
-        return {"plan": self._plan, "config": self._config, "weight": self._weight, "state": self.state_dict()}
+        return {"plan": self._plan, "config": self._config, "exact": self._asked.exact, "weight": self._weight,
+                "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """To be registered with a module, as a new one is; DDP does not do that with what it loads."""
-        HookState.__init__(self, saved["plan"], config=saved["config"])
+        HookState.__init__(self, saved["plan"], config=saved["config"], exact=saved["exact"])
         self._weight = saved["weight"]
         self.load_state_dict(saved["state"])
 

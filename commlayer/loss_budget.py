@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
@@ -56,10 +56,14 @@ def tables(cluster: Cluster, model: LossModel, max_loss: float) -> Profile:
     return profile_from_tables(cluster, names(model, max_loss))
 
 
-def first_codec(model: LossModel, max_loss: float, codec: str, ratio: float) -> str:
-    """What a job may begin with, before there is a plan: `codec` with {ratio} filled in, no smaller than `ratio`, or dense."""
-    least = model.least_ratio(family(codec.replace("{ratio}", "1")), max_loss)
-    return DENSE if least is None else codec.replace("{ratio}", f"{max(ratio, _up(least)):g}")
+def first_codec(model: LossModel, max_loss: float, codecs: Sequence[str], sparse: str, ratio: float) -> str:
+    """What a job may begin with, before there is a plan: the first of `codecs` within the budget, else `sparse` with {ratio}
+    filled in, no smaller than `ratio`, or dense."""
+    for codec in codecs:
+        if penalty(model, codec) <= max_loss:
+            return codec
+    least = model.least_ratio(family(sparse.replace("{ratio}", "1")), max_loss)
+    return DENSE if least is None else sparse.replace("{ratio}", f"{max(ratio, _up(least)):g}")
 
 
 def _measured(model: LossModel) -> Iterable[tuple[str, float, float]]:

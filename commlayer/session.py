@@ -29,7 +29,7 @@ from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged, refuse
 from commlayer.job.switch import switch as go_over
 from commlayer.job.ways import read_ways
-from commlayer.optim import Outer
+from commlayer.optim import Outer, family_of
 from commlayer.records import Plan
 from commlayer.runtime.model_job import job_of, parameters_of
 
@@ -138,7 +138,7 @@ def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
     every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int | None = None,
-    max_norm: float | None = None,
+    max_norm: float | None = None, exact: bool = False,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
@@ -151,6 +151,8 @@ def attach(
     "forward", without `every`, lets backward() return at once and results come in until the next forward pass needs them, with
     the same weights bit for bit. `max_norm`: clips as the optimizer's step begins, as clip_grad_norm_ ahead of it would.
     `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is.
+    `exact`: keeps plan="auto" to averaged gradients in every step, whatever the links; otherwise it goes over to local steps
+    where nothing else keeps up, and says so.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 
@@ -167,7 +169,7 @@ def attach(
         read = read_config(config)
         check_model(model)
         refuse(model.named_parameters())
-        asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments), None
+        asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None
         if asked.updates:
             check_local(optimizer, f"every={every}" if every not in (None, 1) else "codes='updates'")
         norm = checked(max_norm, optimizer)
@@ -175,7 +177,7 @@ def attach(
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
             if not asked.updates:
-                state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer)
+                state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer, exact=exact)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
                 state.ways = DDPWays(model, optimizer, asked=asked, forbids=forbids, outer=outer, deadline_s=read.deadline_s)
                 return Session(_DDPDriver(model, state), clipping(parameters_of(model.module), optimizer, norm))
@@ -190,8 +192,9 @@ def attach(
         must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync),
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
+            forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
             connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=asked,
-                                 forbids=forbids_of(wrapped or model, parameters_of(model), optimizer))
+                                 forbids=forbids, optimizer=family_of(optimizer))
         except BaseException:
             claim.release()
             raise

@@ -38,7 +38,7 @@ class Run:
         self.sessions: list[Any] = []
         self._addresses = list(setting.addresses) if setting else []
 
-    def wrap(self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, **ddp: Any) -> Any:
+    def wrap(self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, exact: bool = False, **ddp: Any) -> Any:
         """The model to call; alone, as it is."""
         if self.setting is None:
             return model
@@ -50,7 +50,7 @@ class Run:
             config["join"] = self._addresses.pop(0)
         plan: Any = "auto" if self.setting.plan == "auto" else commlayer.compressors.parse(self.setting.codec)
         if self.setting.how == "module":
-            self.sessions.append(commlayer.attach(model, optimizer, plan=plan, config=config, scaler=scaler))
+            self.sessions.append(commlayer.attach(model, optimizer, plan=plan, config=config, scaler=scaler, exact=exact))
             return model
         wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.002} | ddp)
         if self.setting.how == "ddp":

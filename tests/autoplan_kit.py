@@ -43,7 +43,7 @@ def plan_of(step_s: float, codec: str = "fp16()") -> Plan:
     return structs.replace(made, step_s=step_s)
 
 
-START = plan_of(0.0, "topk(ratio=0.01)")
+START = plan_of(0.0, "int4()")
 """What a job begins with, of which nothing is predicted."""
 
 
@@ -51,10 +51,14 @@ def basis_of(plan: Plan) -> Basis:
     return Basis(plan, PlanInputs(JOB, Cluster(())))
 
 
-def candidate(plan: Plan, current_s: float = 1.0, *, plain: Plan | None = None, took_s: float = 0.5) -> Candidate:
-    """That plan, where the one in force takes `current_s` by the same prices."""
-    found = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), took_s)
-    return found._replace(plain=None if plain is None else found._replace(basis=basis_of(plain), runnable=plain))
+def candidate(
+    plan: Plan, current_s: float = 1.0, *, plain: Plan | None = None, took_s: float = 0.5, steps: float = 1.0,
+    current_steps: float = 1.0,
+) -> Candidate:
+    """That plan, where the one in force takes `current_s` by the same prices; so many times as many steps as dense training."""
+    found = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), took_s, steps,
+                      current_steps)
+    return found._replace(plain=None if plain is None else found._replace(basis=basis_of(plain), runnable=plain, steps=1.0))
 
 
 def row(
@@ -146,6 +150,6 @@ def said(actions: list[Action]) -> str:
 def whatever_steps_take() -> Iterator[None]:
     """All go over to what is found, and stay: what a loaded machine makes of prices and of steps changes no plan."""
     with pytest.MonkeyPatch.context() as patch:
-        for rule, value in (("WORTH", -math.inf), ("WORSE", math.inf), ("PLAIN", -math.inf), ("STALE", math.inf)):
+        for rule, value in (("WORTH", -math.inf), ("SLOWER", math.inf), ("PLAIN", -math.inf), ("STALE", math.inf)):
             patch.setattr(decide_rank0, rule, value)
         yield

@@ -151,7 +151,7 @@ def test_a_complaint_of_any_rank_makes_codecs_finer_behind_the_step(rows: list[G
 @pytest.mark.parametrize("rows", [[row(), row()], [row(loss=LossRise(0.09)), row()], [row(loss=LossRise(0.12, 0.03)), row()]])
 def test_what_is_within_the_budget_changes_nothing(rows: list[GradientError]) -> None:
     state, actions = decided(begun(), *rows)
-    assert actions == (BoundPlanner(0.01),)
+    assert actions == (BoundPlanner(0.0),)
     assert decide.after_step(state, 5, acts=True) == (state, ())
 
 
@@ -231,6 +231,34 @@ def test_under_another_plan_what_was_seen_of_the_last_counts_no_more() -> None:
         assert (made.since, made.looks, made.summed, made.warned) == (5, 0, Dots(), frozenset())
 
 
+# ---- where no budget is named
+
+USUAL = PlanLevels(0.01, 0.01, compared=True, cosine=0.1, residual=20.0)
+
+
+@pytest.mark.parametrize(("seen", "complains"), [
+    (Dots(1.0, 0.11, 1.0, 1.0), False), (Dots(1.0, 0.09, 1.0, 1.0), True),
+    (Dots(1.0, 0.6, 1.0, 20.0**2), False), (Dots(1.0, 0.6, 1.0, 21.0**2), True),
+])
+def test_without_a_budget_what_is_usual_is_borne_and_many_pieces_must_speak_against_a_plan(seen: Dots, complains: bool) -> None:
+    state, now, actions = begun(USUAL), 4, ()
+    for _ in range(decide.FEWEST_SEEN):
+        assert actions == ()
+        state, actions = decided(state, row(seen, seen), now=now)
+        now += 4
+    assert actions == (BoundPlanner(0.02 if complains else 0.0),)
+    assert (state.pending is not None) is complains
+
+
+def test_another_plan_has_bounds_of_its_own() -> None:
+    entered = PlanLevels(0.1, 0.1, compared=True, cosine=0.4, residual=3.0)
+    state, _ = decide.after_step(begun(USUAL), 5, acts=True, entered=entered)
+    assert (state.level.limits.least_cosine, state.level.limits.most_residual) == (0.4, 3.0)
+    finer = PlanLevels(0.2, 0.01, compared=True, finer=True, cosine=0.45, residual=2.0)
+    state, _ = decide.changed(state, change(), 9, entered=finer, nbytes_factor=2.0)
+    assert (state.level.limits.least_cosine, state.level.limits.most_residual) == (0.45, 2.0)
+
+
 # ---- plans that somebody else goes over to
 
 
@@ -273,12 +301,10 @@ def test_each_kind_of_complaint_is_told_once_for_each_plan() -> None:
     assert decided(state, row(BAD), acts=False)[1] == (said,)
 
 
-@pytest.mark.parametrize(("losses_measured", "rows", "bound"), [
-    (False, [row()], 0.01), (True, [row()], 0.0), (True, [row(BAD)], 0.02), (False, [row(BAD)], 0.02),
-])
-def test_the_planner_hears_what_training_showed(losses_measured: bool, rows: list[GradientError], bound: float) -> None:
-    """Losses that were measured beforehand go before what a job happened to begin with, not before what it showed."""
-    state = decide.begin(AccuracyLimits(), SPARSE, losses_measured=losses_measured)
+@pytest.mark.parametrize(("rows", "bound"), [([row()], 0.0), ([row(BAD)], 0.02)])
+def test_the_planner_hears_what_training_showed(rows: list[GradientError], bound: float) -> None:
+    """What was measured beforehand goes before what a job happened to begin with, not before what it showed."""
+    state = decide.begin(AccuracyLimits(), SPARSE)
     assert decided(state, *rows)[1] == (BoundPlanner(bound),)
 
 

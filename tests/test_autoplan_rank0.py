@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from autoplan_kit import (
+    FIRST_PLANNING,
     JOB,
     LINKS,
     START,
@@ -19,22 +22,43 @@ from autoplan_kit import (
     said,
     trying,
 )
+from msgspec import structs
 
+from commlayer.compressors import parse
 from commlayer.job.autoplan.actions import Describe, Report, Say, StartPlanning, Switch, Word
 from commlayer.job.autoplan.candidate import ReplanVerdict
-from commlayer.job.autoplan.decide_rank0 import PLAIN, SHARES_WORTH, STALE, TRIED, WORSE, WORTH
+from commlayer.job.autoplan.decide_rank0 import HARDER, PLAIN, SHARES_WORTH, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, SharesMoved
+from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, SharesMoved, StepOver
+from commlayer.job.autoplan.replan import harder_by
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import FIRST_S
+from commlayer.planner.model.cluster import Policy
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.search.plan import plan as planned
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.runtime import codec_floor
 
 BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""
 
 # ---- what was found
+
+
+@pytest.mark.parametrize(("found_s", "steps", "current_steps", "proposed"), [
+    (0.9, 1.0, 1.0, True), (0.9, 1.06, 1.0, False), (0.2, 4.0, 1.0, True), (0.2, 5.0, 1.0, False),
+    (1.1, 1.0, 1.2, True), (1.1, 1.0, 1.1, False),  # longer steps, of which fewer are needed
+])
+def test_a_plan_must_bring_the_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
+    rank, order = planning(1.0)
+    actions = rank.step(1.0, Planned(order, candidate(plan_of(found_s), steps=steps, current_steps=current_steps)))
+    assert isinstance(rank.state.lead.phase, Proposing if proposed else Settling)
+    assert (f" ms ({steps:.2f} times as many to the loss); " in said(actions)) is (steps > 1)
+    assert (f" ms by the same prices ({current_steps:.2f} times as many to the loss)" in said(actions)) is (current_steps > 1)
 
 
 @pytest.mark.parametrize(("found_s", "keep", "proposed"), [
@@ -103,9 +127,15 @@ def test_going_over_begins_a_trial_and_says_what_is_in_force() -> None:
     assert (phase.before.runnable, phase.before.plan, phase.before_s) == (START, START, 1.0)
 
 
-@pytest.mark.parametrize(("takes_s", "back"), [(0.8, False), (1.0 + WORSE, False), (1.0 + WORSE + 1e-9, True), (3.0, True)])
-def test_a_plan_under_which_steps_take_longer_is_left_again(takes_s: float, back: bool) -> None:
-    rank = trying(candidate(plan_of(0.5)), 1.0)
+@pytest.mark.parametrize(("takes_s", "steps", "before_steps", "back"), [
+    (0.8, 1.0, 1.0, False), (1.0, 1.0, 1.0, False), (1.0 + 1e-9, 1.0, 1.0, True), (1.09, 1.0, 1.0, True), (3.0, 1.0, 1.0, True),
+    # Quicker steps that do not make up for how many more are needed; slower ones of which fewer are.
+    (0.8, 1.25, 1.0, False), (0.8, 1.26, 1.0, True), (1.2, 1.0, 1.2, False), (1.2, 1.0, 1.19, True), (0.5, 4.0, 1.1, True),
+])
+def test_a_plan_under_which_the_loss_comes_later_is_left_again(
+    takes_s: float, steps: float, before_steps: float, back: bool,
+) -> None:
+    rank = trying(candidate(plan_of(0.2), steps=steps, current_steps=before_steps), 1.0)
     rank.step(30.0)  # warms up
     rank.step(takes_s, times=TRIED - 1)
     assert isinstance(rank.state.lead.phase, Trial), "too few to tell"
@@ -115,6 +145,25 @@ def test_a_plan_under_which_steps_take_longer_is_left_again(takes_s: float, back
     if back:
         assert over(rank).runnable == START
         assert isinstance(rank.state.lead.phase, Settling), "the plan before is not on trial"
+
+
+def test_what_a_trial_came_to_is_told_in_steps_and_how_many_are_needed() -> None:
+    rank = trying(candidate(plan_of(0.038), steps=1.08, current_steps=1.02), 0.052)
+    text = said(rank.step(0.040, times=BY_PACE))
+    assert text.endswith("steps take 40.0 ms (1.08 times as many to the loss): 38.0 ms were predicted, 52.0 ms (1.02 times as "
+                         "many to the loss) were taken before")
+
+
+def test_plans_are_compared_by_the_clock_of_the_steps_and_not_by_what_was_recorded_of_them() -> None:
+    """What is recorded leaves out what goes on between two steps."""
+    rank = Rank()
+    rank.step(1.0, times=FIRST_PLANNING)
+    (order,) = pick(rank.feed(Measured(LINKS, 0.7)), StartPlanning)
+    assert order.step_s == 0.7
+    rank.step(5.0, Planned(order, candidate(plan_of(0.5))))  # planning goes on beside it
+    over(rank)
+    rank.step(0.9, times=BY_PACE)
+    assert rank.state.lead.phase == Steady(), "0.9 instead of 1.0"
 
 
 def test_a_few_slow_steps_are_no_reason_to_go_back() -> None:
@@ -176,6 +225,17 @@ def test_without_compression_steps_must_be_no_slower_and_are_expected_at_their_p
         assert rank.word() == Word.NOTHING, "it is tried once"
 
 
+@pytest.mark.parametrize(("plain_s", "steps", "tried"), [(1.0, 1.0, True), (1.4, 1.0, False), (1.4, 1.4, True)])
+def test_without_compression_fewer_steps_are_needed(plain_s: float, steps: float, tried: bool) -> None:
+    rank = trying(candidate(plan_of(0.5), plain=plan_of(plain_s, "identity()"), steps=steps, current_steps=2.0))
+    rank.step(0.7, times=BY_PACE)
+    assert rank.word() == (Word.SWITCH if tried else Word.NOTHING)
+    if tried:
+        over(rank)
+        rank.step(0.7 * steps, times=BY_PACE)
+        assert rank.word() == Word.NOTHING, "no later than under the plan before"
+
+
 def test_who_keeps_the_plan_tries_none() -> None:
     rank, order = planning(1.0, keep=True)
     rank.in_force = InForce(START, basis_of(START))
@@ -231,6 +291,43 @@ def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.feed(Measured(LINKS, 1.0))
     assert not pick(rank.step(9.0, times=PATIENCE), Report)
+
+
+# ---- where the table is too optimistic for the model
+
+
+def harder(rank: Rank, times: float) -> list[Any]:
+    return rank.feed(StepOver(0.5, Meanwhile(rank.in_force, (), times)))
+
+
+def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    assert not pick(harder(rank, 2.0), StartPlanning), "a plan that is tried is judged first"
+    rank.step(0.5, times=BY_PACE)
+    assert not pick(harder(rank, HARDER), StartPlanning)
+    actions = harder(rank, 2.0)
+    (order,) = pick(actions, StartPlanning)
+    assert order == StartPlanning(rank.in_force.plan, rank.in_force.plan, LINKS, 0.5), "with the links as they are known"
+    assert "is counted 2.00 times" in said(actions)
+    rank.step(0.5, Planned(order, None, "no reason"))
+    rank.step(0.5, times=BY_PACE)
+    assert not pick(harder(rank, 2.0 * HARDER), StartPlanning), "that is known"
+    assert pick(harder(rank, 2.1 * HARDER), StartPlanning)
+
+
+def test_what_is_harder_for_a_model_makes_a_finer_plan() -> None:
+    """On links where topk pays by the table, and for a model to which it costs three times as many steps more it does not."""
+    row = LearningRow("adam", "gradients", "int4()", 1, "", False, 0, 1.01, 1.02, 0.0, 0.0, 5, 5)
+    rows = (row, *(structs.replace(row, codec=f"topk(ratio={ratio})", steps=steps, steps_high=steps + 0.1)
+                   for ratio, steps in ((0.1, 1.1), (0.01, 1.4), (0.001, 2.0))))
+    cluster, policy = cluster_from_line("2xrtx3060@20/20Mb"), Policy(devices=("cpu",), optimizer="adam")
+    levels = []
+    for times in (1.0, 3.0):
+        profile = structs.replace(profile_from_tables(cluster), learning=harder_by(rows, times))
+        made = planned(JOB, cluster, profile, policy)
+        levels.append(sum(codec_floor.level(parse(b.codec)) * b.numel for b in made.buckets))
+    assert levels[1] > levels[0]
+    assert harder_by(rows, 0.5) == rows, "nothing is made easier"
 
 
 # ---- what it asks of all ranks

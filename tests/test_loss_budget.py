@@ -12,7 +12,7 @@ from commlayer import loss_budget
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.cli.main import run
-from commlayer.job.requested_plan import DEFAULT_CODEC
+from commlayer.job.requested_plan import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.tables import machines
@@ -64,12 +64,18 @@ def test_the_smallest_ratio_within_the_budget_is_priced_too() -> None:
     assert profile_from_tables(Cluster(()), found).codecs
 
 
+SPARSE_ONLY = LossModel((LossPoint("topk", 0.3, 0.001), LossPoint("topk", 0.1, 0.004), LossPoint("topk", 0.01, 0.03)))
+
+
 @pytest.mark.parametrize(("model", "max_loss", "codec"), [
-    (MODEL, 0.05, "topk(ratio=0.01, values='int8')"), (MODEL, 0.01, "topk(ratio=0.059, values='int8')"),
-    (MODEL, 0.001, "identity()"), (LossModel((LossPoint("int8", 1.0, 0.0),)), 0.05, "identity()"),
+    (MODEL, 0.05, "int4()"), (MODEL, 0.002, "int4()"), (MODEL, 0.0019, "int8()"), (MODEL, 0.0009, "identity()"),
+    (LossModel((LossPoint("int8", 1.0, 0.0),)), 0.05, "int8()"),
+    (LossModel((LossPoint("onebit", 1.0, 0.0),)), 0.05, "identity()"),
+    (SPARSE_ONLY, 0.05, "topk(ratio=0.1, values='int8')"), (SPARSE_ONLY, 0.001, "topk(ratio=0.3, values='int8')"),
 ])
-def test_a_job_begins_within_its_budget(model: LossModel, max_loss: float, codec: str) -> None:
-    assert loss_budget.first_codec(model, max_loss, DEFAULT_CODEC, 0.01) == codec
+def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: float, codec: str) -> None:
+    """What a tuner measured counts: the first few steps bear least, and nobody knows the links yet."""
+    assert loss_budget.first_codec(model, max_loss, FINE, SPARSE, LEAST_RATIO) == codec
 
 
 @pytest.mark.parametrize(("text", "message"), [

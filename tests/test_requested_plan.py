@@ -18,9 +18,11 @@ from commlayer.job import requested_plan
 from commlayer.plan_file import basis_of, written
 from commlayer.planner import verify, verify_alone
 from commlayer.planner.model.cluster import CodecCost, Line, Policy
+from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.model.matrix_shapes import untouched
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.plan import plan as planned
+from commlayer.planner.tables import machines
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.lint import lint
 from commlayer.planner.verbs.text_formats import cluster_from_line
@@ -35,6 +37,35 @@ def job_of(*shapes: tuple[int, ...]) -> Job:
 
 def asked_for(plan: object, job: Job, **config: Any) -> Plan:
     return requested_plan.settle(plan, job, Config(**config), 2, 1)
+
+
+# ---- what "auto" begins with
+
+
+@pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
+def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
+    made = requested_plan.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
+    assert {(b.path, str(named(b.codec).core), b.down) for b in made.buckets} == {("service", "int4()", "")}
+    assert requested_plan.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
+
+
+def row(optimizer: str, codec: str, loss: float) -> LearningRow:
+    return LearningRow(optimizer, "gradients", codec, 1, "", False, 0, 1.0, 1.0, loss, loss, 5, 5)
+
+
+ROWS = (row("sgd", "int4()", 0.0), row("sgd", "int8()", 0.0), row("adam", "int4()", 0.02), row("adam", "int8()", 0.005))
+
+
+@pytest.mark.parametrize(("optimizer", "max_loss", "codec"), [
+    ("adam", 0.0, "int4()"), ("adam", 0.02, "int4()"), ("adam", 0.01, "int8()"), ("adam", 0.001, "fp16()"),
+    ("sgd", 0.001, "int4()"), ("other", 0.001, "fp16()"), ("", 0.01, "int8()"),
+])
+def test_auto_begins_within_its_budget_without_a_loss_model(
+    optimizer: str, max_loss: float, codec: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machines, "learning_rows", lambda: ROWS)
+    made = requested_plan.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
+    assert {str(named(b.codec).core) for b in made.buckets} == {codec}
 
 
 # ---- a codec as text
@@ -119,7 +150,7 @@ def test_planned_buckets_are_matrices_where_they_can_be() -> None:
     cost = CodecCost("powersgd(rank=4)", "cpu", Line(1e-6), Line(1e-6), Line(16, 0.01), rounds=2, sums=True, alone=False,
                      answers=False)
     costs = structs.replace(profile_from_tables(machines), codecs=(*profile_from_tables(machines).codecs, cost))
-    made = planned(job, machines, costs, Policy(codecs=("powersgd()",)))
+    made = planned(job, machines, costs, Policy(codecs=("powersgd()",), objective="step"))
     coded = [b for b in made.buckets if named(b.codec).core.family == "powersgd"]
     assert coded
     assert all(b.shape or "shapes=" in b.codec for b in coded)

@@ -49,6 +49,8 @@ def _asked_otherwise(connection: Connection, way: str) -> str:
         return f"attach() was told {asked}"
     if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):
         return f"attach() was told {asked}"
+    if way != "forward" and asked.exact:
+        return "attach() was told exact=True"
     if asked.every is not None and (asked.every > 1) == (way == "updates"):
         return f"attach() was told {asked}"
     return ""

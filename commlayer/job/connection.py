@@ -52,13 +52,13 @@ class Connection:
     =====================================  ====================================================================
     rank, world, groups, uplink, embedded  connect(), once
     waits, loss, max_loss                  connect(), once
-    asked, forbids                         connect(), once
+    asked, forbids, optimizer              connect(), once
     useless                                whoever steps: module_driver.py
     plan, worker                           connect(), switch()
     basis                                  connect(), switch(); autoplan/, for the plan that it has chosen
     auto                                   connect(); a session, whose user asks for a plan
     local                                  exchange_schedule.py
-    floor                                  accuracy/
+    floor, harder                          accuracy/
     price                                  autoplan/
     decisions, events                      added to by whoever decides
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
@@ -78,6 +78,8 @@ class Connection:
         self.waits = Waits()
         self.asked = Asked()
         """What attach() was told of how steps are exchanged; it holds for every plan."""
+        self.optimizer = ""
+        """The family of the script's, as far as anybody knows."""
         self.forbids: Forbids = lambda _: ""
         """Why a plan cannot go a way here: see allowed_ways.py."""
         self.useless: Forbids = lambda _: ""
@@ -92,7 +94,10 @@ class Connection:
         self.price: tuple[float, float] | None = None
         """On rank 0: seconds of communication under the plan in force, and the part of computing that hides it."""
         self.loss, self.max_loss, self.floor = "", 0.0, 0.0
-        """The loss model's file, the budget, and the level (runtime/codec_floor.py) below which the guard allows no codec."""
+        """The loss model's file, the budget (0: none was named), and the level (runtime/codec_floor.py) below which the guard
+        allows no codec."""
+        self.harder = 1.0
+        """How many times the excess of steps that is usual under a codec this model needs, as the guard has seen."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""

@@ -15,30 +15,38 @@ from commlayer.codec_name import misspelled
 from commlayer.compressors import parse, wrap
 from commlayer.config import Config
 from commlayer.planner.model.cluster import Basis
+from commlayer.planner.model.learning import Recipe, excess
 from commlayer.planner.model.matrix_shapes import untouched
+from commlayer.planner.tables import machines
 from commlayer.records import Job, Plan
 
-DEFAULT_CODEC, DEFAULT_RATIO = "topk(ratio={ratio}, values='int8')", 0.01
-"""What "auto" runs between nodes until a planner chooses."""
+FINE = ("int4()", "int8()")
+"""What "auto" runs between nodes, both ways, until a planner chooses: the first that keeps the budget. Nobody knows the links
+then, and the first steps bear least: what a coarse codec loses in them is more than what a minute of quick ones gains."""
+SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
+"""Where a loss model knows neither of these, and no smaller a ratio."""
+FREE = "fp16()"
+"""Where a budget leaves none."""
 
-UPDATES_CODEC = "int4()"
+UPDATES_CODEC = FINE[0]
 """What "auto" codes changes of weights with. No plan is searched for then: what a search measures are gradients."""
 
 Tell = Callable[[str], None]
 
 
-def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False) -> Plan:
+def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
+           optimizer: str = "") -> Plan:
     """A plan for so many ranks. What settings say of its ratios counts; where they say nothing, what the plan says itself.
 
-    `updates`: what is coded is the change of weights.
+    `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it.
     """
-    made = _made(plan, job, config, world, per_node, updates)
+    made = _made(plan, job, config, world, per_node, updates, optimizer)
     if config.ratio_over != "bucket":
         made = structs.replace(made, ratio_over=config.ratio_over)
     return structs.replace(made, warmup=config.warmup) if config.warmup else made
 
 
-def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, updates: bool) -> Plan:
+def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, updates: bool, optimizer: str) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -46,7 +54,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, update
         return plan_file.plan_in(Path(plan))
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
-        coded = UPDATES_CODEC if updates else _first_codec(config)
+        coded = UPDATES_CODEC if updates else _first_codec(config, Recipe(optimizer, workers=world))
         path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", coded)
     else:
         codec = str(plan)
@@ -98,9 +106,11 @@ def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     return plan if homes == plan.hosts else structs.replace(plan, hosts=homes)
 
 
-def _first_codec(config: Config) -> str:
+def _first_codec(config: Config, recipe: Recipe) -> str:
     """What "auto" begins with. A loss model is read on rank 0 alone."""
-    if not config.loss:
-        return DEFAULT_CODEC.replace("{ratio}", f"{DEFAULT_RATIO:g}")
-    model = tuner_loss.read(Path(config.loss))
-    return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, DEFAULT_CODEC, DEFAULT_RATIO)
+    if config.loss:
+        model = tuner_loss.read(Path(config.loss))
+        return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)
+    if not config.max_loss:
+        return FINE[0]
+    return next((codec for codec in FINE if excess(machines.learning_rows(), codec, recipe).loss_high <= config.max_loss), FREE)

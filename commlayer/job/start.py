@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from commlayer import loss_budget, records
+from commlayer import records
 from commlayer.compressors import kernels
 from commlayer.config import Config, codec_threads, is_loopback
 from commlayer.control import messages, uplink
@@ -34,10 +34,12 @@ NOTICE_HEARTBEATS = 3
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
     forbids: Forbids = lambda _: "", asked: Asked = Asked(), whole: Job | None = None, must: Mapping[str, str] | None = None,
+    optimizer: str = "",
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
     `must`: what else is to be the same on all ranks. `forbids`: why a plan cannot go a way here (allowed_ways.py).
+    `optimizer`: its family.
     `whole`: this job and buffers that are not averaged here; a plan may be of either.
     """
     kernels.choose(config.backend)
@@ -49,14 +51,15 @@ def connect(
     made = Connection()
     made.asked, made.forbids = asked, forbids
     made.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
-    made.loss, made.max_loss = config.loss, config.max_loss or loss_budget.BUDGET
+    made.optimizer, made.loss, made.max_loss = optimizer, config.loss, config.max_loss
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
     grouped, per_node = met.members is not None, met.per_node
     if met.members is not None:
         made.rank, made.world = met.members.rank, met.members.world
     if not grouped and not config.join:
-        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=asked.updates), whole), asked)
+        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=asked.updates, optimizer=optimizer),
+                              whole), asked)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -71,8 +74,8 @@ def connect(
             made.say(met.note)
         nodes = made.world // per_node
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
-            requested_plan.settle(plan, job, config, made.world, per_node, updates=asked.updates), made.basis, nodes, made.say),
-            whole), asked), made.groups)
+            requested_plan.settle(plan, job, config, made.world, per_node, updates=asked.updates, optimizer=optimizer),
+            made.basis, nodes, made.say), whole), asked), made.groups)
         check_plan(made.plan, job, nodes, per_node, device, forbids)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)

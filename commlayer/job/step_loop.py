@@ -56,7 +56,7 @@ class StepLoop:
             connection.worker.settle = self._use.settle
             connection.on_close.append(self._use.detach)
         if (auto := auto_of(connection)) is not None:
-            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step))
+            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange))
         self._guard = guard_of(connection, config)
         if self._guard is not None:
             observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look,

@@ -31,6 +31,8 @@ class Asked(NamedTuple):
     codes: str | None = None
     overlap: str | None = None
     fragments: int | None = None
+    exact: bool = False
+    """Whether every step is to be one on the average of all gradients, up to coding."""
 
     @property
     def updates(self) -> bool:
@@ -42,10 +44,11 @@ class Asked(NamedTuple):
         more = "" if codes is None else f", codes={codes!r}"
         more += "" if self.overlap is None else f", overlap={self.overlap!r}"
         more += "" if self.fragments is None else f", fragments={self.fragments}"
+        more += ", exact=True" if self.exact else ""
         return f"every={self.every or 'as planned'}{more}"
 
 
-def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None) -> Asked:
+def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = False) -> Asked:
     """ValueError, a line, for what cannot be under any plan."""
     if every is not None and not _whole(every):
         raise ValueError(f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
@@ -63,7 +66,13 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
     if fragments is not None and not _whole(fragments):
         raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
                          "exchanged every H / fragments steps")
-    return Asked(every, codes, overlap, fragments)
+    if not isinstance(exact, bool):
+        raise ValueError(f"exact: got {exact!r}, allowed: True or False")
+    asked = Asked(every, codes, overlap, fragments, exact)
+    if exact and (asked.updates or overlap == "round"):
+        raise ValueError(f"{asked}: each rank steps on its own gradients then; allowed: exact=True without every, "
+                         "codes='updates' and overlap='round'")
+    return asked
 
 
 def _whole(number: Any) -> bool:
@@ -78,6 +87,10 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     if asked.every is not None and asked.every != plan.local_steps > 1:
         raise ValueError(f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "
                          "make the plan with max_local_steps=1")
+    if asked.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
+        how = "late results" if not plan.steps_locally else "coded updates" if plan.local_steps == 1 else \
+            f"{plan.local_steps} local steps"
+        raise ValueError(f"exact=True, but the plan is one of {how}: leave exact out, or make the plan without them")
     every = asked.every or plan.local_steps
     if asked.codes == "gradients" and (every > 1 or plan.codes == "updates"):
         what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"

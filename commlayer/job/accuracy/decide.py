@@ -15,7 +15,7 @@ from statistics import fmean, median
 from msgspec import structs
 
 from commlayer.job.accuracy import codec_level
-from commlayer.job.accuracy.codec_level import AccuracyLimits
+from commlayer.job.accuracy.codec_level import AccuracyLimits, LevelState
 from commlayer.job.accuracy.comparison_cost import TIME_PART, steps_between, steps_until_paid
 from commlayer.job.accuracy.loss_trend import LossRise
 from commlayer.job.accuracy.state import (
@@ -27,11 +27,13 @@ from commlayer.job.accuracy.state import (
     ChangeCodecs,
     CodecChange,
     GradientError,
+    Harder,
     Look,
     MadeChange,
     PlanLevels,
     Tell,
 )
+from commlayer.job.accuracy.usual import harder
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 
 LOCALLY = 0.2
@@ -40,14 +42,16 @@ OFTEN, SELDOM = 8, 32
 """Comparisons that may come again within so many steps look at more elements; those that must wait longer look at fewer."""
 FADE = 0.5
 """Weight of what earlier comparisons saw, against the latest."""
+LONG_FADE, FEWEST_SEEN = 0.9, 6
+"""Where no budget is named and bounds are what is usual of whole models: these pieces must be many to speak for one."""
 EQUAL = 0.99
 """Ratios are spelled with three digits: a level above this part of another counts as the same (as runtime/codec_floor.py)."""
 
 
-def begin(limits: AccuracyLimits, plan: PlanLevels, *, losses_measured: bool = False) -> AccuracyState:
+def begin(limits: AccuracyLimits, plan: PlanLevels) -> AccuracyState:
     """Before the first step. No plan is ever made coarser than the one that a job begins with, nor than `limits.lowest`."""
     lowest = min(limits.lowest, plan.level)
-    return AccuracyState(codec_level.begin(plan.level, structs.replace(limits, lowest=lowest)), plan, losses_measured)
+    return AccuracyState(_bounded(codec_level.begin(plan.level, structs.replace(limits, lowest=lowest)), plan), plan)
 
 
 def due(state: AccuracyState, now: int) -> bool:
@@ -65,6 +69,11 @@ def next_look(state: AccuracyState, now: int) -> tuple[AccuracyState, Look | Non
     return structs.replace(state, looks=state.looks + 1), Look(state.looks, state.elements)
 
 
+def fade(state: AccuracyState) -> float:
+    """Weight of what was seen under the plan in force, against what is seen now."""
+    return LONG_FADE if state.plan.cosine else FADE
+
+
 def telling(rows: Sequence[GradientError]) -> bool:
     """Whether the step compared tells anything: not one that the optimizer will skip, nor one that paid debts."""
     return all(math.isfinite(x) for row in rows for x in row.summed)
@@ -77,13 +86,20 @@ def decide(
     state = _scheduled(state, rows, now)
     if not telling(rows):
         return state, ()
-    summed, step_s = state.summed.plus(rows[0].summed, FADE), median(row.step_s for row in rows)
+    summed, step_s = state.summed.plus(rows[0].summed, fade(state)), median(row.step_s for row in rows)
     seen = worst([summed.fidelity(), *(row.sent.fidelity() for row in rows)])
     loss = LossRise(fmean(row.loss.rise for row in rows), fmean(row.loss.noise for row in rows))
     actions: list[Action] = []
     if state.made is not None:
         actions.append(Tell(_outcome(state.made, seen, step_s)))
-    state = structs.replace(state, summed=summed, step_s=step_s, made=None)
+    state = structs.replace(state, summed=summed, step_s=step_s, made=None, compared=state.compared + 1)
+    if state.plan.cosine and state.compared < FEWEST_SEEN:
+        return state, tuple(actions)
+    if state.plan.typical and acts and state.compared >= FEWEST_SEEN:
+        own = Dots()
+        for row in rows:
+            own = own.plus(row.sent)
+        actions.append(Harder(round(harder(own.fidelity().cosine, state.plan.typical), 2)))
     more: tuple[Action, ...]
     state, more = _adjusted(state, seen, loss) if acts else _complained(state, seen, loss)
     return state, (*actions, *more)
@@ -108,7 +124,8 @@ def changed(
     state: AccuracyState, change: CodecChange, now: int, *, entered: PlanLevels, nbytes_factor: float,
 ) -> tuple[AccuracyState, tuple[Tell, ...]]:
     """The codecs have been changed. `nbytes_factor`: what a step is expected to send, against before."""
-    state = structs.replace(_under(state, entered, now), level=codec_level.settle(state.level), made=MadeChange(now, change))
+    state = structs.replace(_under(state, entered, now), made=MadeChange(now, change))
+    state = structs.replace(state, level=codec_level.settle(state.level))
     finer = change.after > change.before
     text = (f"{change.reason}: codecs are {'finer' if finer else 'coarser'} from here on, {change.before:.3g} -> "
             f"{change.after:.3g} of the gradient; expected: {nbytes_factor:.1f} times the bytes, cosine "
@@ -141,7 +158,7 @@ def _adjusted(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[Acc
     """A finer plan where accuracy asks for it, a coarser one where it has borne the present one for long."""
     level, decision = codec_level.observe(state.level, seen, loss, needed=state.plan.base_level)
     # What was measured beforehand goes before what a job happened to begin with, but not before what it showed.
-    bound = BoundPlanner(level.floor if level.complained or not state.losses_measured else 0.0)
+    bound = BoundPlanner(level.floor if level.complained else 0.0)
     pending = state.pending
     if decision.changed:
         before = state.plan.level
@@ -162,7 +179,15 @@ def _complained(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[A
 
 def _under(state: AccuracyState, plan: PlanLevels, now: int) -> AccuracyState:
     """From here on another plan is in force; what was seen of the one before tells nothing of it."""
-    return structs.replace(state, plan=plan, since=now, looks=0, summed=Dots(), warned=frozenset())
+    return structs.replace(state, level=_bounded(state.level, plan), plan=plan, since=now, looks=0, compared=0, summed=Dots(),
+                           warned=frozenset())
+
+
+def _bounded(level: LevelState, plan: PlanLevels) -> LevelState:
+    """With the bounds that hold under that plan."""
+    if not (plan.cosine or plan.residual):
+        return level
+    return structs.replace(level, limits=structs.replace(level.limits, cosine=plan.cosine, residual=plan.residual))
 
 
 def _outcome(made: MadeChange, seen: Fidelity, step_s: float) -> str:

@@ -16,9 +16,20 @@ from commlayer.errors import CommError
 from commlayer.job.accuracy import decide
 from commlayer.job.accuracy.codec_level import AccuracyLimits
 from commlayer.job.accuracy.own_measurements import OwnMeasurements
-from commlayer.job.accuracy.state import Action, BoundPlanner, ChangeCodecs, CodecChange, GradientError, PlanLevels, Tell
+from commlayer.job.accuracy.state import (
+    Action,
+    BoundPlanner,
+    ChangeCodecs,
+    CodecChange,
+    GradientError,
+    Harder,
+    PlanLevels,
+    Tell,
+)
+from commlayer.job.accuracy.usual import least_usual, typical_cosine
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
+from commlayer.loss_budget import BUDGET
 from commlayer.observe.fidelity import Dots
 from commlayer.records import Plan
 from commlayer.runtime import codec_floor, gradient_comparison
@@ -30,23 +41,30 @@ log = logging.getLogger("commlayer")
 
 
 def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
-    """For a job of several ranks where a budget is named, or the guard asked for: bounds nobody stated shall slow no job."""
+    """For a job of several ranks whose plan was left to commlayer, where a budget is named, or where it is asked for."""
     if connection.worker is None or connection.groups is None:
         return None
-    if config.guard == "off" or (config.guard == "auto" and not (config.max_loss or config.loss)):
+    named = bool(config.max_loss or config.loss)
+    if config.guard == "off" or (config.guard == "auto" and not (named or connection.auto)):
         return None
-    return AccuracyGuard(connection, AccuracyLimits(budget=connection.max_loss), config.guard, config.deadline_s)
+    by_budget = named or not connection.auto
+    return AccuracyGuard(connection, AccuracyLimits(budget=connection.max_loss or BUDGET), config.guard, config.deadline_s,
+                         by_budget=by_budget)
 
 
 class AccuracyGuard:
     """Every rank calls `look` when a step's exchange is over and `after_step` when it is committed."""
 
-    def __init__(self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0) -> None:
-        self._connection, self._mode, self._deadline_s = connection, mode, deadline_s
+    def __init__(
+        self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0, *,
+        by_budget: bool = True,
+    ) -> None:
+        """`by_budget`: bounds follow from the limits; otherwise they are what is usual under the codecs in force."""
+        self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
         self._steps = 0
         self._own = OwnMeasurements(time.perf_counter())
         self._piece: Piece | None = None
-        self._state = decide.begin(limits, self._take(), losses_measured=bool(connection.loss))
+        self._state = decide.begin(limits, self._take())
 
     def report(self, loss: float | torch.Tensor) -> None:
         """The training loss of a step. A tensor is read when the next comparison is made, so that nobody waits for a device."""
@@ -98,7 +116,7 @@ class AccuracyGuard:
         told = groups.gather_all(torch.tensor(row.numbers(), dtype=torch.float64, device=groups.device)).tolist()
         rows = [GradientError.of(numbers) for numbers in told]
         if decide.telling(rows):
-            self._own.fade(decide.FADE)
+            self._own.fade(decide.fade(self._state))
         self._state, actions = decide.decide(self._state, rows, self._steps, acts=self.acts)
         self._carry_out(actions)
         self._own.compared(time.perf_counter() - begin_s)
@@ -132,6 +150,8 @@ class AccuracyGuard:
                         log.log(logging.WARNING if warning else logging.INFO, "step %d: %s", self._steps, text)
                 case BoundPlanner(level):
                     self._connection.floor = level
+                case Harder(times):
+                    self._connection.harder = max(self._connection.harder, times)  # a finer plan shows less of it
                 case ChangeCodecs(change):
                     self._change(change)
 
@@ -156,8 +176,11 @@ class AccuracyGuard:
         self._base = base or self._plan
         self._watched = gradient_comparison.watched(self._worker) if not self._plan.steps_locally else []
         self._own.new_plan()
+        watched = [b.planned for b in self._watched]
+        bounds = (0.0, 0.0) if self._by_budget else least_usual(watched)
+        typical = typical_cosine(watched) if self._connection.optimizer == "adam" else 0.0
         return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
-                          finer=self._base.buckets != self._plan.buckets)
+                          self._base.buckets != self._plan.buckets, *bounds, typical)
 
     @property
     def _in_force(self) -> Plan:

@@ -55,6 +55,11 @@ class PlanLevels(Record, frozen=True):
     """Whether any of its buckets can be compared with exact gradients."""
     finer: bool = False
     """Whether the guard has made it finer."""
+    cosine: float = 0.0
+    residual: float = 0.0
+    """Bounds that hold under it, where no budget is named: what is usual under its codecs. 0: those of the budget."""
+    typical: float = 0.0
+    """The cosine that workers' own parts have under its codecs in the median of trainings; 0 where that tells nothing."""
 
     @property
     def settle_steps(self) -> int:
@@ -87,8 +92,6 @@ class AccuracyState(Record, frozen=True):
 
     level: LevelState
     plan: PlanLevels
-    losses_measured: bool = False
-    """Whether the user has named measured losses: the planner then prefers them to what a job happened to begin with."""
     since: int = 0
     """The step at which the plan in force began."""
     compare_at: int = SETTLE
@@ -99,6 +102,8 @@ class AccuracyState(Record, frozen=True):
     """How many are compared at a time."""
     looks: int = 0
     """Under the plan in force, so that they take turns over the whole model."""
+    compared: int = 0
+    """Comparisons that told something, under the plan in force."""
     spent_s: float = 0.0
     """On comparisons over all ranks, since the start."""
     summed: Dots = Dots()
@@ -131,6 +136,12 @@ class BoundPlanner(NamedTuple):
     level: float
 
 
+class Harder(NamedTuple):
+    """The planner shall count so many times the excess of steps that is usual under a codec."""
+
+    times: float
+
+
 class Tell(NamedTuple):
     """A line for the user."""
 
@@ -138,4 +149,4 @@ class Tell(NamedTuple):
     warning: bool = False
 
 
-Action = ChangeCodecs | BoundPlanner | Tell
+Action = ChangeCodecs | BoundPlanner | Harder | Tell

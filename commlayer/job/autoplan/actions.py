@@ -23,6 +23,7 @@ class Say(Record, frozen=True):
     """A line for session.inspect.decisions(), and for rank 0's log."""
 
     text: str
+    warning: bool = False
 
 
 class RecordSteps(Record, frozen=True):

@@ -28,12 +28,24 @@ class Candidate(NamedTuple):
     current_price: Price
     took_s: float
     """Of planning."""
+    steps: float = 1.0
+    """How many times as many steps this plan needs for a loss as dense training that exchanges in each, cautiously."""
+    current_steps: float = 1.0
+    """The same of the plan that was in force."""
+    leaves: str = ""
+    """Why steps are no longer ones on the average of all gradients; "" where they are, or were not before."""
     plain: Candidate | None = None
     """The plan that sends gradients as they are, through collectives; None where that one is in force."""
 
     @property
     def plan(self) -> Plan:
         return self.basis.plan
+
+    @property
+    def back(self) -> Candidate:
+        """The plan that was in force, as one to go over to."""
+        return self._replace(basis=self.basis._replace(plan=self.current), price=self.current_price, steps=self.current_steps,
+                             leaves="", plain=None)
 
 
 class ReplanVerdict(NamedTuple):
@@ -45,3 +57,6 @@ class ReplanVerdict(NamedTuple):
     """Under the same plan, by prices that this figure did not go into."""
     found_s: float
     """Under the best plan found, by prices fitted to it."""
+    measured_steps: float = 1.0
+    found_steps: float = 1.0
+    """How many times as many steps the two need as dense training."""

@@ -90,6 +90,9 @@ def _step_over(state: State, fact: StepOver) -> Decided:
     if state.lead is not None and fact.seconds:
         lead, more = decide_rank0.step_over(state.lead, fact.seconds, state.step, _in_force(state))
         state, actions = _with(state, lead), [*actions, *more]
+        if isinstance(state.phase, Watching) and not state.keep:
+            lead, more = decide_rank0.found_harder(lead, fact.meanwhile.harder, _in_force(state), state.links)
+            state, actions = _with(state, lead), [*actions, *more]
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
         return structs.replace(state, phase=Measuring(state.step + MEASURED_STEPS + 1)), [*actions, RecordSteps()]
@@ -115,7 +118,8 @@ def _measured(state: State, fact: Measured, now: float) -> Decided:
     """What was measured is planned for. Rank 0 goes on alone."""
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
     actions += [Say(f"links carry {spelled(_rates(fact.links))}")]
-    return _start_planning(state, actions, fact.step_s)
+    recent = () if state.lead is None else state.lead.recent
+    return _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
 
 
 # ---- rows that all ranks hear
@@ -150,7 +154,7 @@ def _due(state: State, now: float) -> Decided:
     slow_s = state.links.watch.slow_s
     if state.lead is None:
         return state, [Tell(Word.NOTHING, 0.0, slow_s)]
-    lead, word = decide_rank0.word(state.lead, state.links, now)
+    lead, word = decide_rank0.word(state.lead, state.links, now, _in_force(state))
     return _with(state, lead), [Tell(word, lead.plan_s, slow_s)]
 
 
@@ -203,11 +207,11 @@ def _rates(links: Sequence[Link]) -> tuple[Rates, ...]:
 # ---- plans
 
 
-def _start_planning(state: State, actions: list[Action], step_s: float) -> Decided:
+def _start_planning(state: State, actions: list[Action], step_s: float, pace_s: float = 0.0) -> Decided:
     if state.lead is None:
         return state, actions
     assert state.links is not None
-    lead, more = decide_rank0.planning(state.lead, _in_force(state).plan, state.links.links, step_s)
+    lead, more = decide_rank0.planning(state.lead, _in_force(state).plan, state.links.links, step_s, pace_s)
     return _with(state, lead), [*actions, *more]
 
 

@@ -19,26 +19,31 @@ from commlayer.planner.model.cluster import Link
 from commlayer.records import Plan, digest
 
 WORTH = 0.05
-"""A plan must shorten the step by this fraction to replace another: it is made from measurements that err."""
+"""A plan must shorten the way to a loss by this fraction to replace another: it is made from measurements that err."""
 SHARES_WORTH = 0.1
 """Work is measured again where a change of shares changes a step's computing by this fraction."""
+HARDER = 1.25
+"""Where a model's excess of steps is seen to be so many times what was planned with, another plan is looked for."""
 TRIED = 5
 """Steps under a plan that tell its pace, after one that warms up."""
-WORSE = 0.1
-"""Where steps take longer than before by more than this fraction, all go back."""
+SLOWER = 0.0
+"""Where the loss comes later than under the plan before by more than this fraction, all go back."""
 PLAIN = 0.5
-"""The plan without compression is tried where it would be slower by at most this fraction, for prices err by as much."""
+"""The plan without compression is tried where the loss would come later by at most this fraction, for prices err by as much."""
 STALE = LIMIT
 """Relative error from which steps are not what was expected of the plan in force."""
 
 Decided = tuple[Lead, list[Action]]
 
 
-def planning(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float) -> Decided:
-    """Looks for a plan in place of the current one. Whatever else was under way is given up."""
+def planning(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0) -> Decided:
+    """Looks for a plan in place of the current one. Whatever else was under way is given up.
+
+    `step_s`: as all ranks measured it; `pace_s`: what steps took here, by the clock that tells the pace of other plans.
+    """
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
     order = StartPlanning(current, known, links, step_s)
-    return structs.replace(lead, phase=Planning(order), check=None, stale=False), [order]
+    return structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s), [order]
 
 
 def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
@@ -51,16 +56,35 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
     if in_force.plan != fact.order.current:
         said = "found a plan, but meanwhile somebody has changed the one in force"
         return structs.replace(lead, phase=Steady(), stale=True), [Say(said)]
-    verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s)
-    lead = structs.replace(lead, plan_s=found.took_s, plain=None if keep else found.plain, verdicts=(*lead.verdicts, verdict))
-    said = (f"a plan of {len(found.plan.buckets)} buckets for {1e3 * found.plan.step_s:.1f} ms a step; the one in force "
-            f"takes {1e3 * measured_s:.1f} ms, {1e3 * found.current_s:.1f} ms by the same prices")
-    if keep or found.plan.step_s * lead.lateness > (1.0 - WORTH) * found.current_s:
-        basis = found.basis._replace(plan=found.current)
+    verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s, found.current_steps, found.steps)
+    lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, plain=None if keep else found.plain,
+                           verdicts=(*lead.verdicts, verdict))
+    said = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
+            f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
+    if keep or found.plan.step_s * found.steps * lead.lateness > (1.0 - WORTH) * found.current_s * found.current_steps:
         return structs.replace(lead, phase=Settling()), [
-            Describe(basis, found.current_price), Say(f"kept the plan in force: found {said}")]
-    return structs.replace(lead, phase=Proposing(found, measured_s)), [
+            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force: found {said}")]
+    return structs.replace(lead, phase=Proposing(found, lead.pace_s)), [
         Describe(in_force.basis, found.current_price), Say(f"found {said}")]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _needs(steps: float) -> str:
+    """Beside what steps take: how many of them a loss needs, against dense training."""
+    return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
+
+
+def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | None) -> Decided:
+    """Plans anew where codecs lose so much more of this model's gradients than they usually do that another may be better."""
+    if links is None or not isinstance(lead.phase, Steady) or times <= HARDER * lead.harder or not lead.recent:
+        return lead, []
+    said = (f"codecs lose more of these gradients than is usual: what they cost in steps beyond dense training is counted "
+            f"{times:.2f} times")
+    lead, actions = planning(structs.replace(lead, harder=times), in_force.plan, links.links, median(lead.recent))
+    return lead, [Say(said), *actions]
 
 
 def shares_moved(lead: Lead, part: float) -> Lead:
@@ -71,24 +95,28 @@ def shares_moved(lead: Lead, part: float) -> Lead:
 def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decided:
     """Takes the pace of a plan that is tried or kept; compares what steps take with what was expected."""
     actions: list[Action] = []
-    lead = structs.replace(lead, recent=(*lead.recent[-2:], step_s))
+    lead = structs.replace(lead, recent=(*lead.recent[1 - TRIED :], step_s))
     if isinstance(lead.phase, Trial | Settling):
         lead = structs.replace(lead, phase=structs.replace(lead.phase, times=(*lead.phase.times, step_s)))
         lead, actions = _judged(lead, in_force)
     if lead.check is not None:
-        check, stale = lead.check.observe(median(lead.recent), step)
+        check, stale = lead.check.observe(median(lead.recent[-3:]), step)
         lead = structs.replace(lead, check=check, stale=lead.stale or stale is not None)
         actions += [Report(stale), Say(stale.reason)] if stale is not None else []
     return lead, actions
 
 
-def word(lead: Lead, links: Links, now: float) -> tuple[Lead, Word]:
+def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead, Word]:
     """What all ranks are to do once they have heard it."""
     if isinstance(lead.phase, Planning):
         return lead, Word.NOTHING
     if isinstance(lead.phase, Proposing):
         return lead, Word.SWITCH
-    if lead.stale or lead.moved:
+    if (lead.stale or lead.moved) and in_force.plan.steps_locally:
+        # What is recorded of an exchange tells nothing of a step on averaged gradients, which plans start from.
+        check = _expects(median(lead.recent), usual=True) if lead.recent else None
+        lead = structs.replace(lead, stale=False, moved=False, check=check)
+    elif lead.stale or lead.moved:
         return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
     lost = differ(links.best, links.watch.planned)
     return lead, Word.PROBE if links.reprobe.due(now, hinted=links.watch.faster, lost=lost) else Word.NOTHING
@@ -103,13 +131,13 @@ def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
     proposed = proposal(lead)
     assert proposed is not None, "rank 0 has no plan that others could go over to"
     candidate = proposed.candidate
-    lead = structs.replace(lead, recent=(), known=(plan, candidate.plan))
+    lead = structs.replace(lead, recent=(), known=(plan, candidate.plan), steps=candidate.steps)
     actions: list[Action] = [Describe(candidate.basis, candidate.price)]
     if proposed.back:
         return structs.replace(lead, phase=Settling()), actions
-    before = candidate._replace(
-        basis=candidate.basis._replace(plan=candidate.current), runnable=left, price=candidate.current_price)
-    trial = Trial(before, proposed.before_s, proposed.for_pace)
+    if candidate.leaves:
+        actions.append(Say(candidate.leaves, warning=True))
+    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace)
     return structs.replace(lead, phase=trial, check=_expects(candidate.plan.step_s)), actions
 
 
@@ -125,12 +153,13 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
     step_s = median(phase.times[1:])
     if isinstance(phase, Settling):
         return _plain_tried(structs.replace(lead, check=_expects(step_s, usual=True)), step_s, in_force)
-    worse = step_s > (1 + (0.0 if phase.for_pace else WORSE)) * phase.before_s
-    said = (f"under plan {digest(plan)} steps take {1e3 * step_s:.1f} ms: {1e3 * plan.step_s:.1f} ms were predicted, "
-            f"{1e3 * phase.before_s:.1f} ms were taken before{': back to that' if worse else ''}")
+    before = phase.before
+    worse = step_s * lead.steps > (1 + SLOWER) * phase.before_s * before.steps
+    said = (f"under plan {digest(plan)} steps take {_ms(step_s)}{_needs(lead.steps)}: {_ms(plan.step_s)} were predicted, "
+            f"{_ms(phase.before_s)}{_needs(before.steps)} were taken before{': back to that' if worse else ''}")
     lead = structs.replace(lead, lateness=max(1.0, step_s / plan.step_s) if plan.step_s else 1.0)
     if worse:
-        return structs.replace(lead, phase=Proposing(phase.before, back=True), check=None), [Say(said)]
+        return structs.replace(lead, phase=Proposing(before, back=True), check=None), [Say(said)]
     if phase.for_pace:  # it was tried whatever was predicted of it
         lead = structs.replace(lead, check=_expects(step_s, usual=True))
     lead, actions = _plain_tried(lead, step_s, in_force)
@@ -140,10 +169,11 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
 def _plain_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
     """Where prices cannot tell two plans apart, a few steps can. `step_s`: under the plan in force."""
     plain, basis, lead = lead.plain, in_force.basis, structs.replace(lead, phase=Steady(), plain=None)
-    if plain is None or basis is None or plain.plan.step_s > (1 + PLAIN) * step_s:
+    if plain is None or basis is None or plain.plan.step_s * plain.steps > (1 + PLAIN) * step_s * lead.steps:
         return lead, []
-    candidate: Candidate = plain._replace(current=basis.plan, current_price=in_force.price or plain.current_price)
-    said = f"tries the plan without compression, {1e3 * plain.plan.step_s:.1f} ms by the same prices"
+    price = in_force.price or plain.current_price
+    candidate: Candidate = plain._replace(current=basis.plan, current_price=price, current_steps=lead.steps)
+    said = f"tries the plan without compression, {_ms(plain.plan.step_s)} by the same prices"
     return structs.replace(lead, phase=Proposing(candidate, step_s, for_pace=True)), [Say(said)]
 
 

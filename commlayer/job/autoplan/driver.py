@@ -70,7 +70,7 @@ def auto_of(connection: Connection) -> AutoPlan | None:
 
 
 class AutoPlan:
-    """`after_step` is called by every rank after each step."""
+    """Every rank calls `after_step` behind each step on averaged gradients, and `after_exchange` behind each of local ones."""
 
     def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
         """`keep`: looks for plans and changes none. `probe_s`: seconds of all probes together."""
@@ -82,7 +82,7 @@ class AutoPlan:
         self._thread: threading.Thread | None = None
         self._news: deque[Planned | SharesMoved] = deque()
         """From other threads, for the next step's end."""
-        self._ended = 0.0
+        self._ended, self._busy = 0.0, False
         connection.on_shares.append(lambda part: self._news.append(SharesMoved(part)))
 
     @property
@@ -90,23 +90,33 @@ class AutoPlan:
         """On rank 0: what each planning found."""
         return [] if self._state.lead is None else list(self._state.lead.verdicts)
 
-    def after_step(self) -> None:
-        """CommError, latched in the worker, if another rank is gone."""
+    def after_step(self, steps: int = 1) -> None:
+        """`steps` have ended since the last time. CommError, latched in the worker, if another rank is gone."""
         worker = self._connection.worker
         assert worker is not None
         if not (self._connection.auto or self._state.keep):
             return  # somebody has asked for a plan since
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
-        step_s = time.perf_counter() - self._ended if self._ended else 0.0
+        step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
         if self._reports is not None:
             self._reports.step(step_s)
+        self._busy = True  # a change of plans exchanges what is left of a round
         try:
             self._feed(StepOver(step_s, self._meanwhile()))
         except CommError as error:
             worker.latch(error)
             worker.check()
+        finally:
+            self._busy = False
         self._ended = time.perf_counter()
+
+    def after_exchange(self) -> None:
+        """Local steps have been exchanged, in turns if there are several: the end of as many steps. Not behind a drain."""
+        plan = self._connection.plan
+        assert plan is not None
+        if not self._busy and plan.steps_locally:
+            self.after_step(plan.local_steps // plan.fragments)
 
     def settle(self, deadline_s: float) -> list[ReplanVerdict]:
         """What planning has found, when it is over or that time is."""
@@ -125,7 +135,7 @@ class AutoPlan:
         made = self._connection
         match action:
             case Say():
-                self._say(action.text)
+                self._say(action.text, logging.WARNING if action.warning else logging.INFO)
             case Report():
                 made.events.append(action.event)
             case Describe():
@@ -223,14 +233,14 @@ class AutoPlan:
         while self._news:
             news.append(self._news.popleft())
         assert made.plan is not None
-        return Meanwhile(InForce(made.plan, made.basis, made.price), tuple(news))
+        return Meanwhile(InForce(made.plan, made.basis, made.price), tuple(news), made.harder)
 
     def _groups(self) -> Groups:
         assert self._connection.groups is not None
         return self._connection.groups
 
-    def _say(self, what: str) -> None:
+    def _say(self, what: str, level: int) -> None:
         step = self._state.step
         self._connection.decisions.append(f"step {step}: {what}")
         if self._connection.rank == 0:
-            log.info("step %d: %s", step, what)
+            log.log(level, "step %d: %s", step, what)

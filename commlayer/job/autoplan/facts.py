@@ -62,6 +62,8 @@ class Meanwhile(Record, frozen=True):
 
     in_force: InForce
     news: tuple[Planned | SharesMoved, ...] = ()
+    harder: float = 1.0
+    """How many times the excess of steps that is usual under a codec this model needs, as far as was seen."""
 
 
 class StepOver(Record, frozen=True):

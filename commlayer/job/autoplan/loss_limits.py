@@ -1,4 +1,4 @@
-"""Which codecs a running job may plan with, by its loss budget and its guard's floor. Knows a connection; plans nothing."""
+"""What a running job may plan with: ways, and codecs by its loss budget and its guard's floor. Plans nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from commlayer import loss_budget
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
 from commlayer.compressors import parse
+from commlayer.job.allowed_ways import allowed_ways
 from commlayer.job.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.runtime import codec_floor
@@ -17,19 +18,36 @@ from commlayer.runtime import codec_floor
 
 def codecs(connection: Connection) -> list[str]:
     """Those that are worth measuring."""
-    return codec_floor.at_least(connection.floor, loss_budget.names(_model(connection), connection.max_loss))
+    return codec_floor.at_least(connection.floor, loss_budget.names(_model(connection), _budget(connection)))
+
+
+def policy_of(connection: Connection) -> Policy:
+    """What its script allows, as rank 0 sees it. Where another rank sees it otherwise, it refuses the plan."""
+    ways, asked, worker = allowed_ways(connection), connection.asked, connection.worker
+    # Shares of a batch weigh the gradients of each step: samplers and controllers refuse local steps.
+    shared = worker is not None and (worker.units.told or worker.units.weight != 1.0)
+    return Policy(
+        devices=("cpu",), optimizer=connection.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
+        forward="forward" in ways, staleness=not asked.exact and asked.overlap != "forward",
+    )
 
 
 def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
-    """Losses as they were measured, if they were, within the budget; and no codec below the guard's floor."""
+    """Within the budget, by losses that the user measured or else by the shipped ones; and no codec below the guard's floor."""
     model = _model(connection)
+    if model is not None or connection.max_loss:
+        policy = structs.replace(policy, max_loss=_budget(connection))
     if model is not None:
-        profile, policy = loss_budget.priced(profile, structs.replace(policy, max_loss=connection.max_loss), model)
+        profile, policy = loss_budget.priced(profile, policy, model)
     if not connection.floor:
         return profile, policy
     known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
     fine = tuple(name for name in known if codec_floor.level(parse(name)) >= connection.floor * codec_floor.EQUAL)
     return profile, structs.replace(policy, codecs=fine)
+
+
+def _budget(connection: Connection) -> float:
+    return connection.max_loss or loss_budget.BUDGET
 
 
 def _model(connection: Connection) -> LossModel | None:

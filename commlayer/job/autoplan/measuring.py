@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import NamedTuple
+
+import torch
 
 from commlayer.job.autoplan.link_probes import RankMeasurement, gathered, probed
 from commlayer.job.connection import Connection
@@ -12,6 +15,7 @@ from commlayer.measure.collective_costs import Grouped
 from commlayer.measure.recorded_times import timing_of
 from commlayer.observe import RecordedStep
 from commlayer.records import Job
+from commlayer.runtime.worker import Worker
 
 PROBE_S = 2.0
 """Of all probes together."""
@@ -31,6 +35,8 @@ class Measurements(NamedTuple):
     rows: list[RankMeasurement]
     """Of all ranks."""
     collectives: Grouped
+    energy: tuple[float, ...] = ()
+    """What each tensor's average gradient had of energy in the last step; none: it was not finite."""
 
     @property
     def step_s(self) -> float:
@@ -49,4 +55,20 @@ def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
     collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     step_s = median(s.marks["end"] for s in steps)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *probed(connection, (1 - GROUPS_SHARE) * probe_s))
-    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, gathered(connection, row), collectives)
+    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, gathered(connection, row), collectives,
+                        energy_of(worker))
+
+
+def energy_of(worker: Worker) -> tuple[float, ...]:
+    """Of what came back in the last step, which lies there until the next."""
+    found = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
+    for bucket in worker.buckets:
+        if not bucket.buffer:
+            at = 0
+            parts = []
+            for s in bucket.slices:
+                parts.append(bucket.y[at : at + s.numel].double().square().sum())
+                at += s.numel
+            found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), torch.stack(parts).cpu())
+    whole = float(found.sum())
+    return tuple(found.tolist()) if 0.0 < whole < math.inf else ()

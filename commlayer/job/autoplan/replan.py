@@ -23,9 +23,18 @@ from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import RecordedStep
 from commlayer.planner.model.cluster import Basis, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
+from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.tables.machines import learning_rows
 from commlayer.records import Job, Plan
+
+KEEPS_UP = 1.5
+"""Times as long as computing alone: where averaging gradients in every step takes the loss no farther off, nothing else is
+looked for."""
+LEAVES = 0.75
+"""Else it is left for what is at the loss in this part of the time, or sooner."""
 
 
 class Replanner:
@@ -35,12 +44,15 @@ class Replanner:
         self._connection = connection
         self._measured: Measurements | None = None
         self._profile: Profile | None = None
+        self._energy: tuple[float, ...] = ()
+        """As the first measuring saw it: under a sparse plan what comes back is no whole gradient."""
         self._contention = 0.0
         """How much dearer work on processors is than alone; 0 before it was fitted."""
 
     def measured(self, measurements: Measurements) -> None:
         """Under the plan in force; what was measured before is old."""
         self._measured, self._profile, self._contention = measurements, None, 0.0
+        self._energy = self._energy or measurements.energy
 
     @property
     def rows(self) -> list[RankMeasurement]:
@@ -54,12 +66,15 @@ class Replanner:
         measured, homes = self._begun(), homes_of(self._connection)
         if self._profile is None:
             codecs = loss_limits.codecs(self._connection)
-            self._profile = _profile(current, measured.steps, measured.collectives, codecs)
+            self._profile = structs.replace(_profile(current, measured.steps, measured.collectives, codecs),
+                                            energy=self._energy)
         begin = time.perf_counter()
         worker = self._connection.worker
         cuda = worker is not None and worker.device.type == "cuda"
         job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
-        alone, policy = loss_limits.bounded(self._connection, self._profile, Policy(devices=("cpu",)))
+        rows = harder_by(learning_rows(), self._connection.harder)
+        alone, policy = loss_limits.bounded(
+            self._connection, structs.replace(self._profile, learning=rows), loss_limits.policy_of(self._connection))
         as_planned = known or at_home(current, homes)
 
         @functools.cache
@@ -68,11 +83,12 @@ class Replanner:
 
         self._contention = self._contention or factor(measured.step_s, current_s)
         profile = dearer(alone, self._contention)
-        best = _as_asked(planner.plan(job, cluster, profile, policy), current)
+        inputs = PlanInputs(job, cluster, profile, policy)
+        best, leaves = _best(inputs, current)
         price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
-        basis = Basis(best, PlanInputs(job, cluster, profile, policy))
-        found = Candidate(basis, on_servers(best, homes), as_planned, current_s(self._contention), current_s(1.0), price,
-                          current_price, 0.0)
+        found = Candidate(
+            Basis(best, inputs), on_servers(best, homes), as_planned, current_s(self._contention), current_s(1.0), price,
+            current_price, 0.0, steps_of(best, inputs), steps_of(as_planned, inputs), leaves)
         plain = _plain(found)
         return found._replace(took_s=time.perf_counter() - begin, plain=plain)
 
@@ -117,6 +133,57 @@ def cluster_of(
     return Cluster(tuple(nodes))
 
 
+@functools.lru_cache(4)
+def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow, ...]:
+    """For a model that needs so many times the excess of steps that the median of models does, by what codecs lose of it: no
+    less than is cautious for all."""
+    if times <= 1.0:
+        return rows
+    more = [row.steps if row.codec == DENSE else 1 + times * (row.steps - 1) for row in rows]
+    return tuple(structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
+                 for row, steps in zip(rows, more, strict=True))
+
+
+def steps_of(plan: Plan, made_from: PlanInputs) -> float:
+    """How many times as many steps as dense training it needs, cautiously."""
+    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    assert profile is not None
+    assert policy is not None
+    return 1.0 + plan_excess(plan, job, cluster, profile, policy).high
+
+
+def _best(made_from: PlanInputs, current: Plan) -> tuple[Plan, str]:
+    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them.
+
+    That needs more than a plan that is a little better: what optimizer states mean changes with it.
+    """
+    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    assert policy is not None
+    assert job.timing is not None
+    plain = _as_asked(planner.plan(job, cluster, profile, structs.replace(policy, exact=True, staleness=False)), current)
+    plain_s = plain.step_s * steps_of(plain, made_from)
+    computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
+    if (policy.exact and not policy.staleness) or plain_s <= KEEPS_UP * computing_s:
+        return plain, ""
+    other = _as_asked(planner.plan(job, cluster, profile, policy), current)
+    if exact(other) or other.step_s * steps_of(other, made_from) > LEAVES * plain_s:
+        return plain, ""
+    how = f"{other.local_steps} local steps" if other.local_steps > 1 else \
+        "steps on own gradients" if other.steps_locally else "results that are a step late"
+    if other.overlap == "round":
+        how += ", exchanged while the next are taken"
+    said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
+            for plan in (plain, other)]
+    return other, "" if not exact(current) else (
+        f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
+        "attach(..., exact=True) keeps to averaged gradients")
+
+
+def exact(plan: Plan) -> bool:
+    """Whether each step is one on the average of its own gradients, up to coding."""
+    return not plan.steps_locally and not any(b.stale for b in plan.buckets)
+
+
 def _plain(found: Candidate) -> Candidate | None:
     """The plan without compression by the same prices; None where that is what is in force."""
     made_from = found.basis.inputs
@@ -128,7 +195,8 @@ def _plain(found: Candidate) -> Candidate | None:
     if plain.buckets == found.current.buckets:
         return None
     plain = _as_asked(structs.replace(plain, step_s=planner.simulate(plain, *inputs).step_s), found.runnable)
-    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs))
+    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs), steps=1.0,
+                          leaves="")
 
 
 def _as_asked(plan: Plan, before: Plan) -> Plan:

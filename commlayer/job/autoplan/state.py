@@ -16,7 +16,7 @@ Rank 0 looks for plans besides, and judges them:
     Planning     Steady       meanwhile somebody has changed the plan in force
     Proposing    Trial        all have gone over to it
     Proposing    Settling     all have gone back to the plan before, or kept theirs, since this one fits some rank ill
-    Trial        Proposing    steps took longer than before: back; or else the plan without compression is near
+    Trial        Proposing    the loss comes later than before: back; or else the plan without compression is near
     Trial        Steady       neither
     Settling     Proposing    the plan without compression is near
     Settling     Steady       it is not
@@ -74,7 +74,7 @@ class Proposing(Record, frozen=True):
     for_pace: bool = False
     """Prices cannot tell it from the plan in force; only its pace can."""
     back: bool = False
-    """It is the plan before the one in force, whose steps took longer."""
+    """It is the plan before the one in force, under which the loss came sooner."""
 
 
 class Trial(Record, frozen=True):
@@ -100,7 +100,13 @@ class Lead(Record, frozen=True):
     phase: Steady | Planning | Proposing | Trial | Settling = Steady()
     check: PredictionCheck | None = None
     recent: tuple[float, ...] = ()
-    """Seconds of the latest steps, of which the check sees the median."""
+    """Seconds of the latest steps under the plan in force; of the last three the check sees the median."""
+    steps: float = 1.0
+    """How many times as many steps as dense training the plan in force needs for a loss."""
+    harder: float = 1.0
+    """What the plan in force was made with, of how much harder than usual compression is for this model."""
+    pace_s: float = 0.0
+    """What steps took when the planning under way began: how fast the plan in force is."""
     stale: bool = False
     """Steps under the plan in force do not take what was expected."""
     moved: bool = False

@@ -1,0 +1,119 @@
+"""Which ways plan="auto" may go: `exact=True`, what a script was told, and that averaged gradients are left only for much."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from autoplan_kit import JOB, plan_of
+from msgspec import structs
+
+from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
+from commlayer.job.autoplan import loss_limits, replan
+from commlayer.job.connection import Connection
+from commlayer.job.ways import Asked, read_ways, stepping
+from commlayer.planner import builtin
+from commlayer.planner.model.cluster import PlanInputs, Policy, Profile
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
+
+ROWS = tuple(
+    LearningRow("adam", codes, codec, every, overlap, False, 0, 1.0 + more, 1.02 + more, more, more, 5, 5)
+    for codec, costs in (("int4()", 0.01), ("topk(ratio=0.1)", 0.3), ("topk(ratio=0.01)", 1.5))
+    for codes, every, overlap, more in (("gradients", 1, "", costs), ("updates", 1, "", costs),
+                                        ("updates", 16, "", costs + 0.1), ("updates", 16, "round", costs + 0.2)))
+
+
+FAST = "100/100Gb"
+
+
+def inputs(links: str, **policy: Any) -> PlanInputs:
+    cluster = cluster_from_line(f"2xrtx3060@{links}")
+    profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
+    return PlanInputs(builtin("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+
+
+@pytest.mark.parametrize(("links", "exact", "away"), [
+    ("2/2Mb", False, True), ("2/2Mb", True, False), (FAST, False, False),
+])
+def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
+    links: str, exact: bool, away: bool,
+) -> None:
+    made, leaves = replan._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    assert replan.exact(made) is not away
+    assert bool(leaves) is away
+    if away:
+        assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
+        assert "times as many to the loss at best): goes over to 16 local steps" in leaves
+        assert leaves.endswith("attach(..., exact=True) keeps to averaged gradients")
+        again = replan._best(inputs(links, exact=exact), made)
+        assert again == (made, ""), "said once"
+
+
+@pytest.mark.parametrize(("given", "line"), [
+    ({"every": 4}, "every=4, codes='updates', exact=True: each rank steps on its own gradients then; allowed: exact=True "),
+    ({"codes": "updates"}, "codes='updates', exact=True: each rank steps on its own gradients"),
+    ({"overlap": "round", "every": 2}, "overlap='round', exact=True: each rank steps"),
+    ({"exact": 1}, "exact: got 1, allowed: True or False"),
+])
+def test_what_contradicts_exact_is_one_line(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as told:
+        read_ways(given.get("every"), given.get("codes"), overlap=given.get("overlap"), exact=given.get("exact", True))
+    assert line in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("fields", "what"), [
+    ({"local_steps": 4}, "one of 4 local steps"), ({"codes": "updates"}, "one of coded updates"),
+    ({"stale": True}, "one of late results"),
+])
+def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) -> None:
+    plan = plan_of(0.0)
+    late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
+    plan = structs.replace(plan, **(late if "stale" in fields else fields))
+    assert stepping(plan, Asked()) == plan
+    with pytest.raises(ValueError, match=f"exact=True, but the plan is {what}: leave exact out, or make the plan without them"):
+        stepping(plan, Asked(exact=True))
+
+
+def test_forward_overlap_is_exact() -> None:
+    assert read_ways(None, None, overlap="forward", exact=True).exact
+    plan = structs.replace(plan_of(0.0), overlap="forward")
+    assert stepping(plan, Asked(exact=True)) == plan
+
+
+def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
+    connection = Connection()
+    connection.optimizer = "adam"
+    policy = loss_limits.policy_of(connection)
+    assert (policy.optimizer, policy.exact, policy.forward, policy.staleness) == ("adam", False, True, True)
+    connection.asked = Asked(exact=True)
+    assert allowed_ways(connection) == {"forward"}
+    assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
+    policy = loss_limits.policy_of(connection)
+    assert (policy.exact, policy.forward, policy.staleness) == (True, True, False)
+    connection.asked, connection.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
+    assert loss_limits.policy_of(connection).exact
+
+
+@pytest.mark.parametrize(("weight", "told", "exact"), [(1.0, False, False), (1.0, True, True), (0.5, False, True)])
+def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(weight: float, told: bool, exact: bool) -> None:
+    """Samplers refuse local steps: a plan that came by itself must not end a script."""
+    connection = Connection()
+    worker: Any = SimpleNamespace(units=SimpleNamespace(weight=weight, told=told))
+    connection.worker = worker
+    assert loss_limits.policy_of(connection).exact is exact
+
+
+def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
+    made, connection = inputs("100/100Mb"), Connection()
+    assert made.profile is not None
+    assert made.policy is not None
+    assert loss_limits.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss
+    connection.max_loss = 0.02
+    profile, policy = loss_limits.bounded(connection, made.profile, made.policy)
+    assert (profile, policy.max_loss) == (made.profile, 0.02)
+
+
