@@ -1,6 +1,7 @@
 """The planner: how long planning takes, how near to the best choice and to free compression it comes, Espresso's cases.
 
-What is compared goes by the step. All of that is the planner's own simulation; what real steps take beside it is planner_wan.py's matter.
+What is compared goes by the step.
+All of that is the planner's own simulation; what real steps take beside it is planner_wan.py's matter.
 """
 
 from __future__ import annotations
