@@ -112,7 +112,8 @@ def _updates_still(plan: Plan, step: int) -> tuple[Plan, str]:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
         raise ValueError(f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make it "
                          f"without {'staleness' if late else 'overlap'}")
-    return structs.replace(plan, codes="updates", step_s=0.0, free_s=0.0), (
+    unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
+    return structs.replace(unpredicted, codes="updates"), (
         f"step {step}: the ranks' optimizers are in different states since they stepped locally, so changes of weights are "
         "still what is exchanged, now every step")
 

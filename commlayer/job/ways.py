@@ -110,7 +110,7 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     if every == plan.local_steps and laid.overlap == plan.overlap and laid.steps_locally == plan.steps_locally:
         return laid
     # What was predicted is the time of a step that exchanges, and that waits for it.
-    return structs.replace(laid, step_s=0.0, free_s=0.0)
+    return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def ways_of(plan: Plan) -> list[tuple[str, str]]:
