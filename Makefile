@@ -13,7 +13,7 @@ ALONE := $(wildcard tests/test_lab_*.py tests/test_bench_baselines.py tests/test
 	tests/test_rendezvous.py)
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test lint types unit recipes cuda bench fuzz docs clean
+.PHONY: setup demo test lint types unit recipes rivals cuda bench fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
@@ -49,6 +49,16 @@ unit: setup
 recipes: $(STAMP)-recipes
 	$(BIN)/python -m pytest -rs tests/test_recipes_*.py
 
+# docs/wan.md: other projects' systems for `bench tta`, each in an environment of its own, 2 GB
+RIVALS := torchft==0.2.0 hivemind==1.1.12
+rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
+
+.rivals/%:
+	$(PYTHON) -m venv .rivals/$(firstword $(subst ==, ,$*))
+	.rivals/$(firstword $(subst ==, ,$*))/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-learn $*
+	.rivals/$(firstword $(subst ==, ,$*))/bin/python -c "import $(firstword $(subst ==, ,$*))"
+	@touch $@
+
 # The CUDA sources for every target (needs nvcc, no GPU).
 cuda: setup
 	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/test_cuda_compile.py
@@ -68,4 +78,4 @@ docs: setup
 	$(BIN)/python -m commlayer.compressors.catalogue docs/codecs.md
 
 clean:
-	rm -rf build .venv .mypy_cache .ruff_cache .hypothesis
+	rm -rf build .venv .rivals .mypy_cache .ruff_cache .hypothesis

@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "planner": "bench.planner",
     "sparse": "bench.sparse",
     "transport": "bench.transport",
+    "tta": "bench.tta",
     "tuning": "bench.tuning",
     "wan": "bench.wan",
     "ways": "bench.ways",
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="fewer rows, fewer repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, the summary and the machine here")
-    args = parser.parse_args(argv)
+    args, others = parser.parse_known_args(argv)
     if args.name not in MEASUREMENTS:
         print(f"bench: no measurement is called {args.name!r}; there are: {', '.join(MEASUREMENTS)}", file=sys.stderr)
         return 2
@@ -42,8 +43,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: --json {args.json}: the folder {args.json.absolute().parent} does not exist", file=sys.stderr)
         return 2
     module = importlib.import_module(MEASUREMENTS[args.name])
+    if takes_more := hasattr(module, "flags"):
+        module.flags(parser)
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        result = module.run(args.quick)
+        result = module.run(args.quick, parser.parse_args(argv)) if takes_more else module.run(args.quick)
+    except KeyboardInterrupt:
+        print(f"bench: {args.name} was broken off", file=sys.stderr)
+        return 130
     except Unmeasurable as reason:
         print(f"bench: {args.name} cannot be measured here: {reason}", file=sys.stderr)
         return 2

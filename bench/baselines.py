@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -35,12 +35,13 @@ def worker(mode: str, model: str = "mlp", *, batch: int = 32, warmup: int = 3, s
 
 
 def launch_hosts(
-    lab: Lab | None, ranks: int, argv: Sequence[str], *, deadline_s: float = 300.0, env: Mapping[str, str] | None = None
+    lab: Lab | None, ranks: int, argv: Sequence[str], *, deadline_s: float = 300.0, env: Mapping[str, str] | None = None,
+    watch: Callable[[Sequence[subprocess.Popen[Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Starts argv as ranks 0..ranks-1, rank r on host r modulo the hosts (all on loopback where lab is None), and returns the
     last line of JSON each prints, in rank order. Every rank gets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-    GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1, then env on top. When one rank fails or the deadline passes, all are killed and
-    RankFailed is raised."""
+    GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1, then env on top. `watch` is called with the ranks' processes again and again. When
+    one rank fails or the deadline passes, all are killed and RankFailed is raised."""
     common = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": lab.addresses[0] if lab else "127.0.0.1",
@@ -65,7 +66,7 @@ def launch_hosts(
                     list(argv), env={**os.environ, **full}, stdin=subprocess.DEVNULL, stdout=out, stderr=err
                 )
             children.append(child)
-        _wait(children, said, deadline_s)
+        _wait(children, said, deadline_s, watch)
         return [_last_json(rank, out, err) for rank, (out, err) in enumerate(said)]
 
 
@@ -84,10 +85,15 @@ def _free_port(lab: Lab | None) -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(children: Sequence[subprocess.Popen[Any]], said: Sequence[tuple[IO[str], IO[str]]], deadline_s: float) -> None:
+def _wait(
+    children: Sequence[subprocess.Popen[Any]], said: Sequence[tuple[IO[str], IO[str]]], deadline_s: float,
+    watch: Callable[[Sequence[subprocess.Popen[Any]]], None] | None,
+) -> None:
     until = time.monotonic() + deadline_s
     running = dict(enumerate(children))
     while running:
+        if watch:
+            watch(children)
         for rank, child in list(running.items()):
             code = child.poll()
             if code is None:

@@ -48,7 +48,8 @@ def write(path: Path, name: str, result: Result) -> None:
 
 
 def show(name: str, result: Result, console: Console | None = None) -> None:
-    """Prints the rows as an aligned table (its columns are all keys, in the order they first appear) and the summary below."""
+    """Prints the rows as an aligned table (its columns are all keys, in the order they first appear, but those that
+    begin with _) and the summary below."""
     console = console or Console()
     if not console.is_terminal:
         # A pipe has no width of its own, and a figure cut to fit eighty columns is no figure.
@@ -59,7 +60,7 @@ def show(name: str, result: Result, console: Console | None = None) -> None:
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row if not key.startswith("_")))
     made = Table(title=title, title_justify="left")
     for key in columns:
         numeric = all(isinstance(row.get(key, 0), int | float) for row in rows)

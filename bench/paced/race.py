@@ -1,0 +1,156 @@
+"""Trains one task in one system on the hosts of a lab, or on loopback, and says what came of it. Knows ranks, files and
+counters; not what is compared with what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.baselines import launch_hosts
+from bench.lab import Lab, sound
+from bench.paced.watch import Watch
+from bench.tasks import TASKS, Task
+
+Curve = Sequence[tuple[int, float, float]]
+"""Steps, seconds and validation loss at looks, in order."""
+OVERHEAD_S = 180.0
+"""For starting and ending; a slow step more."""
+LATE_PCT = 5.0
+"""More late passes than that, and the pace was not kept."""
+
+
+class Run(NamedTuple):
+    """What came of one training."""
+
+    curve: Curve
+    s_per_step: float
+    """The mean between the first look, behind the start of everything, and the last."""
+    steps: int
+    late_pct: float
+    """Passes that took longer than their pace for what they truly compute."""
+    cpu_s: float
+    """Of all processes of all hosts, start included."""
+    peak_mb: float
+    """Of the host that took most."""
+    up_kb: float = 0.0
+    """By the lab's counters, of the busiest host, for a step, start included."""
+    down_kb: float = 0.0
+    sound: bool = True
+    """Whether the lab kept its word meanwhile."""
+    told: Mapping[str, Any] = MappingProxyType({})
+    """What rank 0 says besides."""
+
+
+def trained(
+    lab: Lab | None, way: dict[str, Any], seconds: float, ranks: int, *, python: str = sys.executable,
+    during: Callable[[threading.Event], None] | None = None,
+) -> Run:
+    """`way`: task, system, seed and slow, as bench.paced.worker takes them. `during` runs beside, from when rank 0 begins to
+    train until the event it is given is set. RankFailed if a rank fails."""
+    watch, over = Watch(), threading.Event()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.callback(watch.end)
+        if during:
+            beside = threading.Thread(target=_when_begun, args=(folder / "began.0", during, over))
+            beside.start()
+            stack.callback(beside.join)
+        stack.callback(over.set)
+        before = lab.counters() if lab else None
+        argv = [python, "-m", "bench.paced.worker", json.dumps(way), "--seconds", str(seconds), "--out", str(folder)]
+        told = launch_hosts(lab, ranks, argv, deadline_s=2 * seconds + OVERHEAD_S, watch=watch)
+        over.set()
+        after = lab.counters() if lab else None
+        curve = _curve(TASKS[way["task"]](), folder, told, way)
+    steps = min(answer["steps"] for answer in told)
+    late, passes = (sum(answer[key] for answer in told) for key in ("late", "passes"))
+    run = Run(curve, _s_per_step(curve, told), steps, 100 * late / max(1, passes),
+              watch.cpu_s, max(watch.peak_nbytes.values(), default=0) / 1e6,
+              told={key: told[0][key] for key in ("decisions", "exposed_s", "exchanges", "seconds") if key in told[0]})
+    if before is None or after is None:
+        return run
+    return run._replace(up_kb=_most(before, after, "sent_nbytes") / steps / 1e3,
+                        down_kb=_most(before, after, "received_nbytes") / steps / 1e3, sound=sound(before, after))
+
+
+def at(curve: Curve, seconds: float) -> float:
+    """The loss at that time, between two looks on the line through them; that of the last one where there is none behind."""
+    return _between([(s, loss) for _, s, loss in curve], seconds)
+
+
+def at_step(curve: Curve, step: float) -> float:
+    """The loss after so many steps, likewise."""
+    return _between([(float(n), loss) for n, _, loss in curve], step)
+
+
+def reached(curve: Curve, goal: float) -> float | None:
+    """The first time at which the loss is as low."""
+    return _first([(s, loss) for _, s, loss in curve], goal)
+
+
+def reached_step(curve: Curve, goal: float) -> float | None:
+    """After how many steps it is."""
+    return _first([(float(n), loss) for n, _, loss in curve], goal)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def _first(points: Sequence[tuple[float, float]], goal: float) -> float | None:
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if y1 <= goal:
+            return x1 if y0 <= goal else x0 + (x1 - x0) * (y0 - goal) / (y0 - y1)
+    return None
+
+
+def _curve(task: Task, folder: Path, told: Sequence[dict[str, Any]], way: dict[str, Any]) -> Curve:
+    seed = int(way.get("seed", 0))
+    curve = [(0, 0.0, task.validation(task.model(seed)))]
+    for step in told[0]["looks"]:
+        if all(step in answer["looks"] for answer in told):
+            states = [torch.load(folder / f"{step}.{answer['rank']}.pt") for answer in told]
+            if way["system"]["kind"] != "alone":
+                states = [[torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+                           for values in zip(*states, strict=True)]]
+            when = max(answer["looks"][step] for answer in told)
+            curve.append((int(step), when, statistics.mean(_loss(task, seed, state) for state in states)))
+    return curve
+
+
+def _loss(task: Task, seed: int, state: list[torch.Tensor]) -> float:
+    model = task.model(seed)
+    model.load_state_dict(dict(zip(model.state_dict(), state, strict=True)))
+    return task.validation(model)
+
+
+def _s_per_step(curve: Curve, told: Sequence[dict[str, Any]]) -> float:
+    looks = curve[1:]
+    if len(looks) < 2:  # so slow that there is one look at most
+        return max(float(answer["seconds"]) / int(answer["steps"]) for answer in told)
+    return (looks[-1][1] - looks[0][1]) / (looks[-1][0] - looks[0][0])
+
+
+def _most(before: dict[str, Any], after: dict[str, Any], key: str) -> int:
+    return max(int(b[key] - a[key]) for a, b in zip(before["hosts"], after["hosts"], strict=True))
+
+
+def _when_begun(begun: Path, during: Callable[[threading.Event], None], over: threading.Event) -> None:
+    while not begun.exists():
+        if over.wait(0.05):
+            return
+    during(over)

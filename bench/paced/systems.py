@@ -1,0 +1,167 @@
+"""What trains a model in each kind of system, as its users would write it. Knows torch; commlayer and rivals where asked.
+
+A kind is called with the rest of the system's record: {"kind": "ddp", "hook": "fp16"} is ddp(..., hook="fp16").
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.reference.demo import DeMo
+from bench.reference.sparseloco import SparseLoCo
+from bench.tasks import Task
+
+DEADLINE = timedelta(seconds=120)
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    rank: int
+    ranks: int
+    address: str
+    folder: Path
+    """Shared by all ranks."""
+    samples: int
+    """Of its batch."""
+
+
+class Started(NamedTuple):
+    """What a system makes of a model."""
+
+    module: nn.Module
+    """To call forward on."""
+    optimizer: Any
+    """To call zero_grad and step on."""
+    end: Callable[[], dict[str, Any]] = dict
+    """Ends it, and tells of it."""
+
+
+def started(system: dict[str, Any], place: Place, model: nn.Module, task: Task) -> Started:
+    told = dict(system)
+    if (kind := told.pop("kind")) in RIVALS:
+        from bench.paced import rivals
+
+        made: Started = getattr(rivals, kind)(place, model, task, **told)
+        return made
+    if kind not in KINDS:
+        raise ValueError(f"kind: got {kind!r}, allowed are {', '.join([*KINDS, *RIVALS])}")
+    return KINDS[kind](place, model, task, **told)
+
+
+def alone(place: Place, model: nn.Module, task: Task) -> Started:
+    """Each rank by itself; or, where it has the batches of all, one machine without a network."""
+    return Started(model, task.optimizer(model.parameters()))
+
+
+def ddp(place: Place, model: nn.Module, task: Task, hook: str = "", **options: Any) -> Started:
+    """DistributedDataParallel with a hook of torch's own."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    joined()
+    if hook == "powersgd":
+        # More buckets than Gloo has threads wait for each other for ever: one bucket.
+        module = DistributedDataParallel(model, bucket_cap_mb=1 << 10)
+        module.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
+    else:
+        module = DistributedDataParallel(model)
+        if hook:
+            module.register_comm_hook(None, {"fp16": default_hooks.fp16_compress_hook}[hook])
+    return Started(module, task.optimizer(model.parameters()), left)
+
+
+def post_local_sgd(place: Place, model: nn.Module, task: Task, every: int, start: int) -> Started:
+    """torch's post-local SGD: DDP for `start` steps, then steps of one's own, and weights averaged every so many."""
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    joined()
+    module = DistributedDataParallel(model)
+    # Of one rank: there is nothing to average inside a machine.
+    alone_here = [dist.new_group([rank]) for rank in range(place.ranks)][place.rank]
+    module.register_comm_hook(hooks.PostLocalSGDState(None, alone_here, start), hooks.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=every, warmup_steps=start)
+    return Started(module, PostLocalSGDOptimizer(task.optimizer(model.parameters()), averager), left)
+
+
+def demo(place: Place, model: nn.Module, task: Task, lr: float = 5e-4, **options: Any) -> Started:
+    joined()
+    return Started(model, DeMo(model.parameters(), gathered, lr=lr, **options), left)
+
+
+def sparseloco(place: Place, model: nn.Module, task: Task, every: int, **options: Any) -> Started:
+    joined()
+    optimizer = task.optimizer(model.parameters())
+    SparseLoCo(list(model.parameters()), optimizer, gathered, every, **options)
+    return Started(model, optimizer, left)
+
+
+def ours(place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | None = None, **options: Any) -> Started:
+    """commlayer.attach() with these arguments."""
+    import commlayer
+    from bench.worker import host_config
+
+    joined()
+    if outer is not None:
+        options["sync"] = commlayer.Outer(**outer)
+    optimizer = task.optimizer(model.parameters())
+    session = commlayer.attach(model, optimizer, config=host_config(servers="each"), **options)
+
+    def end() -> dict[str, Any]:
+        stats = session.stats()
+        told = {"sent_nbytes": stats["sent_nbytes"], "exposed_s": stats["exposed_s"],
+                "decisions": session.inspect.decisions()}
+        session.close()
+        return told
+
+    return Started(model, optimizer, end)
+
+
+def joined() -> None:
+    dist.init_process_group("gloo", timeout=DEADLINE)
+
+
+def left() -> dict[str, Any]:
+    dist.barrier()
+    return {}
+
+
+def gathered(own: torch.Tensor) -> list[torch.Tensor]:
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    # Gloo has no 16-bit integers.
+    dist.all_gather([told.view(torch.uint8) for told in everyone], own.view(torch.uint8))
+    return everyone
+
+
+def spoken(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:
+    """What some rank writes for all: an address. Only what a user would type passes this way."""
+    path = place.folder / name
+    if text is not None:
+        part = path.with_name(f"{name}.part")
+        part.write_text(text)
+        os.replace(part, path)
+    until = time.monotonic() + wait_s
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"no rank wrote {name} within {wait_s:g} s")
+        time.sleep(0.05)
+    return path.read_text()
+
+
+KINDS: dict[str, Callable[..., Started]] = {
+    "alone": alone, "together": alone, "ddp": ddp, "post_local_sgd": post_local_sgd, "demo": demo, "sparseloco": sparseloco,
+    "commlayer": ours,
+}
+RIVALS = ("torchft_diloco", "hivemind_sync", "hivemind_local")
+"""In bench/paced/rivals.py: each runs in an environment of its own."""

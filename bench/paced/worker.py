@@ -1,0 +1,130 @@
+"""One rank that trains one task in one system, its steps paced, until its seconds are over. Knows no lab, draws no table.
+
+    python -m bench.paced.worker '{"task": "chars", "system": {"kind": "commlayer", "plan": "int4()"}}' --out FOLDER
+
+Imports no commlayer unless the system is ours: rivals run in environments of their own (bench/paced/rivals.py). Weights go to
+files in FOLDER at some steps, the same on all ranks, and validation is the caller's: it costs no network and none of the time.
+Reading the weights is in the time, since a system may have to wait for them; writing the file is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from bench.paced.pace import Pace
+from bench.paced.systems import Place, started
+from bench.tasks import TASKS, layers_of, together
+
+LOOK = 10
+EARLY = (1, 2, 4, 6, 8)
+"""Steps after which there is a look, and every tenth: a system on a slow link may take few."""
+AHEAD = 3
+"""No rank is so many steps further than what the ranks have written of themselves, when the last step is chosen."""
+END_S = 60.0
+
+
+class Steps:
+    """How far each rank is, and where all stop: shared by the ranks of a run, which share a machine."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        path = folder / "steps"
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            os.ftruncate(file.fileno(), 8 * (ranks + 1))
+            self._map = mmap.mmap(file.fileno(), 8 * (ranks + 1))
+
+    def wrote(self, steps: int) -> None:
+        self._put(self._rank, steps)
+
+    def stop(self) -> None:
+        self._put(self._ranks, max(self._get(rank) for rank in range(self._ranks)) + AHEAD)
+
+    @property
+    def last(self) -> int | None:
+        return self._get(self._ranks) or None
+
+    def all_there(self, steps: int) -> bool:
+        return all(self._get(rank) >= steps for rank in range(self._ranks))
+
+    def _put(self, place: int, value: int) -> None:
+        self._map[8 * place : 8 * place + 8] = value.to_bytes(8, "little")
+
+    def _get(self, place: int) -> int:
+        return int.from_bytes(self._map[8 * place : 8 * place + 8], "little")
+
+
+def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
+    rank, ranks, seed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(way.get("seed", 0))
+    task = TASKS[way["task"]]()
+    model = task.model(seed)
+    pace = Pace(model, layers_of(model), way.get("slow", [1.0] * ranks)[rank])
+    batch_of = {"together": range(way.get("batches", ranks))}.get(way["system"]["kind"], range(rank, rank + 1))
+    place = Place(rank, ranks, os.environ.get("HOST_ADDRESS", "127.0.0.1"), out, len(task.batch(0, 0)[1]))
+    system = started(way["system"], place, model, task)
+    steps = Steps(out, rank, ranks)
+    told: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}
+    (out / f"began.{rank}").touch()
+    step, seen, began = 0, 0.0, time.perf_counter()
+    while steps.last is None or step < steps.last:
+        batch = together([task.batch(number, step, seed) for number in batch_of])
+        system.optimizer.zero_grad()
+        pace.forward()
+        loss = task.loss(system.module, batch)
+        pace.backward()
+        loss.backward()
+        system.optimizer.step()
+        step += 1
+        told["losses"].append(round(float(loss), 4))
+        steps.wrote(step)
+        if step in EARLY or step % LOOK == 0:
+            weights = [value.clone() for value in model.state_dict().values()]
+            looking = time.perf_counter()
+            told["looks"][step] = looking - began - seen
+            torch.save(weights, out / f"{step}.{rank}.pt")
+            seen += time.perf_counter() - looking
+        if rank == 0 and steps.last is None and time.perf_counter() - began - seen > seconds:
+            steps.stop()
+    told |= {"steps": step, "seconds": time.perf_counter() - began - seen, "late": pace.late, "passes": pace.passes}
+    until = time.monotonic() + END_S
+    # Nobody leaves before all are through: a rank that goes takes its part of the job with it.
+    while not steps.all_there(steps.last or 0) and time.monotonic() < until:
+        time.sleep(0.02)
+    return told | system.end()
+
+
+def as_rank(run: Callable[[], object]) -> NoReturn:
+    """Ends the process without destructors: that of a Gloo group which DDP has used may join a thread that waits for the
+    interpreter lock."""
+    code = 0
+    try:
+        run()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        code = 1
+    os._exit(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.paced.worker")
+    parser.add_argument("way", type=json.loads, help="task, system, and maybe seed, slow (a factor for each rank), as JSON")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(json.dumps(run(args.way, args.seconds, args.out)), flush=True)
+
+
+if __name__ == "__main__":
+    as_rank(main)

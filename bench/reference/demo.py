@@ -1,0 +1,93 @@
+"""DeMo as its paper has it (Peng, Quesnelle, Kingma: Decoupled Momentum Optimization, 2024): what leaves a machine is the part
+of its momentum that a few cosines carry. Ours from the paper, for comparison; knows tensors and a gather, no model.
+
+Each tensor is cut into chunks of 64 (matrices into squares of 64 x 64) and transformed by the DCT; of each chunk the `entries`
+largest coefficients are sent and taken out of the momentum, which so is its own error feedback. All ranks step by the sign of
+the mean of what all of them sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+CHUNK = 64
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]
+"""One rank's bytes to those of all, in order of ranks."""
+
+
+@cache
+def dct(n: int) -> torch.Tensor:
+    """The orthonormal DCT-II: its rows are the cosines."""
+    k, i = torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n, dtype=torch.float32)[None]
+    made = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
+    made[0] /= math.sqrt(2)
+    return made
+
+
+def _side(length: int) -> int:
+    """The largest divisor of a length that a chunk allows."""
+    return next(side for side in range(min(CHUNK, length), 0, -1) if length % side == 0)
+
+
+class Chunks:
+    """How one tensor is cut: to rows of coefficients and back."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self._shape = shape
+        flat = (math.prod(shape[:1]), math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        self._rows, self._columns = (_side(length) for length in flat)
+        self._grid = (flat[0] // self._rows, self._rows, flat[1] // self._columns, self._columns)
+        self.size = self._rows * self._columns
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        cut = x.reshape(self._grid).permute(0, 2, 1, 3)
+        return (dct(self._rows) @ cut @ dct(self._columns).T).reshape(-1, self.size)
+
+    def decode(self, coefficients: torch.Tensor) -> torch.Tensor:
+        cut = coefficients.view(self._grid[0], self._grid[2], self._rows, self._columns)
+        return (dct(self._rows).T @ cut @ dct(self._columns)).permute(0, 2, 1, 3).reshape(self._shape)
+
+
+class DeMo(torch.optim.Optimizer):
+    """SGD by the sign of what ranks gather. `sent`: bytes of the last step, of this rank."""
+
+    def __init__(self, params: Iterable[nn.Parameter], gather: Gather, lr: float, decay: float = 0.999,
+                 entries: int = 32) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "entries": entries})
+        self._gather, self.sent = gather, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        payloads, parts = [], []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"], state["chunks"] = torch.zeros_like(p), Chunks(p.shape)
+                momentum, chunks = state["momentum"], state["chunks"]
+                momentum.mul_(group["decay"]).add_(p.grad, alpha=group["lr"])
+                found = chunks.encode(momentum)
+                places = found.abs().topk(min(group["entries"], chunks.size), dim=1).indices
+                values = found.gather(1, places).half()
+                momentum.sub_(chunks.decode(torch.zeros_like(found).scatter_(1, places, values.float())))
+                payloads += [places.short().flatten(), values.flatten().view(torch.int16)]
+                parts.append((p, group["lr"], chunks, found.shape, places.shape))
+        own = torch.cat(payloads)
+        self.sent = own.numel() * 2
+        everyone, at = self._gather(own), 0
+        for p, lr, chunks, whole, taken in parts:
+            count, mean = math.prod(taken), torch.zeros(whole)
+            for told in everyone:
+                places = told[at : at + count].view(taken).long()
+                values = told[at + count : at + 2 * count].view(torch.float16).view(taken).float()
+                mean.scatter_add_(1, places, values)
+            at += 2 * count
+            p.sub_(chunks.decode(mean).sign(), alpha=lr)

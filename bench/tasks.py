@@ -1,0 +1,145 @@
+"""Small things to learn, of several kinds, all from data that comes with packages. Knows no ways of training, and no commlayer.
+
+    task = TASKS["chars"](); model = task.model(seed=0)
+    task.loss(model, task.batch(rank, step)).backward()      # a function of both numbers, the same for all who ask
+    task.validation(model)                                   # on data that no step sees
+
+Whoever trains with the batches of all ranks at once joins them: `together([task.batch(rank, step) for rank in range(4)])`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bench.tasks_models import GPT, LENGTH, Classifier, conv, layers_of
+from bench.tasks_text import Passages, handbook
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+CANVAS, NOISE = 10, 0.2
+"""Pixels to a side, and what is added to them; a digit's 8 x 8 lie somewhere in it."""
+WORDS = 4096
+"""Places for words; some share one."""
+
+
+class Task(NamedTuple):
+    """What is asked of a model, and how it is usually trained."""
+
+    name: str
+    model: Callable[[int], nn.Module]
+    """Of a seed. `layers_of(model)` are its modules in order."""
+    draw: Callable[[torch.Generator], Batch]
+    """A rank's samples of one step."""
+    held: Batch
+    """What validation asks."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    family: str
+    """Of the optimizer: "sgd" or "adam"."""
+    targets: tuple[float, float, float]
+    """Validation losses, from easy to hard: between what one rank's data reaches and what four reach in about 200 steps."""
+
+    def batch(self, rank: int, step: int, seed: int = 0) -> Batch:
+        return self.draw(torch.Generator().manual_seed(1_000_003 * step + 101 * seed + rank))
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        said = model(batch[0])
+        return functional.cross_entropy(said.reshape(-1, said.shape[-1]), batch[1].reshape(-1))
+
+    @torch.no_grad()
+    def validation(self, model: nn.Module) -> float:
+        return float(self.loss(model.eval(), self.held))
+
+    def digest(self) -> str:
+        """Of the data: figures of other data are not comparable."""
+        parts = [*self.held, *self.batch(0, 0)]
+        return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
+
+
+def together(batches: Sequence[Batch]) -> Batch:
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def characters(text: str, width: int, sequences: int) -> Task:
+    """A transformer that says the next character of a text, with AdamW."""
+    found = sorted(set(text))
+    places = {c: i for i, c in enumerate(found)}
+    ids = torch.tensor([places[c] for c in text])
+    edge = len(ids) * 9 // 10
+    learnt, held = ids[:edge], ids[edge:]
+
+    def rows(source: torch.Tensor, starts: torch.Tensor) -> Batch:
+        taken = torch.stack([source[s : s + LENGTH + 1] for s in starts.tolist()])
+        return taken[:, :-1], taken[:, 1:]
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return GPT(len(found), width)
+
+    def draw(chosen: torch.Generator) -> Batch:
+        return rows(learnt, torch.randint(len(learnt) - LENGTH, (sequences,), generator=chosen))
+
+    return Task("chars", model, draw, rows(held, torch.linspace(0, len(held) - LENGTH - 1, 64).long()),
+                lambda p: torch.optim.AdamW(p, lr=5e-4), "adam", (2.85, 2.65, 2.5))
+
+
+def chars(width: int = 192, sequences: int = 2) -> Task:
+    """1.9 million parameters."""
+    return characters(handbook(), width, sequences)
+
+
+def docs(width: int = 192, sequences: int = 2) -> Task:
+    """The same on the project's own docs, which change."""
+    files = sorted((Path(__file__).resolve().parent.parent / "docs").rglob("*.md"))
+    return characters("".join(file.read_text("utf-8") for file in files), width, sequences)
+
+
+def digits(hidden: int = 640, images: int = 4) -> Task:
+    """A convolution that reads handwritten digits, shifted, of unlike contrast and in noise, with SGD and momentum: 1.1 million
+    parameters."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    x, y = torch.tensor(loaded.images, dtype=torch.float32) / 16, torch.tensor(loaded.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    held, learnt = order[:360], order[360:]
+
+    def shown(which: torch.Tensor, chosen: torch.Generator) -> Batch:
+        canvas = NOISE * torch.randn(len(which), CANVAS, CANVAS, generator=chosen)
+        corners = torch.randint(CANVAS - 7, (len(which), 2), generator=chosen)
+        contrast = 0.5 + torch.rand(len(which), generator=chosen)
+        for i, (top, left) in enumerate(corners.tolist()):
+            canvas[i, top : top + 8, left : left + 8] += contrast[i] * x[which[i]]
+        return canvas - 0.2, y[which]
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return conv(CANVAS, hidden)
+
+    def draw(chosen: torch.Generator) -> Batch:
+        return shown(learnt[torch.randint(len(learnt), (images,), generator=chosen)], chosen)
+
+    return Task("digits", model, draw, shown(held.repeat(2), torch.Generator().manual_seed(1)),
+                lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), "sgd", (1.7, 1.3, 1.0))
+
+
+def passages(width: int = 256, samples: int = 4) -> Task:
+    """A GRU that says of 24 words which page of a handbook they are from, with AdamW: 1.2 million parameters."""
+    found = Passages(WORDS, 24)
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return Classifier(WORDS, found.pages, width)
+
+    return Task("passages", model, lambda chosen: found.draw(samples, chosen), found.held(256),
+                lambda p: torch.optim.AdamW(p, lr=2e-3), "adam", (3.0, 2.7, 2.45))
+
+
+TASKS: dict[str, Callable[[], Task]] = {"chars": chars, "digits": digits, "passages": passages, "docs": docs}
+
+__all__ = ["TASKS", "Batch", "Task", "characters", "chars", "digits", "docs", "layers_of", "passages", "together"]

@@ -1,0 +1,99 @@
+"""The models of bench.tasks: a small GPT, a convolution, a GRU over words. Knows no data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+LENGTH, LAYERS, HEADS = 64, 4, 4
+"""Of the GPT: the characters it sees at once."""
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are called one after another, in that order: what takes a forward pass its time."""
+    layers = getattr(model, "layers", model)
+    assert isinstance(layers, nn.Sequential)
+    return [layer for layer in layers if any(True for _ in layer.parameters())]
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a step of its own for each character."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, length, width = x.shape
+        q, k, v = (part.view(n, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, 2))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(n, length, width))
+        update: torch.Tensor = self.down(functional.gelu(self.up(self.between(x))))
+        return x + update
+
+
+class GPT(nn.Module):
+    """From characters to what the next one is."""
+
+    def __init__(self, characters: int, width: int, layers: int = LAYERS, heads: int = HEADS) -> None:
+        super().__init__()
+        self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(LENGTH, width)
+        self.layers = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.layers(self.characters(x) + self.places.weight[: x.shape[1]])))
+        return logits
+
+
+def conv(side: int, hidden: int) -> nn.Sequential:
+    made = nn.Sequential(
+        nn.Unflatten(1, (1, side)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * (side // 2) ** 2, hidden),
+        nn.ReLU(), nn.Linear(hidden, 10),
+    )
+    for layer in made:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu" if layer.weight.shape[0] > 10 else "linear")
+    return made
+
+
+class _States(nn.Module):
+    """A GRU; only what it says of each word."""
+
+    def __init__(self, fan_in: int, width: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(fan_in, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.gru(x)[0]
+        return states
+
+
+class _Most(nn.Module):
+    """Of all words, the strongest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.amax(1)
+
+
+class Classifier(nn.Module):
+    """From words to where they are from."""
+
+    def __init__(self, words: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Embedding(words, width // 2), _States(width // 2, width), _States(width, width), _Most(),
+            nn.Linear(width, classes),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        said: torch.Tensor = self.layers(x)
+        return said

@@ -1,0 +1,159 @@
+"""Seconds to a loss over shaped links: every system on the same task, with the same data, pace and evaluation, side by side.
+
+    python -m bench tta --quick --store out/tta.jsonl --json out/tta.json
+    python -m bench tta --task digits --link 100m-30ms --link 10m-80ms --system auto --system "DDP fp16" --seeds 3
+
+Four hosts that compute alike (bench/paced): 0.1 s forward, 0.2 s backward. What is evaluated is the mean of all ranks' weights,
+outside of the clock. Rows go to the store as they come, and the same command goes on where it was broken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import tasks
+from bench.lab import Lab, check
+from bench.paced.pace import BACKWARD_S, FORWARD_S
+from bench.paced.race import LATE_PCT, Run, reached, trained
+from bench.report import Result
+from bench.tta import links, systems
+from bench.tta.links import NETWORKS, NO_LINK, RANKS
+from bench.tta.plot import draw
+from bench.tta.store import Store, key_of
+from bench.tta.summary import summary
+from bench.tta.systems import SYSTEMS, System
+
+__all__ = ["draw", "flags", "run"]
+TASKS = {name: tasks.TASKS[name] for name in ("chars", "digits", "passages")}
+SECONDS, QUICK_SECONDS = 75.0, 60.0
+AROUND_S = 25.0
+"""What a row takes besides: starting, ending and evaluation, on an idle machine."""
+
+
+class Cell(NamedTuple):
+    """One row to come."""
+
+    task: str
+    link: str
+    system: System
+    seed: int
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", type=Path, metavar="FILE", help="keep each row here as it comes; what it has is not run")
+    parser.add_argument("--again", action="store_true", help="measure rows of the store again that failed or are void")
+    for name, allowed in (("task", TASKS), ("link", NETWORKS), ("system", SYSTEMS)):
+        parser.add_argument(f"--{name}", action="append", choices=allowed, metavar=name.upper(), help=", ".join(allowed))
+    parser.add_argument("--seeds", type=int, metavar="N", help="for every row (3 for what the summary is of, 1 for others)")
+    parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
+
+
+def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
+    asked = args or argparse.Namespace(store=None, again=False, task=None, link=None, system=None, seeds=None, seconds=None)
+    seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
+    store = Store(asked.store, again=asked.again)
+    data = {name: TASKS[name]().digest() for name in TASKS}
+    wanted = cells(quick, asked.task, asked.link, asked.system, asked.seeds)
+
+    def key(cell: Cell) -> tuple[Any, ...]:
+        return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
+                       "data": data[cell.task]})
+
+    left = [cell for cell in wanted if key(cell) not in store]
+    minutes = len(left) * (seconds + AROUND_S) / 60
+    say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for link in dict.fromkeys(cell.link for cell in left):
+        here = [cell for cell in left if cell.link == link]
+        if link == NO_LINK:
+            for cell in here:
+                store.add(measured(None, True, cell, seconds, data[cell.task]))
+            continue
+        with NETWORKS[link].lab() as lab:
+            passed = check(lab).passed
+            for cell in here:
+                store.add(measured(lab, passed, cell, seconds, data[cell.task]))
+    rows = [store.rows[key(cell)] for cell in wanted]
+    return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
+
+
+def cells(
+    quick: bool, things: Sequence[str] | None, networks: Sequence[str] | None, names: Sequence[str] | None, seeds: int | None
+) -> list[Cell]:
+    """What to measure, in order: what needs no network first, then link by link. Without a choice, tasks but the first go over
+    the links of the summary only."""
+    chosen = names or (systems.QUICK if quick else SYSTEMS)
+    found = []
+    for link in (NO_LINK, *(networks or (links.QUICK if quick else NETWORKS))):
+        for task in things or (["chars"] if quick else TASKS):
+            if link not in (NO_LINK, *links.QUICK) and task != "chars" and not (things and networks):
+                continue
+            for name in sorted(chosen, key=lambda name: name not in systems.QUICK):
+                system = SYSTEMS[name]
+                if (system.group == "bound") == (link == NO_LINK):
+                    headline = name in systems.QUICK and link in (NO_LINK, *links.QUICK)
+                    found += [Cell(task, link, system, seed) for seed in range(seeds or (3 if headline and not quick else 1))]
+    return sorted(found, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else found
+
+
+def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
+    """One row; one that says why, where it cannot be measured."""
+    row: dict[str, Any] = {
+        "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
+        "group": cell.system.group, "targets": TASKS[cell.task]().targets,
+    }
+    say(f"{time.strftime('%H:%M:%S')} {cell.task}, {cell.link}, {cell.system.name}, seed {cell.seed}", end=" ... ")
+    if reason := cell.system.missing():
+        say(reason)
+        return row | {"error": reason}
+    network = NETWORKS.get(cell.link)
+    way = {"task": cell.task, "system": cell.system.start, "seed": cell.seed, "batches": RANKS,
+           "slow": network.slow if network else (1.0,) * RANKS}
+    during = (lambda over: network.play(lab, over)) if network and network.events and lab else None
+    try:
+        ranks = 1 if cell.system.name == "ideal" else RANKS
+        found = trained(lab, way, seconds, ranks, python=cell.system.python(), during=during)
+    except (RuntimeError, OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        row["error"] = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))[:200]
+        say(row["error"])
+        return row
+    row |= {key: value for key, value in found._asdict().items() if key != "sound"} | {"void": void(passed, found)}
+    say(f"{found.s_per_step:.2f} s a step, loss {found.curve[-1][2]:.3f} {row['void']}")
+    return row
+
+
+def void(passed: bool, found: Run) -> str:
+    """Why a row does not count; "" if it does."""
+    if not passed:
+        return "the lab's self-check failed"
+    if not found.sound:
+        return "the lab did not keep its rates"
+    return f"{found.late_pct:.0f} % of passes late" if found.late_pct > LATE_PCT else ""
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """As a line of the table; what begins with _ is for the picture."""
+    told = {key: row[key] for key in ("task", "link", "system", "seed")}
+    if "error" in row:
+        return told | {"void": row["error"], "_group": row["group"]}
+    for name, target in zip(("easy", "middle", "hard"), row["targets"], strict=True):
+        seconds = reached(row["curve"], target)
+        told[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
+    slowest = max(NETWORKS[row["link"]].slow) if row["link"] in NETWORKS else 1.0
+    exposed_s = max(0.0, row["s_per_step"] - slowest * (FORWARD_S + BACKWARD_S))
+    return told | {
+        "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s, "up kB": row["up_kb"],
+        "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"], "late %": row["late_pct"],
+        "void": row["void"], "_group": row["group"], "_curve": row["curve"], "_targets": row["targets"],
+    }
+
+
+def say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""The networks that `bench tta` trains over, by name: links of four hosts and what befalls them. Knows labs, no training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bench.lab import Lab
+
+RANKS = 4
+ONE_PEER = RANKS - 1
+"""The host that is slow, or goes away for a while. Rank 0 is where jobs meet."""
+
+
+class Event(NamedTuple):
+    """At so many seconds of training, links of the hosts (all: none named) change to this."""
+
+    at_s: float
+    mbps: float
+    hosts: tuple[int, ...] = ()
+    cut: bool = False
+
+
+class Network(NamedTuple):
+    """Rates in Mb/s, one for all hosts or one for each; a round trip takes `round_ms`."""
+
+    up: float | Sequence[float]
+    down: float | Sequence[float]
+    round_ms: float
+    events: tuple[Event, ...] = ()
+    slow: tuple[float, ...] = (1.0,) * RANKS
+    """How many times as long as the others each host computes."""
+
+    def lab(self) -> Lab:
+        return Lab(hosts=RANKS, up_bps=_bps(self.up), down_bps=_bps(self.down), delay_s=self.round_ms / 2e3)
+
+    def play(self, lab: Lab, over: threading.Event) -> None:
+        """Changes the links at their times, and puts them back when it is over."""
+        before, begun_s = list(lab.links), 0.0
+        for event in self.events:
+            if over.wait(event.at_s - begun_s):
+                break
+            begun_s = event.at_s
+            for host in event.hosts or range(RANKS):
+                lab.set(host, up_bps=event.mbps * 1e6, down_bps=event.mbps * 1e6, cut=event.cut)
+        over.wait()
+        for host, link in enumerate(before):
+            lab.set(host, **link._asdict())
+
+
+def _bps(mbps: float | Sequence[float]) -> float | list[float]:
+    return mbps * 1e6 if isinstance(mbps, int | float) else [rate * 1e6 for rate in mbps]
+
+
+TRACE = (
+    Event(10, 30), Event(18, 100),                                               # a step down and up
+    *(Event(25 + i, 100 - 9 * i) for i in range(10)),                            # a ramp to 19
+    Event(42, 60), Event(50, 60, (ONE_PEER,), cut=True), Event(53, 60, (ONE_PEER,)),   # one host is gone for 3 s
+)
+NETWORKS = {
+    "1g-2ms": Network(1000, 1000, 2),
+    "100m-30ms": Network(100, 100, 30),
+    "50m-80ms": Network(50, 50, 80),
+    "10m-80ms": Network(10, 10, 80),
+    "40/200m": Network(40, 200, 30),
+    "trace": Network(100, 100, 30, TRACE),
+    "one slow peer": Network([100, 100, 100, 10], [100, 100, 100, 10], 30),
+    "uneven compute": Network(100, 100, 30, slow=(1.0, 1.0, 1.0, 2.0)),
+}
+QUICK = ("100m-30ms", "10m-80ms")
+NO_LINK = "none"
+"""Of systems that need no network."""
+BANDWIDTH_MBPS = {"10m-80ms": 10.0, "50m-80ms": 50.0, "100m-30ms": 100.0, "1g-2ms": 1000.0}
+"""Of links that differ by little else: an axis of the picture."""

@@ -1,0 +1,126 @@
+"""The pictures of `bench tta`: loss against seconds, seconds to the middle target against bandwidth. Knows rows only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.paced.race import reached
+from bench.tta.links import BANDWIDTH_MBPS, NO_LINK
+
+Row = dict[str, Any]
+AUTO = "#0072b2"
+COLOURS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#666666")
+"""Told apart by those who see fewer colours, too."""
+BOUNDS = {"ideal": ":", "alone": "-."}
+MARKERS = "os^D"
+"""Where colours come again."""
+DASHES = {"auto": "-", "fixed": "--", "rival": "-"}
+"""By group."""
+MOST = 8
+"""Lines of a panel, bounds apart: the best of each group; more cannot be told apart."""
+
+
+def draw(source: Path) -> str:
+    """Beside the JSON: NAME.png and NAME_bandwidth.png. Says what it wrote, or why it did not."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return "no picture: matplotlib is not installed"
+    rows = [row for row in json.loads(source.read_text())["rows"] if row.get("_curve") and not row["void"] and row["seed"] == 0]
+    if not rows:
+        return "no picture: there is no row that stands"
+    wrote = [source.with_suffix(".png")]
+    _curves(Figure, rows, wrote[0])
+    if len({row["link"] for row in rows} & set(BANDWIDTH_MBPS)) > 1:
+        wrote.append(source.with_name(f"{source.stem}_bandwidth.png"))
+        _bandwidth(Figure, rows, wrote[1])
+    return "wrote " + ", ".join(map(str, wrote))
+
+
+def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
+    """A row of panels for each task, a panel for each link. Bounds stand in each."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    networks = [link for link in dict.fromkeys(row["link"] for row in rows) if link != NO_LINK]
+    across = min(4, len(networks)) or 1
+    panels = [(task, link) for task in tasks for link in networks if any((r["task"], r["link"]) == (task, link) for r in rows)]
+    down = math.ceil(len(panels) / across) or 1
+    figure = figure_of(figsize=(5.2 * across, 4.2 * down + 0.6), dpi=130, layout="constrained")
+    all_axes = figure.subplots(down, across, squeeze=False).ravel()
+    colours = _colours(rows)
+    for axes, (task, link) in zip(all_axes, panels, strict=False):
+        here = [row for row in rows if row["task"] == task and row["link"] in (link, NO_LINK)]
+        for row in _told_apart(here):
+            axes.plot([s for _, s, _ in row["_curve"]], [loss for _, _, loss in row["_curve"]], label=row["system"],
+                      **_look(row["system"], row["_group"], colours, marker=False))
+        for target in here[0]["_targets"]:
+            axes.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=1)
+        lowest = min(loss for row in here for _, _, loss in row["_curve"])
+        axes.set_ylim(lowest - 0.05, min(here[0]["_curve"][0][2], here[0]["_targets"][0] + 1.2))
+        axes.set_xlim(0, max(row["_curve"][-1][1] for row in here if row["link"] == NO_LINK or row["_group"] == "auto")
+                      if any(row["link"] == NO_LINK or row["_group"] == "auto" for row in here) else None)
+        axes.set_title(f"{task}, {link}", fontsize=11)
+        axes.set_xlabel("seconds")
+        axes.set_ylabel("validation loss")
+        axes.legend(fontsize=7, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    figure.savefig(path)
+
+
+def _bandwidth(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
+    """A panel for each task. A system that did not get there on a link has no point there."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = figure_of(figsize=(6.2 * len(tasks), 4.8), dpi=130, layout="constrained")
+    colours = _colours(rows)
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        by_system: dict[str, list[tuple[float, float]]] = {}
+        groups = {}
+        for row in rows:
+            seconds = reached(row["_curve"], row["_targets"][1])
+            if row["task"] != task or seconds is None:
+                continue
+            groups[row["system"]] = row["_group"]
+            if row["link"] == NO_LINK:
+                axes.axhline(seconds, color="#000000", linestyle=BOUNDS[row["system"]], linewidth=1.2)
+                axes.annotate(row["system"], (1000, seconds), fontsize=8, va="bottom", ha="right")
+            elif row["link"] in BANDWIDTH_MBPS:
+                by_system.setdefault(row["system"], []).append((BANDWIDTH_MBPS[row["link"]], seconds))
+        for system, points in by_system.items():
+            axes.plot(*zip(*sorted(points), strict=True), label=system, **_look(system, groups[system], colours, marker=True))
+        axes.set_xscale("log")
+        axes.set_xticks(list(BANDWIDTH_MBPS.values()), [f"{mbps:g}" for mbps in BANDWIDTH_MBPS.values()])
+        axes.minorticks_off()
+        axes.set_xlabel("Mb/s, each way")
+        axes.set_ylabel("seconds to the middle target")
+        axes.set_ylim(bottom=0)
+        axes.set_title(task, fontsize=11)
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _told_apart(rows: Sequence[Row]) -> list[Row]:
+    """Bounds and auto, and of the others those that end lowest."""
+    kept = [row for row in rows if row["_group"] in ("bound", "auto")]
+    others = sorted((row for row in rows if row not in kept), key=lambda row: float(row["_curve"][-1][2]))
+    return kept + others[: MOST - 1]
+
+
+def _look(system: str, group: str, colours: dict[str, int], *, marker: bool) -> dict[str, Any]:
+    number = colours.get(system, 0)
+    look = {"color": "#000000", "linestyle": BOUNDS[system]} if system in BOUNDS else {
+        "color": COLOURS[number % len(COLOURS)] if system != "auto" else AUTO, "linestyle": DASHES[group]}
+    bold = system == "auto"
+    return look | {"linewidth": 2.6 if bold else 1.4, "zorder": 3 if bold else 2,
+                   "marker": MARKERS[number // len(COLOURS) % len(MARKERS)] if marker else ""}
+
+
+def _colours(rows: Sequence[Row]) -> dict[str, int]:
+    """Each system's number, the same in all panels."""
+    names = dict.fromkeys(row["system"] for row in rows if row["_group"] != "bound" and row["system"] != "auto")
+    return {name: number for number, name in enumerate(names)}

@@ -1,0 +1,46 @@
+"""Rows in a file, a line of JSON each, as they come: a run that was broken off goes on where it was. Knows no measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+KEY = ("task", "link", "system", "seed", "seconds", "data")
+"""What two rows must have in common to be the same measurement."""
+
+
+class Store:
+    """Rows by key. With `again`, rows that failed or are void count as not there."""
+
+    def __init__(self, path: Path | None, *, again: bool = False) -> None:
+        self._path = path
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        if path is None or not path.exists():
+            return
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                row = json.loads(line)
+                key = key_of(row)
+            except (ValueError, KeyError, TypeError):
+                # The last line of a run that was killed while it wrote; its row comes again.
+                print(f"bench: --store {path}: line {number} is not a whole row and is left out", flush=True)
+                continue
+            if again and (row.get("error") or row.get("void")):
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = row
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return key in self.rows
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[key_of(row)] = row
+        if self._path:
+            whole = not self._path.exists() or not (text := self._path.read_bytes()) or text.endswith(b"\n")
+            with self._path.open("a") as file:
+                file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEY)

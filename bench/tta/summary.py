@@ -1,0 +1,124 @@
+"""What `bench tta` comes to: seconds to a loss, and the few ratios that decide. Knows rows, not how they were measured.
+
+A ratio is of seconds to the middle target; where neither side reached that, to the easy one. If ours did not reach it, it is
+"never"; if the other did not, it counts with the seconds that it had, which is the least it can have needed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.paced.race import LATE_PCT, at_step, reached, reached_step
+from bench.tta.links import NO_LINK
+
+Row = dict[str, Any]
+ASKED = (1, 0)
+"""Targets, the one that counts first."""
+
+
+class Times:
+    """Of rows that stand: seconds to each target, the median over seeds."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows: dict[tuple[str, str, str], list[Row]] = {}
+        for row in rows:
+            if stands(row):
+                self._rows.setdefault((row["task"], row["link"], row["system"]), []).append(row)
+        self.groups = {row["system"]: row["group"] for row in rows}
+        self.tasks = list(dict.fromkeys(task for task, _, _ in self._rows))
+
+    def places(self) -> list[tuple[str, str]]:
+        return [place for place in dict.fromkeys((task, link) for task, link, _ in self._rows) if place[1] != NO_LINK]
+
+    def of(self, task: str, link: str, system: str) -> list[Row]:
+        return self._rows.get((task, link, system)) or self._rows.get((task, NO_LINK, system), [])
+
+    def systems(self, task: str, link: str, group: str) -> list[str]:
+        return [name for *place, name in self._rows if place == [task, link] and self.groups[name] == group]
+
+    def seconds(self, task: str, link: str, system: str, target: int) -> float:
+        """Infinite if it was not reached."""
+        found = [reached(row["curve"], row["targets"][target]) for row in self.of(task, link, system)]
+        return statistics.median(math.inf if s is None else s for s in found) if found else math.nan
+
+    def measured_s(self, task: str, link: str, system: str) -> float:
+        return statistics.median(float(row["curve"][-1][1]) for row in self.of(task, link, system))
+
+    def ratio(self, task: str, link: str, upper: str, lower: str) -> float | None:
+        """Seconds of one system over those of another; None where it cannot be said."""
+        if not (self.of(task, link, upper) and self.of(task, link, lower)):
+            return None
+        for target in ASKED:
+            over, under = (self.seconds(task, link, name, target) for name in (upper, lower))
+            if math.isfinite(over) or math.isfinite(under):
+                return over / (under if math.isfinite(under) else self.measured_s(task, link, lower))
+        return None
+
+    def best(self, task: str, link: str, group: str) -> str | None:
+        names = self.systems(task, link, group)
+        return min(names, key=lambda name: [self.seconds(task, link, name, target) for target in ASKED]) if names else None
+
+
+def stands(row: Row) -> bool:
+    return not (row.get("error") or row.get("void"))
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    times = Times(rows)
+    told: dict[str, Any] = {}
+    for short, link in (("100m", "100m-30ms"), ("10m", "10m-80ms")):
+        told[f"auto_vs_ideal_{short}"] = _worst(times.ratio(task, link, "auto", "ideal") for task in times.tasks)
+    for short, link in (("100m", "100m-30ms"), ("10m", "10m-80ms")):
+        found = [_rival_over_auto(times, task, link) for task in times.tasks]
+        told[f"auto_vs_best_rival_{short}"] = min((f for f in found if f is not None), default=None)
+    told["auto_vs_alone"] = _worst(times.ratio(task, link, "auto", "alone") for task, link in times.places())
+    told["auto_vs_ddp_fp16_1g"] = _worst(times.ratio(task, "1g-2ms", "auto", "DDP fp16") for task in times.tasks)
+    fixed = [(task, link, best) for task, link in times.places() if (best := times.best(task, link, "fixed"))]
+    told["auto_vs_best_fixed_worst"] = _worst(times.ratio(task, link, "auto", best) for task, link, best in fixed)
+    for key, system in (("final_loss_delta_pct", "auto"), ("final_loss_delta_exact_pct", "auto exact")):
+        told[key] = _worst(_loss_delta_pct(times, task, link, system) for task, link in times.places())
+    told["ideal_vs_alone_steps"] = _worst(_steps_share(times, task) for task in times.tasks)
+    measured = [row for row in rows if not row.get("error")]
+    told["pace_kept"] = bool(measured) and all(row["late_pct"] <= LATE_PCT for row in measured)
+    told["void_rows"], told["failed_rows"] = sum(bool(row.get("void")) for row in measured), len(rows) - len(measured)
+    return {key: "never" if value == math.inf else value for key, value in told.items() if value is not None}
+
+
+def _rival_over_auto(times: Times, task: str, link: str) -> float | None:
+    """At least so many times as long as ours; 0 if ours did not get there."""
+    best = times.best(task, link, "rival")
+    found = times.ratio(task, link, "auto", best) if best else None
+    if found is None or best is None:
+        return None
+    return 1 / found if found else None
+
+
+def _loss_delta_pct(times: Times, task: str, link: str, system: str) -> float | None:
+    """The loss at the end against one machine's with all batches after as many steps, of the same seeds."""
+    bound = {row["seed"]: row["curve"] for row in times.of(task, NO_LINK, "ideal")}
+    deltas = []
+    for row in times.of(task, link, system):
+        if row["seed"] in bound:
+            step, _, loss = row["curve"][-1]
+            deltas.append(100 * (loss / at_step(bound[row["seed"]], step) - 1))
+    return statistics.median(deltas) if deltas else None
+
+
+def _steps_share(times: Times, task: str) -> float | None:
+    """Steps that all batches need to the middle target, over those that one rank's need."""
+    both = []
+    for name in ("ideal", "alone"):
+        rows = times.of(task, NO_LINK, name)
+        if not rows:
+            return None
+        counts = [reached_step(row["curve"], row["targets"][ASKED[0]]) for row in rows]
+        never = row_steps if (row_steps := rows[0]["curve"][-1][0]) and name == "alone" else math.inf
+        both.append(statistics.median(never if count is None else count for count in counts))
+    return both[0] / both[1]
+
+
+def _worst(found: Iterable[float | None]) -> float | None:
+    return max((f for f in found if f is not None), default=None)

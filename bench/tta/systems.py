@@ -1,0 +1,77 @@
+"""The systems that `bench tta` compares, and how each is started. Knows their names and arguments, not what they do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HOME = ROOT / ".rivals"
+"""Of the environments that `make rivals` makes."""
+SPARSE = "topk(ratio=0.01, values='int8')"
+
+
+class System(NamedTuple):
+    """One way to train; `start` is what bench.paced.worker takes."""
+
+    name: str
+    group: str
+    """"bound" (no network), "rival", "fixed" (a plan of ours that the user chose) or "auto"."""
+    start: dict[str, Any]
+    environment: str = ""
+    """The rival that it needs an environment of; "" is this one."""
+
+    def python(self) -> str:
+        return str(HOME / self.environment / "bin" / "python") if self.environment else sys.executable
+
+    def missing(self) -> str:
+        """Why it cannot run here, in one line; "" if it can."""
+        return _missing(self.environment) if self.environment else ""
+
+
+def _ours(name: str, group: str = "fixed", **arguments: Any) -> System:
+    return System(name, group, {"kind": "commlayer", **arguments})
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("ideal", "bound", {"kind": "together"}),
+        System("alone", "bound", {"kind": "alone"}),
+        System("DDP fp32", "rival", {"kind": "ddp"}),
+        System("DDP fp16", "rival", {"kind": "ddp", "hook": "fp16"}),
+        System("DDP PowerSGD", "rival", {"kind": "ddp", "hook": "powersgd", "matrix_approximation_rank": 2,
+                                         "start_powerSGD_iter": 10}),
+        System("post-local SGD H=4", "rival", {"kind": "post_local_sgd", "every": 4, "start": 10}),
+        System("torchft DiLoCo H=20", "rival", {"kind": "torchft_diloco", "every": 20}, "torchft"),
+        System("torchft DiLoCo H=100", "rival", {"kind": "torchft_diloco", "every": 100}, "torchft"),
+        System("hivemind", "rival", {"kind": "hivemind_sync", "steps": 4}, "hivemind"),
+        System("hivemind local H=20", "rival", {"kind": "hivemind_local", "steps": 20}, "hivemind"),
+        System("DeMo-like", "rival", {"kind": "demo"}),
+        System("SparseLoCo-like H=15", "rival", {"kind": "sparseloco", "every": 15}),
+        _ours("fp16", plan="fp16()"),
+        _ours("int4", plan="int4()"),
+        _ours("int4 forward", plan="int4()", overlap="forward"),
+        _ours("int4 H=4 round", plan="int4()", every=4, overlap="round"),
+        _ours("int4 H=8 round", plan="int4()", every=8, overlap="round"),
+        _ours("topk 1 %", plan=SPARSE),
+        _ours("topk 1 % updates", plan=SPARSE, codes="updates"),
+        _ours("auto", "auto", plan="auto"),
+        _ours("auto exact", "auto", plan="auto", exact=True),
+    )
+}
+QUICK = ("ideal", "alone", "auto", "int4 forward", "int4 H=8 round", "DDP fp16", "torchft DiLoCo H=20")
+"""In the order that they run in: what the summary needs first, first."""
+
+
+@cache
+def _missing(environment: str) -> str:
+    python = HOME / environment / "bin" / "python"
+    if not python.exists():
+        return f"{environment} is not installed: run `make rivals`"
+    done = subprocess.run([python, "-c", f"import {environment}"], capture_output=True, text=True, timeout=120)
+    last = (done.stderr.strip() or "no reason given").splitlines()[-1]
+    return f"{environment} cannot be imported: {last}" if done.returncode else ""
