@@ -15,8 +15,8 @@ from torch import nn
 from bench.baselines import RankFailed
 from bench.lab.lab import Link
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
+from bench.paced.place import Place, spoken
 from bench.paced.race import at, at_step, reached, reached_step, trained
-from bench.paced.systems import Place, spoken
 from bench.paced.watch import Watch
 from bench.tta.links import Event, Network
 from bench.tta.systems import SYSTEMS, System

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.paced.systems import Place, Started, spoken
+from bench.paced.place import Place, Started, spoken
 from bench.tasks import Task
 
 TIMEOUT = timedelta(seconds=120)

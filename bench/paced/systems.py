@@ -5,46 +5,21 @@ A kind is called with the rest of the system's record: {"kind": "ddp", "hook": "
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.paced.place import Place, Started
 from bench.reference.demo import DeMo
 from bench.reference.sparseloco import SparseLoCo
 from bench.tasks import Task
 
 DEADLINE = timedelta(seconds=120)
-
-
-class Place(NamedTuple):
-    """Where a rank is."""
-
-    rank: int
-    ranks: int
-    address: str
-    folder: Path
-    """Shared by all ranks."""
-    samples: int
-    """Of its batch."""
-
-
-class Started(NamedTuple):
-    """What a system makes of a model."""
-
-    module: nn.Module
-    """To call forward on."""
-    optimizer: Any
-    """To call zero_grad and step on."""
-    end: Callable[[], dict[str, Any]] = dict
-    """Ends it, and tells of it."""
 
 
 def started(system: dict[str, Any], place: Place, model: nn.Module, task: Task) -> Started:
@@ -142,21 +117,6 @@ def gathered(own: torch.Tensor) -> list[torch.Tensor]:
     # Gloo has no 16-bit integers.
     dist.all_gather([told.view(torch.uint8) for told in everyone], own.view(torch.uint8))
     return everyone
-
-
-def spoken(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:
-    """What some rank writes for all: an address. Only what a user would type passes this way."""
-    path = place.folder / name
-    if text is not None:
-        part = path.with_name(f"{name}.part")
-        part.write_text(text)
-        os.replace(part, path)
-    until = time.monotonic() + wait_s
-    while not path.exists():
-        if time.monotonic() > until:
-            raise TimeoutError(f"no rank wrote {name} within {wait_s:g} s")
-        time.sleep(0.05)
-    return path.read_text()
 
 
 KINDS: dict[str, Callable[..., Started]] = {

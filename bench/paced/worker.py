@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 import torch
 
 from bench.paced.pace import Pace
-from bench.paced.systems import Place, started
+from bench.paced.place import Place
+from bench.paced.systems import started
 from bench.tasks import TASKS, layers_of, together
 
 LOOK = 10
