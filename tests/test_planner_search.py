@@ -195,14 +195,15 @@ def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
 
 
 def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
-    made = plan(toy_job(), CLUSTERS["homes"], None, Policy(staleness=True))
+    late, timely = (Policy(staleness=staleness, objective="step") for staleness in (True, False))
+    made = plan(toy_job(), CLUSTERS["homes"], None, late)
     assert any(b.stale for b in made.buckets)
-    assert made.step_s < plan(toy_job(), CLUSTERS["homes"]).step_s
+    assert made.step_s < plan(toy_job(), CLUSTERS["homes"], None, timely).step_s
     assert all(b.path == "service" for b in lower(made).buckets if b.stale), "what the runtime can have late"
-    several = lower(plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, Policy(staleness=True)))
+    several = lower(plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, late))
     assert any(b.stale for b in several.buckets)
     assert not unsuited(several, 4, 2), "nor do nodes of several ranks refuse it"
-    assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, Policy(staleness=True)).buckets)
+    assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, late).buckets)
 
 
 def test_a_slow_node_may_send_less_than_the_others() -> None:
