@@ -76,5 +76,7 @@ def shown(store: Store) -> report.Result:
     }
     if told:
         summary |= {"rank_correlation_held_out": fmean(one.rank_correlation for one in told),
-                    "factor_error_p50": median(one.error for one in told)}
+                    "factor_error_p50": median(one.error for one in told),
+                    "rank_correlation_cautious": fmean(one.cautious_rank for one in told),
+                    "covered_by_cautious": fmean(one.covered for one in told)}
     return {"rows": [structs.asdict(row) for row in rows], "summary": summary}

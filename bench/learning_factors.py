@@ -16,7 +16,7 @@ from msgspec import structs
 from scipy.stats import spearmanr
 
 from bench import Unmeasurable
-from bench.learning_run import LOOKS, STEPS, WARMUP, Way
+from bench.learning_run import LOOKS, STEPS, Way
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 
 MOST = 20.0
@@ -29,7 +29,7 @@ Curve = Sequence[float]
 
 
 class Cost(NamedTuple):
-    """Of one run against the dense one of the same task, optimizer, workers and seed."""
+    """Of one run against the dense one of the same task, optimizer, workers and seed. Noise may put it below 1, and below 0."""
 
     steps: float
     loss: float
@@ -41,16 +41,21 @@ def smooth(curve: Curve) -> list[float]:
 
 
 def cost(curve: Curve, dense: Curve) -> Cost:
-    """`dense` was shown to be finite."""
-    best = np.minimum.accumulate(smooth(dense))
+    """`dense` was shown to be finite. Over what dense training costs against itself, which noise puts a little above 1."""
     if not all(map(math.isfinite, curve)):
         return Cost(MOST, MOST)
-    mine, each = smooth(curve), STEPS / LOOKS
+    mine, own = _against(curve, dense), _against(dense, dense)
+    return Cost(min(MOST, mine.steps / own.steps), min(MOST, mine.loss / own.loss - 1))
+
+
+def _against(curve: Curve, dense: Curve) -> Cost:
+    """As it stands, with the loss as a part of dense training's."""
+    best, mine, each = np.minimum.accumulate(smooth(dense)), smooth(curve), STEPS / LOOKS
     factors = []
     for look in range(LOOKS // 2, LOOKS):
         place = _when(best, mine[look])
         factors.append(min(MOST, (look + 1) * each / max(place * each, 1.0)))
-    return Cost(max(1.0, fmean(factors)), max(0.0, min(MOST, mine[-1] / float(best[-1]) - 1)))
+    return Cost(fmean(factors), mine[-1] / float(best[-1]))
 
 
 def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
@@ -78,11 +83,15 @@ def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
 
 
 def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
-    """Of all that was measured on enough tasks: for each number of workers, and where there are several, the worst of them."""
+    """Of all that was measured on all tasks: for each number of workers, and where there are several, the worst of them.
+
+    Figures of fewer tasks would stand beside those of all as if they were of the same.
+    """
     made: list[LearningRow] = []
+    tasks = {way.optimizer: {other.task for other in found if other.optimizer == way.optimizer} for way in found}
     for key, by_workers in sorted(_grouped(found).items(), key=lambda item: repr(item[0])):
         each = [_row(key, workers, runs) for workers, runs in sorted(by_workers.items())]
-        enough = [row for row in each if row.tasks >= LEAST_TASKS]
+        enough = [row for row in each if row.tasks >= max(LEAST_TASKS, len(tasks[key[0]]))]
         if not enough:
             continue
         worst = {field: max(getattr(row, field) for row in enough) for field in ("steps", "steps_high", "loss", "loss_high")}
@@ -110,12 +119,14 @@ def _row(key: _Key, workers: int, runs: Mapping[str, Sequence[Cost]]) -> Learnin
     # A task counts once, however many seeds it was measured with.
     steps = [fmean(one.steps for one in of_task) for of_task in runs.values()]
     losses = [fmean(one.loss for one in of_task) for of_task in runs.values()]
-    return LearningRow(optimizer, codes, codec, every, overlap, late, workers, *_spread(steps), *_spread(losses), len(runs),
-                       sum(map(len, runs.values())))
+    return LearningRow(optimizer, codes, codec, every, overlap, late, workers, *_spread(steps, 1.0), *_spread(losses, 0.0),
+                       len(runs), sum(map(len, runs.values())))
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float]:
-    return round(median(values), 4), round(float(np.quantile(values, CAUTIOUS)), 4)
+def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
+    """What is better than dense is chance, and counts as dense; but only here, or chance would count on one side alone."""
+    cautious = float(np.quantile(values, CAUTIOUS))
+    return round(max(least, median(values)), 4), round(max(least, cautious), 4)
 
 
 class Foretold(NamedTuple):
@@ -127,6 +138,10 @@ class Foretold(NamedTuple):
     rank_correlation: float
     error: float
     """The median of |foretold - measured| / measured, of factors."""
+    cautious_rank: float
+    """The rank correlation of the cautious figures, by which plans are chosen."""
+    covered: float
+    """The part of the ways that cost no more than the cautious figures say."""
 
 
 def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
@@ -141,12 +156,19 @@ def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
                     if ("updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late) in known}
             if len(mine) < LEAST_TASKS:
                 continue
-            guessed = [1 + excess(table, way.codec, _recipe(way)).steps for way in mine]
+            looked_up = [excess(table, way.codec, _recipe(way)) for way in mine]
+            guessed, cautious = [1 + each.steps for each in looked_up], [1 + each.high for each in looked_up]
             measured = list(mine.values())
-            rank = float(spearmanr(guessed, measured).statistic)
             errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
-            told.append(Foretold(task, optimizer, len(mine), 0.0 if math.isnan(rank) else rank, median(errors)))
+            covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))
+            told.append(Foretold(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
+                                 _rank(cautious, measured), covered))
     return told
+
+
+def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
+    rank = float(spearmanr(guessed, measured).statistic)
+    return 0.0 if math.isnan(rank) else rank
 
 
 def _of_task(found: Mapping[Way, Cost], task: str, optimizer: str) -> dict[Way, float]:
@@ -168,6 +190,3 @@ def alone(curves: Mapping[Way, Curve]) -> Iterable[tuple[Way, Cost]]:
         together = structs.replace(way, workers=4)
         if way.workers == 1 and together in curves:
             yield way, cost(curve, curves[together])
-
-
-assert WARMUP < STEPS // 2

@@ -29,7 +29,8 @@ from commlayer.runtime.model_job import job_of
 
 STEPS, LOOKS = 240, 30
 WARMUP = 20
-"""Steps over which the rate rises from nothing; from then on it stays, so that each step of a curve means the same."""
+"""Steps over which the rate rises from nothing; from then on it stays, so that each step of a curve
+means the same: factors are read from the second half."""
 CUT_NBYTES = 1 << 16
 MOMENTUM = 0.9
 

@@ -71,8 +71,9 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
             factor = f"{median(each):.2f} times as many steps, the median of {len(each)} tasks"
             lines += [f"One worker alone, with {name}: {factor}.", ""]
     told = learning_factors.held_out(learning_factors.costs(curves))
-    lines += ["**Tasks held out**", "", "| task | optimizer | ways | rank correlation | error of the factor |",
-              "| --- | --- | ---: | ---: | ---: |", *map(_foretold, told)]
+    heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
+    lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+              *map(_foretold, told)]
     return "\n".join(lines)
 
 
@@ -89,7 +90,8 @@ def _way(row: LearningRow) -> str:
 
 
 def _foretold(one: Foretold) -> str:
-    return f"| {one.task} | {NAMES[one.optimizer]} | {one.ways} | {one.rank_correlation:.2f} | {one.error:.0%} |"
+    return (f"| {one.task} | {NAMES[one.optimizer]} | {one.ways} | {one.rank_correlation:.2f} "
+            f"| {one.cautious_rank:.2f} | {one.error:.0%} | {one.covered:.0%} |")
 
 
 def main() -> int:
