@@ -16,12 +16,17 @@ from test_planner_search import random_space
 from commlayer.codec_name import named
 from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.model.learning import Recipe
+from commlayer.planner.model.plan_rules import verify, verify_alone
 from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search import other_ways
 from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
 from commlayer.planner.search.layout_candidate import FINEST
 from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.computing import locally
 from commlayer.planner.simulation.schedule import PortableSchedule, schedule
 from commlayer.planner.simulation.timeline import simulate
+from commlayer.planner.tables.learning import rows as shipped_rows
 from commlayer.records import Plan
 
 FREE = Policy(exact=False)
@@ -194,3 +199,24 @@ def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[fl
     with pytest.raises(ValueError, match=message) as told:
         plan(toy_job(), machines, structs.replace(learnt(machines), energy=energy), policy)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("most", [1, 2, 0])
+def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimizer: str, most: int) -> None:
+    for bps, forward in itertools.product((4e6, 1e8, 4e8, 1e10), (False, True)):
+        machines = at(bps)
+        policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
+        made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
+        assert verify(made, toy_job()) == []
+        assert made.local_steps <= (most or other_ways.MOST_LOCAL_STEPS)
+
+
+@pytest.mark.parametrize("policy", [
+    structs.replace(FREE, max_local_steps=most, forward=forward) for most in (0, 1, 2, 6) for forward in (False, True)
+])
+def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
+    for recipe in other_ways._recipes(Recipe(), policy, True):
+        overlap: Any = recipe.overlap
+        made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap)
+        assert verify_alone(made) == [], recipe

@@ -66,7 +66,7 @@ def _recipes(plain: Recipe, policy: Policy, freely: bool) -> list[Recipe]:
     """Those that the policy allows, the plainest first."""
     found = [plain._replace(overlap="forward")] if policy.forward else []
     if freely:
-        found += [plain._replace(codes="updates"), plain._replace(codes="updates", overlap="round")]
+        found += [plain._replace(codes="updates")]  # a round of one step has nothing to run beside
     for every in local_steps(policy.max_local_steps or (MOST_LOCAL_STEPS if freely else 1)):
         found += [plain._replace(codes="updates", every=every)]
         found += [] if not freely else [plain._replace(codes="updates", every=every, overlap="round")]
