@@ -18,7 +18,7 @@ from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.plan_rules import verify, verify_alone
-from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.pricing.steps_needed import Excesses, plan_excess
 from commlayer.planner.search import other_ways
 from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
 from commlayer.planner.search.layout_candidate import FINEST
@@ -186,6 +186,21 @@ def test_codecs_count_by_the_energy_that_they_are_for() -> None:
     ratios = {s.tensor: named(b.codec).ratio or 1.0 for b in made.buckets for s in b.slices}
     assert ratios[0] > min(ratios.values())
     assert made.steps_high < made_for(machines, Policy()).steps_high
+
+
+def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_other_ways_add_to_it() -> None:
+    machines = at(1e8)
+    bare = learnt(machines)
+    tuned = structs.replace(bare, codecs=tuple(structs.replace(c, loss=0.001) for c in bare.codecs))
+    rows, known = Excesses(bare), Excesses(tuned)
+    for codec in ("int4()", "topk(ratio=0.01)"):
+        plain = rows.of((codec,), "", Recipe())
+        assert known.of((codec,), "", Recipe()) == plain._replace(loss=0.001, loss_high=0.001)
+        for recipe in (Recipe(every=16), Recipe(every=4, overlap="round"), Recipe(late=True), Recipe(codes="updates")):
+            other = rows.of((codec,), "", recipe)
+            assert known.of((codec,), "", recipe) == pytest.approx((
+                other.steps, other.high, 0.001 + max(0.0, other.loss - plain.loss),
+                0.001 + max(0.0, other.loss_high - plain.loss_high)))
 
 
 @pytest.mark.parametrize(("policy", "energy", "message"), [
