@@ -191,7 +191,7 @@ def test_codecs_count_by_the_energy_that_they_are_for() -> None:
 def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_other_ways_add_to_it() -> None:
     machines = at(1e8)
     bare = learnt(machines)
-    tuned = structs.replace(bare, codecs=tuple(structs.replace(c, loss=0.001) for c in bare.codecs))
+    tuned = structs.replace(bare, codecs=tuple(structs.replace(c, task_loss=0.001) for c in bare.codecs))
     rows, known = Excesses(bare), Excesses(tuned)
     for codec in ("int4()", "topk(ratio=0.01)"):
         plain = rows.of((codec,), "", Recipe())

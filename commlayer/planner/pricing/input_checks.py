@@ -127,8 +127,8 @@ def profile_problems(profile: Profile) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(cost, field), f" of {where}"))
         if cost.nbytes.floor_s == cost.nbytes.slope_s == 0:
             yield f"{name}: nbytes of {where} is 0 for every size, allowed: above 0"
-        if cost.loss is not None and not _time(cost.loss):
-            yield f"{name}: loss of {where} is {cost.loss}, allowed: 0 or more"
+        if cost.task_loss is not None and not _time(cost.task_loss):
+            yield f"{name}: task_loss of {where} is {cost.task_loss}, allowed: 0 or more"
     for field in ("server", "copy", "inside", "across"):
         yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(profile, field)))
     if not all(map(_time, profile.energy)) or (profile.energy and not sum(profile.energy) > 0):

@@ -20,7 +20,7 @@ class Excesses:
 
     def __init__(self, profile: Profile) -> None:
         self._rows = profile.learning
-        self._losses = {bare(cost.codec): cost.loss for cost in profile.codecs if cost.loss is not None}
+        self._losses = {bare(cost.codec): cost.task_loss for cost in profile.codecs if cost.task_loss is not None}
 
     def of(self, codecs: Sequence[str], down: str, recipe: Recipe) -> Excess:
         """`codecs`: what nodes send, the mean counts; `down`: what comes back, where that is not the same."""
