@@ -21,7 +21,7 @@ from commlayer.planner.model.plan_rules import verify, verify_alone
 from commlayer.planner.pricing.steps_needed import Excesses, plan_excess
 from commlayer.planner.search import other_ways
 from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
-from commlayer.planner.search.layout_candidate import FINEST
+from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
 from commlayer.planner.search.plan import plan
 from commlayer.planner.simulation.computing import locally
 from commlayer.planner.simulation.schedule import PortableSchedule, schedule
@@ -235,3 +235,20 @@ def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
         overlap: Any = recipe.overlap
         made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap)
         assert verify_alone(made) == [], recipe
+
+
+@pytest.mark.parametrize("bps", [6463304.070095652, 1e8, 440339780.28662074])
+def test_the_slack_for_what_is_finer_is_given_once(bps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_before: list[float] = []
+    of = other_ways._made
+
+    def noted(entry: LayoutCandidate, found: ChoiceFound) -> other_ways.Found:
+        made = of(entry, found)
+        found_before.append(entry.exact(found))
+        return made
+
+    monkeypatch.setattr(other_ways, "_made", noted)
+    machines = at(bps)
+    profile = structs.replace(learnt(machines), learning=shipped_rows())
+    made = plan(toy_job(), machines, profile, structs.replace(FREE, optimizer="sgd"))
+    assert price(made) <= min(found_before) * (1 + FINEST) * (1 + 1e-9)
