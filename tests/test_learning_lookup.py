@@ -81,6 +81,15 @@ def test_kinds_of_values_feedback_and_parts_do_not_matter() -> None:
         assert excess(TABLE, codec, Recipe()) == plain
 
 
+def test_parts_that_are_coded_one_after_the_other_cost_what_the_worse_does() -> None:
+    for ratio in (0.1, 0.001):
+        parts = [excess(TABLE, codec, Recipe()) for codec in (f"topk(ratio={ratio})", "onebit()")]
+        chained = excess(TABLE, f"chain(topk(ratio={ratio}, values='fp32'), onebit())", Recipe())
+        assert chained == max(parts, key=lambda part: part.steps)
+    wrapped = "error_feedback(chain(topk(ratio=0.1, values='fp32'), onebit()))"
+    assert excess(TABLE, wrapped, Recipe()).steps == pytest.approx(0.2)
+
+
 def test_local_steps_and_overlapped_rounds_exchange_updates_however_they_are_spelt() -> None:
     assert excess(TABLE, "int4()", Recipe(every=4)) == excess(TABLE, "int4()", Recipe(codes="updates", every=4))
     assert excess(TABLE, "int4()", Recipe(every=4, overlap="round")).steps == pytest.approx(0.5)

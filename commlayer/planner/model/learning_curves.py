@@ -42,17 +42,19 @@ class Place(NamedTuple):
 GRADIENTS = Place()
 
 
-def place_of(codec: str, every: int) -> tuple[str, Point]:
-    """The kind of codec, and where it lies on the kind's grid. Kinds of values, blocks and wrappers do not matter."""
-    kind, ratio = _kind(named(codec))
-    return kind, (-math.log(ratio) + 0.0, math.log2(every))
+def places_of(codec: str, every: int) -> list[tuple[str, Point]]:
+    """The kind of codec, and where it lies on the kind's grid; of a chain those of both parts, the first one first. Kinds of
+    values, blocks and wrappers do not matter."""
+    return [(kind, (-math.log(ratio) + 0.0, math.log2(every))) for kind, ratio in _kinds(named(codec))]
 
 
-def _kind(name: CodecName) -> tuple[str, float]:
-    layers = [layer.family for layer in name.layers()]
+def _kinds(name: CodecName) -> list[tuple[str, float]]:
     core = name.core
-    if core.family == "chain":
-        return _kind(core.get("first"))
+    return [*_kinds(core.get("first")), *_kinds(core.get("second"))] if core.family == "chain" else [_kind(name, core)]
+
+
+def _kind(name: CodecName, core: CodecName) -> tuple[str, float]:
+    layers = [layer.family for layer in name.layers()]
     family = "dgc" if "momentum_correction" in layers else core.family
     if family == "powersgd":
         return family, core.get("rank") / FULL_RANK

@@ -27,7 +27,8 @@ def checked_inputs(
         profile = tables_profile(cluster, policy)
     problems += [] if profile is None else [*profile_problems(profile), *device_problems(profile, cluster)]
     if profile is not None and len(profile.energy) not in (0, len(job.tensors)):
-        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors")
+        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors: "
+                        "measure it on this job, or leave it out")
     if problems:
         raise ValueError(problems[0])
     assert profile is not None
