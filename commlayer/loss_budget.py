@@ -44,7 +44,7 @@ def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile,
     if unmeasured:
         known = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
         raise ValueError(f"loss model: nobody measured {unmeasured[0]}, it has {known}; `commlayer tune` measures")
-    costs = tuple(structs.replace(c, loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
+    costs = tuple(structs.replace(c, task_loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
     allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
     if not allowed:  # an empty tuple would allow them all
         raise ValueError(f"loss model: nobody measured any of {', '.join(sorted(penalties))}; `commlayer tune` measures")

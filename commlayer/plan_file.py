@@ -16,6 +16,7 @@ from commlayer.errors import RecordError
 from commlayer.planner.model import cluster as model
 from commlayer.planner.model.cluster import Basis, Node, Policy, Profile
 from commlayer.planner.tables.machines import learning_rows
+from commlayer.planner.verbs.text_formats import remedy
 from commlayer.records import SCHEMA, Bucket, Plan
 
 
@@ -104,7 +105,10 @@ def inputs_of(path: Path) -> PlanFileInputs:
     beside = sidecar(path)
     if not beside.is_file():
         raise ValueError(f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
-    return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
+    try:
+        return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
+    except RecordError as error:
+        raise RecordError(f"{error}{remedy(error)}") from None
 
 
 def basis_of(plan: Any) -> Basis | None:

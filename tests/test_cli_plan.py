@@ -174,6 +174,8 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("make", "lstm", "--nodes", NODES, "--profile", "none.json"), "profile none.json: No such file"),
         (("make", "lstm", "--cluster", "none.toml"), "cluster none.toml: No such file"),
         (("make", "none.json", "--nodes", NODES), "job none.json: No such file"),
+        (("make", "lstn", "--nodes", NODES, "--exact", "--max-local-steps", "4"), "--exact and --max-local-steps 4: "),
+        (("make", "lstn", "--nodes", NODES, "--exact", "--staleness"), "--exact and --staleness: "),
         (("explain", "0"), "plan plan.json: No such file"),
         (("lint", "none.json"), "plan none.json: No such file"),
         (("whatif", "--add-node", "rtx3060"), "go together"),

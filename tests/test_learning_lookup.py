@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.planner.model.learning import FIELDS, NONE, Excess, LearningRow, Recipe, excess
+from commlayer.planner.tables.learning import rows as shipped_rows
 
 
 def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:
@@ -78,6 +79,15 @@ def test_kinds_of_values_feedback_and_parts_do_not_matter() -> None:
     for codec in ("error_feedback(topk(ratio=0.01, values='int4'))", "topk(ratio=0.01, exact=True)",
                   "partition(topk(ratio=0.01), parts=4)", "chain(topk(ratio=0.01, values='fp32'), int8())"):
         assert excess(TABLE, codec, Recipe()) == plain
+
+
+def test_parts_that_are_coded_one_after_the_other_cost_what_the_worse_does() -> None:
+    for ratio in (0.1, 0.001):
+        parts = [excess(TABLE, codec, Recipe()) for codec in (f"topk(ratio={ratio})", "onebit()")]
+        chained = excess(TABLE, f"chain(topk(ratio={ratio}, values='fp32'), onebit())", Recipe())
+        assert chained == max(parts, key=lambda part: part.steps)
+    wrapped = "error_feedback(chain(topk(ratio=0.1, values='fp32'), onebit()))"
+    assert excess(TABLE, wrapped, Recipe()).steps == pytest.approx(0.2)
 
 
 def test_local_steps_and_overlapped_rounds_exchange_updates_however_they_are_spelt() -> None:
@@ -165,6 +175,40 @@ def test_another_optimizer_is_never_cheaper(rows: tuple[LearningRow, ...], codec
 @given(ROWS, st.sampled_from(CODECS), RATIOS, RECIPES)
 def test_the_order_of_rows_does_not_matter(rows: tuple[LearningRow, ...], codec: str, ratio: float, recipe: Recipe) -> None:
     assert excess(rows, codec.format(ratio), recipe) == excess(rows[::-1], codec.format(ratio), recipe)
+
+
+LOOKED_UP = ("identity()", "int8()", "int4()", "onebit()", "topk(ratio=0.1)", "topk(ratio=0.001)", "dgc(ratio=0.001)",
+             "randomk(ratio=0.01)", "powersgd(rank=4)", "terngrad()")
+
+
+@pytest.mark.parametrize("rows", [TABLE, shipped_rows()], ids=["small", "shipped"])
+@pytest.mark.parametrize("codec", LOOKED_UP)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", ""])
+def test_an_overlapped_round_costs_more_the_longer_it_is_and_no_less_than_without_overlap(
+    rows: tuple[LearningRow, ...], codec: str, optimizer: str,
+) -> None:
+    overlapped = [one for one in rows if one.overlap == "round"]
+    before = None
+    for every in (2, 3, 4, 8, 16, 64):
+        recipe = Recipe(optimizer, "updates", every)
+        plain, found = excess(rows, codec, recipe), excess(rows, codec, recipe._replace(overlap="round"))
+        measured = [one for one in overlapped if one.codec == codec and one.every >= every]
+        if not measured:  # such a row is believed, and an easier way costs no more
+            assert all(a >= b - 1e-9 for a, b in zip(found, plain, strict=True)), (every, found, plain)
+        if before is not None and every > max(one.every for one in overlapped):
+            rising = [b > a + 1e-9 for a, b in zip(before[0], plain, strict=True)]
+            assert all(b > a for a, b, rises in zip(before[1], found, rising, strict=True) if rises), (every, before, found)
+        before = plain, found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_codec_that_was_measured_elsewhere_costs_no_less_here_than_a_finer_one_that_was_measured_here(optimizer: str) -> None:
+    for recipe in (Recipe(optimizer, every=4, overlap="round"), Recipe(optimizer, late=True)):
+        for codec in ("topk(ratio=0.001)", "dgc(ratio=0.001)", "randomk(ratio=0.001)", "onebit()", "terngrad()"):
+            elsewhere = excess(shipped_rows(), codec, Recipe(optimizer))
+            here = excess(shipped_rows(), codec, recipe)
+            assert here.high > excess(shipped_rows(), "int4()", recipe).high
+            assert recipe.every > 1 or here.high >= elsewhere.high, codec
 
 
 def test_every_field_is_looked_up() -> None:

@@ -46,7 +46,7 @@ def test_a_plan_keeps_the_budget_in_measured_units(max_loss: float) -> None:
 def test_what_nobody_measured_is_left_out() -> None:
     profile, policy = loss_budget.priced(profile_from_tables(SLOW), Policy(), MODEL)
     assert set(policy.codecs) == {"identity()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
-    assert {c.codec: c.loss for c in profile.codecs if c.codec in policy.codecs} == {
+    assert {c.codec: c.task_loss for c in profile.codecs if c.codec in policy.codecs} == {
         "identity()": 0.0, "int8()": 0.001, "int4()": 0.002, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
     assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "plans in force have to be priced, too"
     with pytest.raises(ValueError, match=r"nobody measured fp16\(\), it has int4 1:1, int8 1:1, mine 1:1, topk 0.01:0.1; "):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from plan_kit import cluster, toy_job
 
-from commlayer import records
+from commlayer import plan_file, records
 from commlayer.planner.model.cluster import NO_LIMIT
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.tables import machines
@@ -61,7 +63,7 @@ def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
     [
         ('"floor_s":', '"flor_s":', "p: Object contains unknown field `flor_s`"),
         ('"bucket_s":', '"bucket_s":-', "p: profile 'tables': bucket_s is -0.0001, allowed: 0 or more"),
-        ('"loss":null', '"loss":-1', "loss of identity() on cpu is -1.0"),
+        ('"task_loss":null', '"task_loss":-1', "task_loss of identity() on cpu is -1.0"),
         ('"codec":"fp16()"', '"codec":"identity()"', "identity() on cpu stands there twice"),
     ],
 )
@@ -72,6 +74,18 @@ def test_a_wrong_profile_is_one_line(before: str, after: str, message: str) -> N
         profile_of(text.replace(before, after, 1), "p", toml=False)
     assert message in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_a_profile_with_the_guessed_losses_of_earlier_versions_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    profile = machines.profile_from_tables(cluster(2, "1g"))
+    text = records.encode(profile).decode().replace('"task_loss":null', '"loss":0.01')
+    with pytest.raises(ValueError, match=r"^p: .*unknown field `loss`.*earlier version.*`commlayer profile`") as told:
+        profile_of(text, "p", toml=False)
+    assert "\n" not in str(told.value)
+    inputs = records.encode(plan_file.PlanFileInputs(toy_job(), cluster(2, "1g"), profile)).decode()
+    (tmp_path / "p.inputs.json").write_text(inputs.replace('"task_loss":null', '"loss":0.01'))
+    with pytest.raises(ValueError, match=r"unknown field `loss`.*earlier version.*`commlayer profile`"):
+        plan_file.inputs_of(tmp_path / "p.json")
 
 
 def test_a_profile_without_codecs_is_refused() -> None:

@@ -55,7 +55,7 @@ def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
     codecs = []
     for cost in made.codecs:
         encode, decode = (rng.choice((0.01, 1.0, 100.0)) for _ in range(2))
-        codecs.append(structs.replace(cost, loss=0.0, **{
+        codecs.append(structs.replace(cost, task_loss=0.0, **{
             name: Line(line.floor_s * factor, line.slope_s * factor)
             for name, line, factor in (("encode", cost.encode, encode), ("decode", cost.decode, decode))}))
     return structs.replace(made, codecs=tuple(codecs))

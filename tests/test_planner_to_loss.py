@@ -16,12 +16,17 @@ from test_planner_search import random_space
 from commlayer.codec_name import named
 from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.model.default_plan import default_plan
-from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.model.learning import Recipe
+from commlayer.planner.model.plan_rules import verify, verify_alone
+from commlayer.planner.pricing.steps_needed import Excesses, plan_excess
+from commlayer.planner.search import other_ways
 from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
-from commlayer.planner.search.layout_candidate import FINEST
+from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
 from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.computing import locally
 from commlayer.planner.simulation.schedule import PortableSchedule, schedule
 from commlayer.planner.simulation.timeline import simulate
+from commlayer.planner.tables.learning import rows as shipped_rows
 from commlayer.records import Plan
 
 FREE = Policy(exact=False)
@@ -183,6 +188,21 @@ def test_codecs_count_by_the_energy_that_they_are_for() -> None:
     assert made.steps_high < made_for(machines, Policy()).steps_high
 
 
+def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_other_ways_add_to_it() -> None:
+    machines = at(1e8)
+    bare = learnt(machines)
+    tuned = structs.replace(bare, codecs=tuple(structs.replace(c, task_loss=0.001) for c in bare.codecs))
+    rows, known = Excesses(bare), Excesses(tuned)
+    for codec in ("int4()", "topk(ratio=0.01)"):
+        plain = rows.of((codec,), "", Recipe())
+        assert known.of((codec,), "", Recipe()) == plain._replace(loss=0.001, loss_high=0.001)
+        for recipe in (Recipe(every=16), Recipe(every=4, overlap="round"), Recipe(late=True), Recipe(codes="updates")):
+            other = rows.of((codec,), "", recipe)
+            assert known.of((codec,), "", recipe) == pytest.approx((
+                other.steps, other.high, 0.001 + max(0.0, other.loss - plain.loss),
+                0.001 + max(0.0, other.loss_high - plain.loss_high)))
+
+
 @pytest.mark.parametrize(("policy", "energy", "message"), [
     (Policy(objective="fame"), (), "policy: objective is 'fame', allowed: loss, step"),  # type: ignore[arg-type]
     (Policy(max_local_steps=-1), (), "policy: max_local_steps is -1, allowed: 1 or more"),
@@ -194,3 +214,41 @@ def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[fl
     with pytest.raises(ValueError, match=message) as told:
         plan(toy_job(), machines, structs.replace(learnt(machines), energy=energy), policy)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("most", [1, 2, 0])
+def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimizer: str, most: int) -> None:
+    for bps, forward in itertools.product((4e6, 1e8, 4e8, 1e10), (False, True)):
+        machines = at(bps)
+        policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
+        made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
+        assert verify(made, toy_job()) == []
+        assert made.local_steps <= (most or other_ways.MOST_LOCAL_STEPS)
+
+
+@pytest.mark.parametrize("policy", [
+    structs.replace(FREE, max_local_steps=most, forward=forward) for most in (0, 1, 2, 6) for forward in (False, True)
+])
+def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
+    for recipe in other_ways._recipes(Recipe(), policy, True):
+        overlap: Any = recipe.overlap
+        made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap)
+        assert verify_alone(made) == [], recipe
+
+
+@pytest.mark.parametrize("bps", [6463304.070095652, 1e8, 440339780.28662074])
+def test_the_slack_for_what_is_finer_is_given_once(bps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_before: list[float] = []
+    of = other_ways._made
+
+    def noted(entry: LayoutCandidate, found: ChoiceFound) -> other_ways.Found:
+        made = of(entry, found)
+        found_before.append(entry.exact(found))
+        return made
+
+    monkeypatch.setattr(other_ways, "_made", noted)
+    machines = at(bps)
+    profile = structs.replace(learnt(machines), learning=shipped_rows())
+    made = plan(toy_job(), machines, profile, structs.replace(FREE, optimizer="sgd"))
+    assert price(made) <= min(found_before) * (1 + FINEST) * (1 + 1e-9)

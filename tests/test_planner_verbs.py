@@ -19,7 +19,7 @@ from commlayer.planner.tables import machines as tables
 from commlayer.planner.tables.jobs import builtin
 from commlayer.planner.verbs.diff import diff, spelled
 from commlayer.planner.verbs.explain import bucket_of, explain, tensor_names
-from commlayer.planner.verbs.whatif import at_rate, point, what_if
+from commlayer.planner.verbs.whatif import Curve, Point, at_rate, break_even, point, what_if
 from commlayer.records import Plan
 
 HOMES = cluster(3, "home-100/20", reachable=False)
@@ -94,6 +94,27 @@ def test_a_difference_names_the_tensor() -> None:
 def test_plans_of_different_models_are_not_compared() -> None:
     with pytest.raises(ValueError, match="of different models"):
         diff(PLAN, structs.replace(PLAN, job="0" * 16))
+
+
+@pytest.mark.parametrize("bps", [1e7, 1e8, 1e9])
+def test_a_sweep_by_the_shortest_step_keeps_the_plan_whose_step_is_shortest(bps: float) -> None:
+    machines = at_rate(HOMES, bps)
+    profile, policy = learnt(machines), Policy(objective="step")
+    found, made = point("", bps, JOB, machines, profile, policy), plan(JOB, machines, profile, policy)
+    assert found.plan_s == pytest.approx(min(made.step_s, found.dense_s))
+    assert (found.steps, found.steps_high) == (0, 0), "nobody asked for them"
+    assert found.gain == pytest.approx(found.dense_s / found.plan_s)
+
+
+def test_a_break_even_says_of_what_it_is() -> None:
+    coded = Point("a", 1e8, 0.1, 0.3, 0.1, 1.0, codec="int4()")
+    local = structs.replace(coded, way="H=4", codec="identity()")
+    dense = Point("b", 1e9, 0.1, 0.1, 0.1, 1.0, codec="identity()")
+    assert break_even(Curve("bandwidth", (coded, dense), 3e8)) == "compression pays below 300 Mb/s"
+    for curve in (Curve("bandwidth", (local, dense), 3e8), Curve("bandwidth", (coded, local, dense), 3e8)):
+        assert break_even(curve) == "leaving dense exchange in each step pays below 300 Mb/s"
+    assert break_even(Curve("bandwidth", (local,))) == "leaving dense exchange in each step pays at all of these rates"
+    assert break_even(Curve("bandwidth", (dense,))) == "compression pays at none of these rates"
 
 
 def test_more_bandwidth_helps_and_compression_pays_below_the_break_even() -> None:

@@ -38,7 +38,7 @@ def make(
     exact: Annotated[bool, typer.Option("--exact", help="Synchronous SGD up to coding: no local steps, none late.")] = False,
     forward: Annotated[bool, typer.Option("--forward", help="Results may come in during the next forward pass.")] = False,
     max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most; 0: as many as pay.")] = 0,
-    staleness: Annotated[bool, typer.Option("--staleness", help="Late results may be used a step later.")] = False,
+    staleness: Annotated[bool, typer.Option("--staleness", help="Late results under --objective step, too.")] = False,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
     json: Json = None,
@@ -53,6 +53,9 @@ def make(
     from commlayer.planner.verbs.beside import beside
 
     planfiles.check_json(json)
+    if exact and (max_local_steps > 1 or staleness):
+        asked_too = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
+        raise ValueError(f"--exact and {asked_too}: that is not synchronous SGD; leave one of the two out")
     if out is not None:
         planfiles.check_out(out)
         planfiles.check_out(plan_file.sidecar(out))

@@ -72,9 +72,9 @@ class CodecCost(Record, frozen=True):
     """Also the price of adding one payload to a sum."""
     nbytes: Line
     """Bytes of a payload over elements: the one line that is no time."""
-    loss: float | None = None
-    """By what part the loss is higher after equally many steps (0.01: 1 %), as a tuner measured it on the user's own task;
-    None: what the profile's learning rows say."""
+    task_loss: float | None = None
+    """By what part the loss is higher after equally many steps (0.01: 1 %), as a tuner measured it on the user's own task, with
+    gradients exchanged in each; None: what the profile's learning rows say."""
     rounds: int = 1
     """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
     sums: bool = False

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from commlayer.planner.model.learning_curves import Curves, Place, Point, place_of
+from commlayer.planner.model.learning_curves import Curves, Place, Point, places_of
 from commlayer.records import Record
 
 FIELDS = ("steps", "high", "loss", "loss_high")
@@ -118,11 +118,11 @@ class _Tables:
         return found
 
     def _look(self, codec: str, recipe: Recipe) -> Excess:
-        kind, point = place_of(codec, recipe.every)
+        parts = places_of(codec, recipe.every)  # of a chain the worse counts
         place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
         known = {row.optimizer for row in self._rows}
         asked = [recipe.optimizer] if recipe.optimizer in known else sorted(known)
-        each = [[curves.at(place, kind, point) for curves in self._of(name, recipe.workers)] for name in asked]
+        each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked for part in parts]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
@@ -146,7 +146,7 @@ def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str
 
 
 def _point(row: LearningRow) -> tuple[Place, str, Point]:
-    kind, point = place_of(row.codec, row.every)
+    kind, point = places_of(row.codec, row.every)[0]
     return Place(row.codes, row.overlap, row.late).plain(row.every), kind, point
 
 

@@ -42,17 +42,19 @@ class Place(NamedTuple):
 GRADIENTS = Place()
 
 
-def place_of(codec: str, every: int) -> tuple[str, Point]:
-    """The kind of codec, and where it lies on the kind's grid. Kinds of values, blocks and wrappers do not matter."""
-    kind, ratio = _kind(named(codec))
-    return kind, (-math.log(ratio) + 0.0, math.log2(every))
+def places_of(codec: str, every: int) -> list[tuple[str, Point]]:
+    """The kind of codec, and where it lies on the kind's grid; of a chain those of both parts, the first one first. Kinds of
+    values, blocks and wrappers do not matter."""
+    return [(kind, (-math.log(ratio) + 0.0, math.log2(every))) for kind, ratio in _kinds(named(codec))]
 
 
-def _kind(name: CodecName) -> tuple[str, float]:
-    layers = [layer.family for layer in name.layers()]
+def _kinds(name: CodecName) -> list[tuple[str, float]]:
     core = name.core
-    if core.family == "chain":
-        return _kind(core.get("first"))
+    return [*_kinds(core.get("first")), *_kinds(core.get("second"))] if core.family == "chain" else [_kind(name, core)]
+
+
+def _kind(name: CodecName, core: CodecName) -> tuple[str, float]:
+    layers = [layer.family for layer in name.layers()]
     family = "dgc" if "momentum_correction" in layers else core.family
     if family == "powersgd":
         return family, core.get("rank") / FULL_RANK
@@ -90,13 +92,27 @@ class Curves:
             self._made[key] = self._unmeasured(place, kind) if own is None else self._measured(place, kind, own)
         return self._made[key]
 
+    def _waited(self, place: Place) -> Place | None:
+        """The same without overlap, where that was measured: what goes on meanwhile makes nothing better."""
+        waited = place._replace(overlap="")
+        return waited if place.overlap and waited in self._points else None
+
     def _measured(self, place: Place, kind: str, own: Points) -> Curve:
-        points, here = dict(own), self._points[place]
-        ys = sorted({y for of_kind in here.values() for _, y in of_kind})
+        points, here, waited = dict(own), self._points[place], self._waited(place)
+        beside = {} if waited is None else self._points[waited]
+        ys = sorted({y for of_kind in (*here.values(), *beside.values()) for _, y in of_kind})
         if _group(kind) != "bits":  # of all entries it is dense
             points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in here}
         others = [*self._relatives(kind, {k: v for k, v in here.items() if k != DENSE}), here.get(DENSE, {})]
-        return _Grid(_raised(points), ys, functools.partial(_growth, others, here.values()))
+        plain = None if waited is None else self._curve(waited, kind)
+
+        def growth(x: float, before: float, after: float) -> float:
+            among = _growth(others, here.values(), before, after)
+            return among if plain is None else max(among, _over(plain((x, after)), plain((x, before))))
+
+        raised = _raised(points)
+        grid = _Grid(raised, ys, growth)
+        return grid if plain is None else functools.partial(_no_less, grid, plain, raised)
 
     def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
         group = [points for other, points in here.items() if _group(other) == _group(kind)]
@@ -104,17 +120,22 @@ class Curves:
 
     def _unmeasured(self, place: Place, kind: str) -> Curve:
         """The next coarser one, else the worst of the same family here, else of its group, else of all; and what it costs
-        elsewhere, grown as theirs."""
+        without overlap, else for gradients, grown as theirs."""
         here = [k for k in self._points[place] if k != DENSE] or [DENSE]
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in here] if kind in LADDER else []
         near = (coarser[:1] or [k for k in here if k.partition(" ")[0] == family]
                 or [k for k in here if _group(k) == _group(kind)] or here)
         worst = [self._curve(place, k) for k in near]
-        plain = self._points[GRADIENTS]
-        base = self._curve(GRADIENTS, kind) if place != GRADIENTS and kind in plain else None
+        waited = self._waited(place)
+        if kind == DENSE:  # never more than what sends less
+            plain = None if waited is None else self._curve(waited, kind)
+            return lambda point: max(min(curve((0.0, point[1])) for curve in worst), plain(point) if plain else 0.0)
+        if waited is not None:
+            return self._as_elsewhere(place, waited, kind, near)
+        base = self._curve(GRADIENTS, kind) if place != GRADIENTS else None
         both = [(self._curve(place, k), self._curve(GRADIENTS, k), [x for x, _ in self._points[place][k]])
-                for k in near if k in plain]
+                for k in near if k in self._points[GRADIENTS]]
 
         def at(point: Point) -> float:
             x, y = point
@@ -125,15 +146,22 @@ class Curves:
             grown = max(ratios, default=1.0)
             return max(found, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
 
-        if kind == DENSE:  # never more than what sends less
-            return lambda point: min(curve((0.0, point[1])) for curve in worst)
         return at
+
+    def _as_elsewhere(self, place: Place, waited: Place, kind: str, near: list[str]) -> Curve:
+        """What it costs without overlap, as much worse as the worst of those that were measured here; and no less than they."""
+        here, plain = self._points[place], self._curve(waited, kind)
+        worst = [self._curve(place, k) for k in near]
+        later = [_over(self._curve(place, k)(at), self._curve(waited, k)(at))
+                 for k in near if k in self._points[waited] for at in here[k]]
+        more = max([1.0, *later])
+        return lambda point: max(*(curve(point) for curve in worst), (1 + plain(point)) * more - 1)
 
 
 class _Grid:
     """Monotone values at all places where an x and a y cross; lines between them, and the last slope beyond the last."""
 
-    def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float], float]) -> None:
+    def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
         self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
         self._at: Points = {}
         for i, x in enumerate(self._xs):
@@ -142,7 +170,7 @@ class _Grid:
                 if value is None:
                     above = min((v for (a, b), v in points.items() if a >= x and b >= y), default=math.inf)
                     steps = [b for a, b in points if a == x and b < y]
-                    guess = (1 + points[x, max(steps)]) * growth(max(steps), y) - 1 if steps else math.inf
+                    guess = (1 + points[x, max(steps)]) * growth(x, max(steps), y) - 1 if steps else math.inf
                     easier = [self._at[self._xs[i - 1], y]] if i else []
                     easier += [self._at[x, self._ys[j - 1]]] if j else []
                     value = min(max([guess, *easier]), above)
@@ -173,6 +201,14 @@ def _raised(points: Points) -> Points:
 
 def _over(there: float, before: float) -> float:
     return (1 + there) / (1 + before)
+
+
+def _no_less(grid: Curve, plain: Curve, measured: Points, point: Point) -> float:
+    """As the grid says, and no less than without overlap; except that what was measured is believed, and no easier way costs
+    more than that."""
+    (x, y), found = point, grid(point)
+    most = min((v for (a, b), v in measured.items() if a >= x and b >= y), default=math.inf)
+    return max(found, min(plain(point), most))
 
 
 def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:

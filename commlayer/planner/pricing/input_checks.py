@@ -27,7 +27,8 @@ def checked_inputs(
         profile = tables_profile(cluster, policy)
     problems += [] if profile is None else [*profile_problems(profile), *device_problems(profile, cluster)]
     if profile is not None and len(profile.energy) not in (0, len(job.tensors)):
-        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors")
+        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors: "
+                        "measure it on this job, or leave it out")
     if problems:
         raise ValueError(problems[0])
     assert profile is not None
@@ -127,8 +128,8 @@ def profile_problems(profile: Profile) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(cost, field), f" of {where}"))
         if cost.nbytes.floor_s == cost.nbytes.slope_s == 0:
             yield f"{name}: nbytes of {where} is 0 for every size, allowed: above 0"
-        if cost.loss is not None and not _time(cost.loss):
-            yield f"{name}: loss of {where} is {cost.loss}, allowed: 0 or more"
+        if cost.task_loss is not None and not _time(cost.task_loss):
+            yield f"{name}: task_loss of {where} is {cost.task_loss}, allowed: 0 or more"
     for field in ("server", "copy", "inside", "across"):
         yield from (f"{name}: {problem}" for problem in _line_problems(field, getattr(profile, field)))
     if not all(map(_time, profile.energy)) or (profile.energy and not sum(profile.energy) > 0):

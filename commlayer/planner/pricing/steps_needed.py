@@ -15,11 +15,12 @@ from commlayer.records import Job, Plan, Slice
 
 
 class Excesses:
-    """Of codecs, by a profile's rows; losses that were measured on the user's own task go before theirs."""
+    """Of codecs, by a profile's rows. A loss that was measured on the user's own task goes before theirs. It is of gradients in
+    each step: what other ways to take steps lose besides is added to it."""
 
     def __init__(self, profile: Profile) -> None:
         self._rows = profile.learning
-        self._losses = {bare(cost.codec): cost.loss for cost in profile.codecs if cost.loss is not None}
+        self._losses = {bare(cost.codec): cost.task_loss for cost in profile.codecs if cost.task_loss is not None}
 
     def of(self, codecs: Sequence[str], down: str, recipe: Recipe) -> Excess:
         """`codecs`: what nodes send, the mean counts; `down`: what comes back, where that is not the same."""
@@ -31,7 +32,11 @@ class Excesses:
     def _of(self, codec: str, recipe: Recipe) -> Excess:
         found = excess(self._rows, codec, recipe)
         loss = self._losses.get(bare(codec)) if self._losses else None
-        return found if loss is None else found._replace(loss=loss, loss_high=loss)
+        if loss is None:
+            return found
+        plain = excess(self._rows, codec, recipe._replace(codes="gradients", every=1, overlap="", late=False))
+        return found._replace(loss=loss + max(0.0, found.loss - plain.loss),
+                              loss_high=loss + max(0.0, found.loss_high - plain.loss_high))
 
 
 def recipe_of(plan: Plan, cluster: Cluster, policy: Policy) -> Recipe:

@@ -34,6 +34,8 @@ class Found(NamedTuple):
     loss: float
     plan: Plan
     entry: LayoutCandidate
+    shortest: float
+    """Its price before anything became finer at the cost of some of it."""
 
 
 def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, Plan]:
@@ -52,21 +54,21 @@ def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, P
     kept += [_made(each, min((each.quick, each.searched), key=each.exact)) for each in quick[:SEARCHED]]
     kept += [_made(each, each.quick) for each in quick[SEARCHED:]]
     worth = FINEST if entry.ways.steps_count else WORTH
-    near = min(each.price for each in kept) * (1 + worth)
+    near = min(each.shortest for each in kept) * (1 + worth)  # of what was made finer already, the slack is not given twice
     chosen = min((each for each in kept if each.price <= near), key=lambda each: each.excess)  # of equal ones the first
     return chosen.entry, chosen.plan
 
 
 def _made(entry: LayoutCandidate, found: ChoiceFound) -> Found:
     entry.found = entry.finest(found)
-    return Found(entry.exact(entry.found), entry.found.excess, entry.found.loss, entry.emit(), entry)
+    return Found(entry.exact(entry.found), entry.found.excess, entry.found.loss, entry.emit(), entry, entry.exact(found))
 
 
 def _recipes(plain: Recipe, policy: Policy, freely: bool) -> list[Recipe]:
     """Those that the policy allows, the plainest first."""
     found = [plain._replace(overlap="forward")] if policy.forward else []
     if freely:
-        found += [plain._replace(codes="updates"), plain._replace(codes="updates", overlap="round")]
+        found += [plain._replace(codes="updates")]  # a round of one step has nothing to run beside
     for every in local_steps(policy.max_local_steps or (MOST_LOCAL_STEPS if freely else 1)):
         found += [plain._replace(codes="updates", every=every)]
         found += [] if not freely else [plain._replace(codes="updates", every=every, overlap="round")]
@@ -96,4 +98,4 @@ def _late(plain: Found) -> Iterator[Found]:
         price = exact_s(made, job, cluster, profile, policy) * (1 + excess)
         if price < least * (1 - WORTH):
             least = price
-            yield Found(price, excess, more.loss_high, made, plain.entry)
+            yield Found(price, excess, more.loss_high, made, plain.entry, price)

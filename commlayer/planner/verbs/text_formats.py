@@ -154,7 +154,13 @@ def _convert(data: Any, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.MsgspecError as error:
-        raise RecordError(f"{what}: {error}") from None
+        raise RecordError(f"{what}: {error}{remedy(error)}") from None
+
+
+def remedy(error: Exception) -> str:
+    """For a profile whose codecs have losses that the tables guessed: they would count as measured."""
+    guessed = "unknown field `loss`" in str(error) and "codecs[" in str(error)
+    return "; an earlier version made this profile: measure again (`commlayer profile`)" if guessed else ""
 
 
 def _refuse(problems: Iterable[str], what: str) -> None:

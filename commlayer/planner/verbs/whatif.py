@@ -51,7 +51,7 @@ class Point(Record, frozen=True):
 
 
 class Curve(Record, frozen=True):
-    """A sweep, and the bandwidth below which compression pays, where that was asked for and there is one."""
+    """A sweep, and the bandwidth below which plans pay that are not dense, where that was asked for and there is one."""
 
     swept: str
     points: tuple[Point, ...]
@@ -64,6 +64,8 @@ def point(
     policy = policy or Policy()
     made = plan(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
+    if policy.objective == "step":  # whatever it learns
+        made = structs.replace(made, steps=0.0, steps_high=0.0)
     # What needs no codec is open to both, and a search may miss it.
     if dense.step_s < made.step_s * (made.steps_high or 1.0):
         made = structs.replace(dense, steps=float(made.steps > 0), steps_high=float(made.steps > 0))
@@ -166,14 +168,16 @@ def _with_gpus(cluster: Cluster, gpus: Sequence[str]) -> Iterator[tuple[str, flo
 
 
 def break_even(curve: Curve) -> str:
-    """What a sweep over bandwidths says of compression."""
-    if curve.break_even_bps is not None:
-        return f"compression pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
+    """What a sweep over bandwidths says of compression; or of that and other ways to take steps, where these pay, too."""
     pays = [p.gain > 1 + PAYS for p in curve.points]
+    otherwise = any(p.way for p, such in zip(curve.points, pays, strict=True) if such)
+    what = "leaving dense exchange in each step" if otherwise else "compression"
+    if curve.break_even_bps is not None:
+        return f"{what} pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
     if all(pays):
-        return "compression pays at all of these rates"
-    return "compression pays at some of these rates; sweep more to see where it ends" if any(pays) else \
-        "compression pays at none of these rates"
+        return f"{what} pays at all of these rates"
+    return f"{what} pays at some of these rates; sweep more to see where it ends" if any(pays) else \
+        f"{what} pays at none of these rates"
 
 
 def rate(bps: float) -> str:
