@@ -9,6 +9,7 @@ import pytest
 from autoplan_kit import JOB, plan_of
 from msgspec import structs
 
+from commlayer import planner
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.job.autoplan import loss_limits, replan
 from commlayer.job.connection import Connection
@@ -88,14 +89,37 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = Connection()
     connection.optimizer = "adam"
     policy = loss_limits.policy_of(connection)
-    assert (policy.optimizer, policy.exact, policy.forward, policy.staleness) == ("adam", False, True, True)
+    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", False, False)
     connection.asked = Asked(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
     policy = loss_limits.policy_of(connection)
-    assert (policy.exact, policy.forward, policy.staleness) == (True, True, False)
+    assert (policy.exact, policy.forward) == (True, False)
     connection.asked, connection.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
     assert loss_limits.policy_of(connection).exact
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(exact=True), Asked(codes="gradients"), Asked(overlap="forward")])
+def test_results_come_in_behind_a_step_only_where_the_script_said_so(asked: Asked) -> None:
+    """A script that reads `.grad` behind backward(), or adds two averaged passes up, must find averages there."""
+    connection = Connection()
+    connection.asked = asked
+    policy = loss_limits.policy_of(connection)
+    assert policy.forward is (asked.overlap == "forward")
+    assert (policy.staleness, policy.late) == (False, False)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool) -> None:
+    freely = inputs("2/2Mb", exact=False, late=late, max_local_steps=1)
+    assert freely.profile is not None
+    rows = tuple(structs.replace(row, late=lateness, steps=row.steps + 0.01 * lateness)
+                 for row in ROWS if (row.codes, row.every, row.overlap) == ("gradients", 1, "") for lateness in (False, True))
+    bad = tuple(structs.replace(row, steps=9.0, steps_high=9.0) for row in ROWS if row.codes == "updates")
+    profile = structs.replace(freely.profile, learning=(*rows, *bad))
+    assert freely.policy is not None
+    made = planner.plan(freely.job, freely.cluster, profile, freely.policy)
+    assert any(b.stale for b in made.buckets) is late
 
 
 @pytest.mark.parametrize(("weight", "told", "exact"), [(1.0, False, False), (1.0, True, True), (0.5, False, True)])
