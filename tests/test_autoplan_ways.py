@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from autoplan_kit import JOB, plan_of
+from autoplan_kit import JOB, candidate, plan_of
 from msgspec import structs
 
 from commlayer import planner
@@ -15,7 +15,7 @@ from commlayer.job.autoplan import loss_limits, replan
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
 from commlayer.planner import builtin
-from commlayer.planner.model.cluster import PlanInputs, Policy, Profile
+from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
@@ -141,3 +141,22 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
     assert (profile, policy.max_loss) == (made.profile, 0.02)
 
 
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("links", ["2/2Mb", FAST])
+def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
+    made_from, current = inputs(links, exact=exact, late=False), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    made, leaves = replan._best(made_from, current, apart=True)
+    assert made.steps_locally
+    assert leaves == ""
+    assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
+    assert made.step_s == pytest.approx(replan.step_s(made, made_from)), "priced as it runs, by the step and not by the round"
+
+
+def test_without_compression_is_in_updates_then_too() -> None:
+    made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    dense = replan._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
+    assert dense is not None
+    assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
+    assert dense.steps == replan.steps_of(dense.plan, made_from)

@@ -21,6 +21,11 @@ def codecs(connection: Connection) -> list[str]:
     return codec_floor.at_least(connection.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
+def remembers(connection: Connection) -> bool:
+    """Whether its optimizer does: then local steps leave ranks with different states."""
+    return connection.stepped is not None and connection.stepped.remembers
+
+
 def policy_of(connection: Connection) -> Policy:
     """What its script allows, as rank 0 sees it. Where another rank sees it otherwise, it refuses the plan."""
     ways, worker = allowed_ways(connection), connection.worker
