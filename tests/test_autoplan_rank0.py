@@ -36,7 +36,7 @@ from commlayer.job.connection import Connection
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import FIRST_S
-from commlayer.planner.model.cluster import Policy
+from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.search.plan import plan as planned
 from commlayer.planner.tables.machines import profile_from_tables
@@ -112,6 +112,32 @@ def test_a_plan_of_its_own_is_known_as_the_planner_has_it() -> None:
 
 
 # ---- what came of it
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_what_runs_in_place_of_a_plan_is_what_is_known_and_counted(back: bool) -> None:
+    """Behind local steps a plan of gradients goes on in updates, which need other numbers of steps."""
+    cluster = cluster_from_line("2xrtx3060@100/20Mb")
+    costly = tuple(LearningRow("adam", codes, "int4()", 1, "", False, 0, steps, steps, 0.0, 0.0, 5, 5)
+                   for codes, steps in (("gradients", 1.0), ("updates", 1.5)))
+    profile = structs.replace(profile_from_tables(cluster), learning=costly)
+    made_from = PlanInputs(JOB, cluster, profile, Policy(optimizer="adam"))
+    found = candidate(plan_of(0.5, "int4()"))
+    rank = proposing(found._replace(basis=Basis(found.plan, made_from)))
+    (switch,) = rank.hear(row(word=Word.SWITCH), row())
+    if back:
+        rank.switched(found.runnable)
+        rank.step(1.5, times=BY_PACE)
+        (switch,) = rank.hear(row(word=Word.SWITCH), row())
+        assert switch.candidate.runnable == START
+    runs = structs.replace(switch.candidate.runnable, codes="updates", step_s=0.0)
+    actions = rank.switched(runs)
+    lead = rank.state.lead
+    assert lead.steps == pytest.approx(1.5)
+    assert lead.known == (runs, structs.replace(switch.candidate.plan, codes="updates", step_s=0.0))
+    (described,) = pick(actions, Describe)
+    assert described.basis.plan == lead.known[1]
+    assert lead.check is None, "of what runs nothing was predicted"
 
 
 def test_going_over_begins_a_trial_and_says_what_is_in_force() -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.job.autoplan import loss_limits, replan
+from commlayer.job.autoplan.candidate import steps_of
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
 from commlayer.planner import builtin
@@ -146,7 +147,8 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("links", ["2/2Mb", FAST])
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
-    made_from, current = inputs(links, exact=exact, late=False), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    made_from = inputs(links, exact=exact, late=False)
+    current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
     made, leaves = replan._best(made_from, current, apart=True)
     assert made.steps_locally
     assert leaves == ""
@@ -159,4 +161,4 @@ def test_without_compression_is_in_updates_then_too() -> None:
     dense = replan._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
     assert dense is not None
     assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
-    assert dense.steps == replan.steps_of(dense.plan, made_from)
+    assert dense.steps == steps_of(dense.plan, made_from)

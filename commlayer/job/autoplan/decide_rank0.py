@@ -130,15 +130,16 @@ def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
     """All ranks run under the plan that was proposed. `plan`: as they run it."""
     proposed = proposal(lead)
     assert proposed is not None, "rank 0 has no plan that others could go over to"
-    candidate = proposed.candidate
+    candidate = proposed.candidate.as_run(plan)
+    substituted = candidate is not proposed.candidate
     lead = structs.replace(lead, recent=(), known=(plan, candidate.plan), steps=candidate.steps)
     actions: list[Action] = [Describe(candidate.basis, candidate.price)]
     if proposed.back:
         return structs.replace(lead, phase=Settling()), actions
     if candidate.leaves:
         actions.append(Say(candidate.leaves, warning=True))
-    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace)
-    return structs.replace(lead, phase=trial, check=_expects(candidate.plan.step_s)), actions
+    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace or substituted)
+    return structs.replace(lead, phase=trial, check=None if substituted else _expects(candidate.plan.step_s)), actions
 
 
 def refused(lead: Lead) -> Lead:

@@ -11,7 +11,7 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
-from commlayer.job.autoplan.candidate import Candidate, Price
+from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.autoplan.link_probes import RankMeasurement, homes_of
 from commlayer.job.autoplan.measuring import Measurements
@@ -27,7 +27,6 @@ from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
-from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.tables.machines import learning_rows
 from commlayer.records import Job, Plan
 
@@ -150,14 +149,6 @@ def step_s(plan: Plan, made_from: PlanInputs) -> float:
     """Seconds of a step, each of those that share an exchange bearing its part."""
     timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
     return timeline.step_s / plan.local_steps
-
-
-def steps_of(plan: Plan, made_from: PlanInputs) -> float:
-    """How many times as many steps as dense training it needs, cautiously."""
-    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
-    assert profile is not None
-    assert policy is not None
-    return 1.0 + plan_excess(plan, job, cluster, profile, policy).high
 
 
 def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple[Plan, str]:
