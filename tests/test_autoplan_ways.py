@@ -6,15 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from autoplan_kit import JOB, plan_of
+from autoplan_kit import JOB, candidate, plan_of
 from msgspec import structs
 
+from commlayer import planner
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.job.autoplan import loss_limits, replan
+from commlayer.job.autoplan.candidate import steps_of
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
 from commlayer.planner import builtin
-from commlayer.planner.model.cluster import PlanInputs, Policy, Profile
+from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
@@ -88,14 +90,37 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = Connection()
     connection.optimizer = "adam"
     policy = loss_limits.policy_of(connection)
-    assert (policy.optimizer, policy.exact, policy.forward, policy.staleness) == ("adam", False, True, True)
+    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", False, False)
     connection.asked = Asked(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
     policy = loss_limits.policy_of(connection)
-    assert (policy.exact, policy.forward, policy.staleness) == (True, True, False)
+    assert (policy.exact, policy.forward) == (True, False)
     connection.asked, connection.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
     assert loss_limits.policy_of(connection).exact
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(exact=True), Asked(codes="gradients"), Asked(overlap="forward")])
+def test_results_come_in_behind_a_step_only_where_the_script_said_so(asked: Asked) -> None:
+    """A script that reads `.grad` behind backward(), or adds two averaged passes up, must find averages there."""
+    connection = Connection()
+    connection.asked = asked
+    policy = loss_limits.policy_of(connection)
+    assert policy.forward is (asked.overlap == "forward")
+    assert (policy.staleness, policy.late) == (False, False)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool) -> None:
+    freely = inputs("2/2Mb", exact=False, late=late, max_local_steps=1)
+    assert freely.profile is not None
+    rows = tuple(structs.replace(row, late=lateness, steps=row.steps + 0.01 * lateness)
+                 for row in ROWS if (row.codes, row.every, row.overlap) == ("gradients", 1, "") for lateness in (False, True))
+    bad = tuple(structs.replace(row, steps=9.0, steps_high=9.0) for row in ROWS if row.codes == "updates")
+    profile = structs.replace(freely.profile, learning=(*rows, *bad))
+    assert freely.policy is not None
+    made = planner.plan(freely.job, freely.cluster, profile, freely.policy)
+    assert any(b.stale for b in made.buckets) is late
 
 
 @pytest.mark.parametrize(("weight", "told", "exact"), [(1.0, False, False), (1.0, True, True), (0.5, False, True)])
@@ -117,3 +142,23 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
     assert (profile, policy.max_loss) == (made.profile, 0.02)
 
 
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("links", ["2/2Mb", FAST])
+def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
+    made_from = inputs(links, exact=exact, late=False)
+    current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    made, leaves = replan._best(made_from, current, apart=True)
+    assert made.steps_locally
+    assert leaves == ""
+    assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
+    assert made.step_s == pytest.approx(replan.step_s(made, made_from)), "priced as it runs, by the step and not by the round"
+
+
+def test_without_compression_is_in_updates_then_too() -> None:
+    made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    dense = replan._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
+    assert dense is not None
+    assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
+    assert dense.steps == steps_of(dense.plan, made_from)

@@ -53,7 +53,7 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
     """From gradients to local steps and round, and back to a plan of gradients."""
     training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
                         drift_steps=2)
-    found: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": []}
+    found: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
     for way in ("every", "round", "whole round", "updates", "gradients"):
         training.switch(way)
         found["rows"].append(training.tensors(buffers=False))
@@ -64,6 +64,12 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
         with pytest.raises(ValueError) as caught:
             training.switch(bad)
         found["refused"].append(str(caught.value))
+    for again in () if how == "ddp" else ("forward", "late"):
+        training.switch("every")
+        training.train(2)
+        go_over(training.connection, plan(training.connection.worker.job, again, training.codec), by_itself=True)
+        training.train(1)
+        found["undone"].append(training.session.inspect.plan)
     training.train(1)
     training.session.drain()
     found["rows"].append(training.tensors(buffers=False))
@@ -80,8 +86,11 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert first["plan"].codes == "updates"
     assert first["plan"].local_steps == 1
-    (line,) = [line for line in first["said"] if "different states" in line]
-    assert "changes of weights are still what is exchanged, now every step" in line
+    lines = [line for line in first["said"] if "different states" in line]
+    assert len(lines) == 1 + len(first["undone"])
+    assert all("changes of weights are still what is exchanged, now every step" in line for line in lines)
+    for made in first["undone"]:  # what plan="auto" goes back to
+        assert (made.codes, made.local_steps, made.overlap, any(b.stale for b in made.buckets)) == ("updates", 1, "", False)
     why = "behind local steps, which left the ranks' optimizers in different states"
     assert all(why in line or "overlap='forward': DistributedDataParallel" in line for line in first["refused"])
     every, in_rounds, _, updates, gradients = first["sent"]

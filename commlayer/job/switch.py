@@ -11,7 +11,7 @@ from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.agreed_plan import agreed_plan, check_plan
 from commlayer.job.connection import Connection
-from commlayer.job.ways import stepping
+from commlayer.job.ways import in_updates, stepping
 from commlayer.records import Plan
 from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.worker import Worker
@@ -21,19 +21,20 @@ from commlayer.transport.groups import Groups
 log = logging.getLogger("commlayer")
 
 
-def switch(made: Connection, plan: Plan | None) -> None:
+def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False) -> None:
     """Goes over to another plan between two steps. All ranks call it together; rank 0's plan counts, others may give None.
 
     Codecs start afresh, but what residuals owe is paid under the new plan. On servers that holds for elements that stay on
     their server, in the same unit; what else they owe is dropped. ValueError, and nothing changed, if the plan fits some rank
-    ill. What breaks off once servers have been told ends the job: some may have gone over, others not.
+    ill. What breaks off once servers have been told ends the job: some may have gone over, others not. `by_itself`: nobody
+    asked for just this plan, so what cannot be behind local steps is left out of it.
     """
     if made.worker is None or made.groups is None or made.uplink is None:
         raise ValueError("there is nobody to go over to another plan with")
     try:
         for act in made.catch_up:
             act()
-        _go_over(made, made.worker, made.groups, made.uplink, plan)
+        _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
         for behind in made.after_switch:
             behind()
     except CommError as error:
@@ -41,12 +42,14 @@ def switch(made: Connection, plan: Plan | None) -> None:
         made.worker.check()
 
 
-def _go_over(made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None) -> None:
+def _go_over(
+    made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
+) -> None:
     _check_between(made, old, groups)
     agreed = agreed_plan(lambda: stepping(_given(plan), made.asked), groups)
     said = ""
     if old.plan.steps_locally and not agreed.steps_locally and not _remember_alike(made, groups):
-        agreed, said = _updates_still(agreed, old.step)
+        agreed, said = _updates_still(agreed, old.step, by_itself=by_itself)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:
@@ -105,15 +108,15 @@ def _remember_alike(made: Connection, groups: Groups) -> bool:
     return len({row[0] for row in gather(groups, [made.stepped.digest()])}) == 1
 
 
-def _updates_still(plan: Plan, step: int) -> tuple[Plan, str]:
-    """The same with coded updates, and a line that says so. ValueError where that cannot be."""
+def _updates_still(plan: Plan, step: int, *, by_itself: bool) -> tuple[Plan, str]:
+    """The same with coded updates, and a line that says so. ValueError where that cannot be, but is what was asked for."""
     late = any(b.stale for b in plan.buckets)
-    if late or plan.overlap:
+    if (late or plan.overlap) and not by_itself:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
         raise ValueError(f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make it "
                          f"without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
-    return structs.replace(unpredicted, codes="updates"), (
+    return in_updates(unpredicted), (
         f"step {step}: the ranks' optimizers are in different states since they stepped locally, so changes of weights are "
         "still what is exchanged, now every step")
 

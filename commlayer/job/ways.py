@@ -113,6 +113,12 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
+def in_updates(plan: Plan) -> Plan:
+    """The same in every step, where averaged gradients would lead ranks apart: with coded updates, and nothing late."""
+    buckets = tuple(structs.replace(b, stale=False) if b.stale else b for b in plan.buckets)
+    return structs.replace(plan, codes="updates", overlap="", buckets=buckets)
+
+
 def ways_of(plan: Plan) -> list[tuple[str, str]]:
     """Those of `WAYS` that a plan goes, and how it says so."""
     found = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []

@@ -6,6 +6,7 @@ Runs on every rank: compares gradients at the end of a step's exchange, changes 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -48,8 +49,9 @@ def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
     if config.guard == "off" or (config.guard == "auto" and not (named or connection.auto)):
         return None
     by_budget = named or not connection.auto
-    return AccuracyGuard(connection, AccuracyLimits(budget=connection.max_loss or BUDGET), config.guard, config.deadline_s,
-                         by_budget=by_budget)
+    # A budget that nobody named judges no loss, unless the guard was asked for by name.
+    budget = connection.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
+    return AccuracyGuard(connection, AccuracyLimits(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
 
 
 class AccuracyGuard:
@@ -75,12 +77,18 @@ class AccuracyGuard:
         """Or only says what it sees: a plan that somebody asked for is theirs to change."""
         return self._mode == "act" or (self._mode == "auto" and self._connection.auto)
 
+    @property
+    def idle(self) -> bool:
+        """A plan that somebody asked for since, where nothing was named to hold it to: on all ranks alike."""
+        return self._mode == "auto" and not self._by_budget and not self._connection.auto
+
     # ---- at the end of a step's exchange
 
     def looks(self) -> bool:
         """Whether `look` will have something to do."""
         # A piece of a plan that is no longer in force is of buckets that nobody sends.
-        return (self._piece is not None or decide.due(self._state, self._steps)) and self._in_force is self._plan
+        due = self._piece is not None or decide.due(self._state, self._steps)
+        return due and self._in_force is self._plan and not self.idle
 
     def look(self) -> None:
         """Compares, where it is time to. CommError, latched in the worker, if another rank is gone."""
@@ -130,9 +138,10 @@ class AccuracyGuard:
         entered = self._take() if self._in_force is not self._plan else None
         self._state, changes = decide.after_step(self._state, self._steps, acts=self.acts, entered=entered)
         self._carry_out(changes)
-        begin_s = time.perf_counter()
+        begin_s, self._piece = time.perf_counter(), None
+        if self.idle:
+            return
         self._state, look = decide.next_look(self._state, self._steps)
-        self._piece = None
         if look is not None:
             self._piece = gradient_comparison.piece(self._watched, look.number, look.elements)
             prepared_s = time.perf_counter() - begin_s

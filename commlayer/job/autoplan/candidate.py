@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from commlayer.planner.model.cluster import Basis
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Basis, PlanInputs
+from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.records import Plan
 
 Price = tuple[float, float]
 """Seconds of communication, and the part of computing that hides it."""
+
+
+WAY = ("codes", "overlap", "local_steps", "fragments")
+"""What of a plan says how steps are exchanged."""
 
 
 class Candidate(NamedTuple):
@@ -46,6 +53,25 @@ class Candidate(NamedTuple):
         """The plan that was in force, as one to go over to."""
         return self._replace(basis=self.basis._replace(plan=self.current), price=self.current_price, steps=self.current_steps,
                              leaves="", plain=None)
+
+    def as_run(self, plan: Plan) -> Candidate:
+        """What came of it: a job may step otherwise than its plan says, as its script or its optimizers' states have it."""
+        if all(getattr(plan, way) == getattr(self.runnable, way) for way in WAY):
+            return self
+        buckets = self.plan.buckets
+        if plan.steps_locally:
+            buckets = tuple(structs.replace(b, stale=False) for b in buckets)
+        made = structs.replace(self.plan, buckets=buckets, step_s=plan.step_s, free_s=plan.free_s, steps=plan.steps,
+                               steps_high=plan.steps_high, **{way: getattr(plan, way) for way in WAY})
+        return self._replace(basis=self.basis._replace(plan=made), runnable=plan, steps=steps_of(made, self.basis.inputs))
+
+
+def steps_of(plan: Plan, made_from: PlanInputs) -> float:
+    """How many times as many steps as dense training it needs, cautiously."""
+    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    assert profile is not None
+    assert policy is not None
+    return 1.0 + plan_excess(plan, job, cluster, profile, policy).high
 
 
 class ReplanVerdict(NamedTuple):

@@ -184,8 +184,9 @@ def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: floa
     """With the costs that are known, for other rates. All wait for it where that takes less than a step."""
     assert state.links is not None
     links = tuple(Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, state.links.links, strict=True))
+    pace_s = 0.0 if state.lead is None else decide_rank0.pace_since(state.lead, state.links.watch.slow_s)
     state, actions = _plan_for(state, links, now)
-    state, actions = _start_planning(state, actions, step_s)
+    state, actions = _start_planning(state, actions, step_s, pace_s)
     return state, [*actions, AwaitPlan()] if 0.0 < plan_s < step_s else actions
 
 

@@ -5,6 +5,7 @@ Pure functions of what rank 0 knows, called by decide.py on rank 0 alone. No thr
 
 from __future__ import annotations
 
+from itertools import takewhile
 from statistics import median
 
 from msgspec import structs
@@ -26,8 +27,9 @@ HARDER = 1.25
 """Where a model's excess of steps is seen to be so many times what was planned with, another plan is looked for."""
 TRIED = 5
 """Steps under a plan that tell its pace, after one that warms up."""
-SLOWER = 0.0
-"""Where the loss comes later than under the plan before by more than this fraction, all go back."""
+SLOWER = 0.02
+"""Where the loss comes later than under the plan before by more than this fraction, all go back. Medians of so few steps under
+one plan differ by as much, and going back is not for nothing: servers drop what they owe."""
 PLAIN = 0.5
 """The plan without compression is tried where the loss would come later by at most this fraction, for prices err by as much."""
 STALE = LIMIT
@@ -44,6 +46,12 @@ def planning(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, 
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
     order = StartPlanning(current, known, links, step_s)
     return structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s), [order]
+
+
+def pace_since(lead: Lead, slow_s: float) -> float:
+    """Seconds of a step since steps became slow: rows are means over earlier steps, too. 0 where none has been slow here."""
+    slow = list(takewhile(lambda step_s: step_s > slow_s, reversed(lead.recent)))
+    return median(slow) if slow else 0.0
 
 
 def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
@@ -130,15 +138,16 @@ def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
     """All ranks run under the plan that was proposed. `plan`: as they run it."""
     proposed = proposal(lead)
     assert proposed is not None, "rank 0 has no plan that others could go over to"
-    candidate = proposed.candidate
+    candidate = proposed.candidate.as_run(plan)
+    substituted = candidate is not proposed.candidate
     lead = structs.replace(lead, recent=(), known=(plan, candidate.plan), steps=candidate.steps)
     actions: list[Action] = [Describe(candidate.basis, candidate.price)]
     if proposed.back:
         return structs.replace(lead, phase=Settling()), actions
     if candidate.leaves:
         actions.append(Say(candidate.leaves, warning=True))
-    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace)
-    return structs.replace(lead, phase=trial, check=_expects(candidate.plan.step_s)), actions
+    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace or substituted)
+    return structs.replace(lead, phase=trial, check=None if substituted else _expects(candidate.plan.step_s)), actions
 
 
 def refused(lead: Lead) -> Lead:

@@ -218,7 +218,7 @@ class AutoPlan:
         made = self._connection
         left = made.plan
         try:
-            switch(made, None if candidate is None else candidate.runnable)
+            switch(made, None if candidate is None else candidate.runnable, by_itself=True)
         except ValueError as error:  # on all ranks, and nothing has changed
             self._feed(Refused(str(error)))
             return

@@ -21,14 +21,21 @@ def codecs(connection: Connection) -> list[str]:
     return codec_floor.at_least(connection.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
+def remembers(connection: Connection) -> bool:
+    """Whether its optimizer does: then local steps leave ranks with different states."""
+    return connection.stepped is not None and connection.stepped.remembers
+
+
 def policy_of(connection: Connection) -> Policy:
     """What its script allows, as rank 0 sees it. Where another rank sees it otherwise, it refuses the plan."""
-    ways, asked, worker = allowed_ways(connection), connection.asked, connection.worker
+    ways, worker = allowed_ways(connection), connection.worker
     # Shares of a batch weigh the gradients of each step: samplers and controllers refuse local steps.
     shared = worker is not None and (worker.units.told or worker.units.weight != 1.0)
     return Policy(
         devices=("cpu",), optimizer=connection.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
-        forward="forward" in ways, staleness=not asked.exact and asked.overlap != "forward",
+        # Scripts read and add up what backward() leaves in `.grad`: there averages are missing where results come in during the
+        # next forward pass, and old ones are put in place of what has gathered where results are late.
+        forward="forward" in ways and connection.asked.overlap == "forward", late=False,
     )
 
 

@@ -11,12 +11,13 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
-from commlayer.job.autoplan.candidate import Candidate, Price
+from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.autoplan.link_probes import RankMeasurement, homes_of
 from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.connection import Connection
 from commlayer.job.shares.comm_cost import communication
+from commlayer.job.ways import in_updates
 from commlayer.measure import bucket_overheads, codec_costs
 from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped
@@ -26,7 +27,6 @@ from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
-from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.tables.machines import learning_rows
 from commlayer.records import Job, Plan
 
@@ -79,17 +79,18 @@ class Replanner:
 
         @functools.cache
         def current_s(contention: float) -> float:
-            return planner.simulate(as_planned, job, cluster, dearer(alone, contention), policy).step_s
+            return step_s(as_planned, PlanInputs(job, cluster, dearer(alone, contention), policy))
 
         self._contention = self._contention or factor(measured.step_s, current_s)
         profile = dearer(alone, self._contention)
         inputs = PlanInputs(job, cluster, profile, policy)
-        best, leaves = _best(inputs, current)
+        apart = current.steps_locally and loss_limits.remembers(self._connection)
+        best, leaves = _best(inputs, current, apart=apart)
         price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
         found = Candidate(
             Basis(best, inputs), on_servers(best, homes), as_planned, current_s(self._contention), current_s(1.0), price,
             current_price, 0.0, steps_of(best, inputs), steps_of(as_planned, inputs), leaves)
-        plain = _plain(found)
+        plain = _plain(found, apart=apart)
         return found._replace(took_s=time.perf_counter() - begin, plain=plain)
 
     def _begun(self) -> Measurements:
@@ -144,32 +145,31 @@ def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow,
                  for row, steps in zip(rows, more, strict=True))
 
 
-def steps_of(plan: Plan, made_from: PlanInputs) -> float:
-    """How many times as many steps as dense training it needs, cautiously."""
-    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
-    assert profile is not None
-    assert policy is not None
-    return 1.0 + plan_excess(plan, job, cluster, profile, policy).high
+def step_s(plan: Plan, made_from: PlanInputs) -> float:
+    """Seconds of a step, each of those that share an exchange bearing its part."""
+    timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
+    return timeline.step_s / plan.local_steps
 
 
-def _best(made_from: PlanInputs, current: Plan) -> tuple[Plan, str]:
+def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple[Plan, str]:
     """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them.
 
-    That needs more than a plan that is a little better: what optimizer states mean changes with it.
+    That needs more than a plan that is a little better: what optimizer states mean changes with it. `apart`: they have come to
+    differ, so nothing goes back to averaged gradients, and what is found for them is counted as it would run.
     """
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
     assert job.timing is not None
-    plain = _as_asked(planner.plan(job, cluster, profile, structs.replace(policy, exact=True, staleness=False)), current)
+    plain = _as_asked(planner.plan(job, cluster, profile, structs.replace(policy, exact=True)), current)
+    plain = _in_updates(plain, made_from) if apart else plain
     plain_s = plain.step_s * steps_of(plain, made_from)
     computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
-    if (policy.exact and not policy.staleness) or plain_s <= KEEPS_UP * computing_s:
+    if policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s):
         return plain, ""
     other = _as_asked(planner.plan(job, cluster, profile, policy), current)
-    if exact(other) or other.step_s * steps_of(other, made_from) > LEAVES * plain_s:
+    if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:
         return plain, ""
-    how = f"{other.local_steps} local steps" if other.local_steps > 1 else \
-        "steps on own gradients" if other.steps_locally else "results that are a step late"
+    how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
         how += ", exchanged while the next are taken"
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
@@ -184,7 +184,13 @@ def exact(plan: Plan) -> bool:
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
 
-def _plain(found: Candidate) -> Candidate | None:
+def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
+    """As it runs where optimizers remember different things, and what that takes."""
+    made = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
+    return structs.replace(made, step_s=step_s(made, made_from))
+
+
+def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
     """The plan without compression by the same prices; None where that is what is in force."""
     made_from = found.basis.inputs
     inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
@@ -194,9 +200,10 @@ def _plain(found: Candidate) -> Candidate | None:
     )
     if plain.buckets == found.current.buckets:
         return None
-    plain = _as_asked(structs.replace(plain, step_s=planner.simulate(plain, *inputs).step_s), found.runnable)
-    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs), steps=1.0,
-                          leaves="")
+    plain = _in_updates(plain, made_from) if apart else structs.replace(plain, step_s=step_s(plain, made_from))
+    plain = _as_asked(plain, found.runnable)
+    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs),
+                          steps=steps_of(plain, made_from), leaves="")
 
 
 def _as_asked(plan: Plan, before: Plan) -> Plan:

@@ -134,6 +134,8 @@ class Policy(Record, frozen=True):
     """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as were measured."""
     staleness: bool = False
     """Whether results may be used one step late; without `exact` they may."""
+    late: bool = True
+    """False: nor do they without `exact`."""
     priority: bool = True
     """Forward order on the wire; else by readiness."""
     whole_tree: bool = False
