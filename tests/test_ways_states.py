@@ -17,6 +17,7 @@ import torch
 from pool_kit import Servers, pool, tree
 from test_session_processes import last_line
 from test_ways_switch import LOCAL, OPTIMIZERS, WORLD, Net, Training, plan
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
@@ -214,10 +215,30 @@ def test_nobody_goes_unless_all_can() -> None:
         assert "of 2 local steps: a communication hook that a script registers averages gradients" in said["hook"]
 
 
+class Wrapping(torch.optim.Optimizer):
+    """As Accelerate's: one by its type, which has never been made one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+ODD: dict[str, Any] = {
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
+    "wrapping": lambda m: Wrapping(torch.optim.AdamW(m.parameters())),
+    "sharded": lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=torch.optim.AdamW),
+}
+
+
 def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
     model = Net()
     optimizer = how.pop("optimizer", "adamw")
-    stepped = optimizer and OPTIMIZERS.get(optimizer, lambda m: torch.optim.LBFGS(m.parameters()))(model)
+    stepped = optimizer and (OPTIMIZERS | ODD)[optimizer](model)
     if how.pop("scaled", False):
         how["scaler"] = torch.amp.GradScaler("cpu")
     called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
@@ -237,6 +258,8 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({}, {"forward", "updates", "local", "round"}, ""),
     ({"optimizer": None}, set(), "local: got optimizer NoneType"),
     ({"optimizer": "lbfgs"}, set(), "local: LBFGS makes a number of backward passes of its own"),
+    ({"optimizer": "wrapping"}, set(), "local: got optimizer Wrapping, which has no hooks on its steps"),
+    ({"optimizer": "sharded"}, set(), "local: ZeroRedundancyOptimizer steps each parameter on one rank alone"),
     ({"ddp": True}, {"updates", "local", "round"}, "forward: overlap='forward': DistributedDataParallel"),
     ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler skips steps by all gradients"),
     ({"max_norm": 1.0}, {"updates", "local", "round"}, "forward: max_norm="),
