@@ -14,6 +14,7 @@ from collections import deque
 import torch
 
 from commlayer.errors import CommError
+from commlayer.job.autoplan import loss_limits
 from commlayer.job.autoplan.actions import (
     Action,
     Afresh,
@@ -54,6 +55,7 @@ from commlayer.job.autoplan.state import Proposing
 from commlayer.job.autoplan.step_reports import StepReports
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
+from commlayer.planner.model.cluster import Policy
 from commlayer.records import Job
 from commlayer.transport.groups import Groups
 
@@ -192,14 +194,20 @@ class AutoPlan:
     def _start_planning(self, order: StartPlanning) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._thread = threading.Thread(target=self._plan, args=(order,), name="commlayer-planner", daemon=True)
+        try:
+            # Here, between two steps: it tries the script's optimizer, and what a trial draws it puts back for all threads.
+            policy = loss_limits.policy_of(self._connection)
+        except Exception as error:
+            self._news.append(Planned(order, None, f"{type(error).__name__}: {error}"))
+            return
+        self._thread = threading.Thread(target=self._plan, args=(order, policy), name="commlayer-planner", daemon=True)
         self._thread.start()
 
-    def _plan(self, order: StartPlanning) -> None:
+    def _plan(self, order: StartPlanning, policy: Policy) -> None:
         """On a thread of its own, so it only leaves its result."""
         found, why = None, ""
         try:
-            found = self._replanner.find(order.current, order.known, order.links)
+            found = self._replanner.find(order.current, order.known, order.links, policy)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         self._news.append(Planned(order, found, why))
