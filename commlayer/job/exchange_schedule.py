@@ -61,13 +61,13 @@ class ExchangeSchedule:
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
         if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
-            self._tell()
+            self._drained()
 
     def settle(self) -> None:
         """Brings in what is under way. All ranks call it behind the same step."""
         if self.local is not None and self.local.under_way:
             self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._tell()
+            self._drained()
 
     def detach(self) -> None:
         """No more exchanges."""
@@ -107,14 +107,16 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._tell()
+            self._share()
+            for observer in self._observers:
+                observer.after_exchange()
 
     @property
     def _worker(self) -> Worker:
         assert self._connection.worker is not None
         return self._connection.worker
 
-    def _tell(self) -> None:
+    def _drained(self) -> None:
         self._share()
         for observer in self._observers:
-            observer.after_exchange()
+            observer.after_drain()

@@ -103,7 +103,7 @@ class AutoPlan:
         step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
         if self._reports is not None:
             self._reports.step(step_s)
-        self._busy = True  # a change of plans exchanges what is left of a round
+        self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
             self._feed(StepOver(step_s, self._meanwhile()))
         except CommError as error:
@@ -114,11 +114,17 @@ class AutoPlan:
         self._ended = time.perf_counter()
 
     def after_exchange(self) -> None:
-        """Local steps have been exchanged, in turns if there are several: the end of as many steps. Not behind a drain."""
+        """Local steps have been exchanged, in turns if there are several: the end of as many steps."""
         plan = self._connection.plan
         assert plan is not None
         if not self._busy and plan.steps_locally:
             self.after_step(plan.local_steps // plan.fragments)
+
+    def after_drain(self) -> None:
+        """Local steps have been exchanged before it was time to, which is the end of no round."""
+        local = self._connection.local
+        if local is not None and not local.taken:
+            self._ended = time.perf_counter()  # the next begins here
 
     def settle(self, deadline_s: float) -> list[ReplanVerdict]:
         """What planning has found, when it is over or that time is."""
