@@ -14,6 +14,7 @@ from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
+from commlayer.runtime.plan_handover import owe
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -91,6 +92,7 @@ class ExchangeSchedule:
         if not plan.steps_locally:
             if made.local is not None:
                 units.weigh(*made.local.weights.now)
+                owe(made.worker, made.local.unpaid)
                 made.local = None
                 self._unhook()
             return
