@@ -78,7 +78,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [
-    "", "accumulated", "scaled", "scaled, clipped, accumulated", "ddp, clipped", "ddp, accumulated", "ddp, scaled",
+    "", "clipped", "accumulated", "scaled", "scaled, clipped, accumulated", "ddp, clipped", "ddp, accumulated", "ddp, scaled",
 ])
 def test_a_script_trains_on_whatever_way_is_proposed(how: str, tmp_path: Path) -> None:
     with Servers(WORLD, 1) as servers:
@@ -92,3 +92,21 @@ def test_a_script_trains_on_whatever_way_is_proposed(how: str, tmp_path: Path) -
     assert median(first["losses"][-9:]) < 0.9 * median(first["losses"][:9])
     assert first["loaded"]
     assert second["loaded"]
+
+
+def read(rank: int, address: str, way: str, how: str) -> list[torch.Tensor]:
+    training = Script(rank, address, way, how=how, optimizer="adamw")
+    training.seen = []
+    training.train(6)
+    training.session.synchronize()
+    rows = training.tensors()
+    training.session.close()
+    return rows
+
+
+def test_a_script_that_reads_gradients_under_a_plan_it_did_not_ask_for_gets_them() -> None:
+    runs = []
+    for way in ("gradients", "forward"):
+        with Servers(WORLD, 1) as servers:
+            runs += pool(WORLD).call(read, servers.address, way, "clipped")
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
