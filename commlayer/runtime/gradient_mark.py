@@ -1,7 +1,8 @@
 """What stands in `.grad` while its average is on its way: a tensor without contents that refuses to be used.
 
 It has the gradient's shape, type and device, so that it can stand there, and can be cleared as `zero_grad()` does it. Whatever
-else reads or writes it gets one line that says why there is nothing yet, instead of half an average.
+else reads or writes it gets one line that says why there is nothing yet, instead of half an average; or waits for all of it,
+where the script did not ask for overlap.
 """
 
 from __future__ import annotations
