@@ -112,7 +112,7 @@ class Config(Record, frozen=True):
 
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
-ALIKE_SET = ("join", "trace")
+ALIKE_SET = ("join", "trace", "loss")
 """Settings that must be there on all ranks or on none, whatever they are."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, 
 from commlayer.job.autoplan.replan import harder_by
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
+from commlayer.job.ways import WAYS
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import FIRST_S
@@ -277,6 +279,18 @@ def test_that_a_plan_is_stale_is_among_a_sessions_events_and_decisions() -> None
         auto.carry_out(action)
     assert (connection.events, connection.decisions) == ([event], [f"step 0: {event.reason}"])
     assert (connection.basis, connection.price) == (basis_of(START), (0.3, 0.1))
+
+
+def test_what_the_script_allows_is_asked_on_its_own_thread() -> None:
+    """It tries the optimizer, and the generator that a trial puts back is that of dropout, too."""
+    connection, asked = Connection(), []
+    connection.plan = START
+    connection.forbids = lambda way: asked.append((way, threading.current_thread())) or ""
+    auto = AutoPlan(connection, JOB)
+    auto.carry_out(StartPlanning(START, None, LINKS, 1.0))
+    assert auto._thread is not None
+    auto._thread.join()
+    assert asked == [(way, threading.current_thread()) for way in WAYS]
 
 
 def test_a_plan_that_was_kept_is_expected_at_the_pace_it_has() -> None:

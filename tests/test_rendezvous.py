@@ -84,6 +84,7 @@ def another_version(rank: int) -> tuple[str, float]:
 ALIKE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "batch": (settings, ({"batch": 8.0},), r"batch: 1.0 on rank 0, 2 \(\w+\), 8.0 on rank 1 \(\w+\); allowed: the same on all"),
     "join": (settings, ({"join": "127.0.0.1:9"},), r"join: not set on rank 0, 2 \(\w+\), set on rank 1 \(\w+\)"),
+    "loss": (settings, ({"loss": "/nowhere/loss.json"},), r"loss: not set on rank 0, 2 \(\w+\), set on rank 1 \(\w+\)"),
     "guard": (settings, ({"guard": "warn"},), r"guard: auto on rank 0, 2 .*, warn on rank 1"),
     "a setting that is none": (settings, ({"deadlin_s": 3},), r"(rank 1 \(\w+\): )?deadlin_s: no such setting"),
     "plain text": (settings, ({"bind": "10.0.0.9"},), r"(rank 1 \(\w+\): )?bind: 10.0.0.9 is not loopback and traffic is"),

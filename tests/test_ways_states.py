@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pool_kit
@@ -16,7 +17,8 @@ import pytest
 import torch
 from pool_kit import Servers, pool, tree
 from test_session_processes import last_line
-from test_ways_switch import LOCAL, OPTIMIZERS, WORLD, Net, Training, plan
+from test_ways_switch import LOCAL, OPTIMIZERS, WAYS, WORLD, Net, Training, plan
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
@@ -26,6 +28,7 @@ from commlayer.job.switch import switch as go_over
 from commlayer.runtime.model_job import job_of
 
 _ranks = pool_kit.ranks_first(WORLD)
+PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
 
 
 def back_and_forth(rank: int, address: str, optimizer: str, ways: list[str]) -> list[torch.Tensor]:
@@ -182,6 +185,54 @@ def test_who_decides_while_a_job_trains_can_change_ways(how: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
 
 
+def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
+    """Somebody wants another plan while the script saves, drains, changes plans itself and ends."""
+    training = Training(rank, address, "round", optimizer="plain")
+    told, wanted, plans = [], [""], []
+
+    def go_on() -> None:
+        told.append(training.step)
+        if way := wanted[0]:
+            wanted[0] = ""
+            go_over(training.connection, plan(training.connection.worker.job, way) if rank == 0 else None)
+
+    def note() -> None:
+        plans.append(next(name for name, fields in WAYS.items() if all(
+            getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
+
+    training.session._driver.observers.add(Observer(Place.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
+    training.train(3)
+    wanted[0] = "every"
+    for act in (lambda: training.session.save(folder), lambda: training.session.load(folder), training.session.drain):
+        act()
+        note()
+    training.train(3)
+    note()
+    wanted[0] = "updates"
+    training.switch("whole round")
+    note()
+    training.train(4)
+    note()
+    found = {"told": told[:], "plans": plans, "rows": training.tensors()}
+    training.switch("every")
+    training.train(1)
+    wanted[0] = "updates"
+    training.session.drain()
+    training.session.close()
+    note()
+    return found | {"left": wanted[0]}
+
+
+def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_change(tmp_path: Path) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
+    assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
+    assert first["told"] == [1, 4, 8, 9], "behind the second step of a turn, from a drain or a change of plans on"
+    assert first["left"] == "updates"
+    assert first["told"] == second["told"]
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
+
+
 def refused(rank: int, address: str) -> dict[str, str]:
     """Rank 1 alone cannot; then nobody goes, and all go on as before."""
     training, said = Training(rank, address, "gradients", optimizer="adamw"), {}
@@ -223,10 +274,30 @@ def test_nobody_goes_unless_all_can() -> None:
         assert "of 2 local steps: a communication hook that a script registers averages gradients" in said["hook"]
 
 
+class Wrapping(torch.optim.Optimizer):
+    """As Accelerate's: one by its type, which has never been made one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+ODD: dict[str, Any] = {
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
+    "wrapping": lambda m: Wrapping(torch.optim.AdamW(m.parameters())),
+    "sharded": lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=torch.optim.AdamW),
+}
+
+
 def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
     model = Net()
     optimizer = how.pop("optimizer", "adamw")
-    stepped = optimizer and OPTIMIZERS.get(optimizer, lambda m: torch.optim.LBFGS(m.parameters()))(model)
+    stepped = optimizer and (OPTIMIZERS | ODD)[optimizer](model)
     if how.pop("scaled", False):
         how["scaler"] = torch.amp.GradScaler("cpu")
     called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
@@ -246,6 +317,8 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({}, {"forward", "updates", "local", "round"}, ""),
     ({"optimizer": None}, set(), "local: got optimizer NoneType"),
     ({"optimizer": "lbfgs"}, set(), "local: LBFGS makes a number of backward passes of its own"),
+    ({"optimizer": "wrapping"}, set(), "local: got optimizer Wrapping, which has no hooks on its steps"),
+    ({"optimizer": "sharded"}, set(), "local: ZeroRedundancyOptimizer steps each parameter on one rank alone"),
     ({"ddp": True}, {"updates", "local", "round"}, "forward: overlap='forward': DistributedDataParallel"),
     ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler skips steps by all gradients"),
     ({"max_norm": 1.0}, {"updates", "local", "round"}, "forward: max_norm="),

@@ -13,6 +13,10 @@ from commlayer.job.connection import Connection
 from commlayer.job.overlap_check import check_overlap
 from commlayer.job.quiet_ddp import check_silenceable
 from commlayer.job.ways import WAYS, Forbids
+from commlayer.optim.pieces import hooked
+
+SHARDED = "ZeroRedundancyOptimizer"
+"""By name: torch has it only where torch.distributed is built, and imports much for it."""
 
 
 def allowed_ways(connection: Connection) -> set[str]:
@@ -80,6 +84,12 @@ def check_local(optimizer: Any, said: str = "") -> None:
     if not hasattr(optimizer, "register_step_post_hook"):
         raise ValueError(f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
                          f"steps weights are exchanged: attach(model, optimizer{also})")
+    if not hooked(optimizer):  # a wrapper that is an Optimizer by its type alone, as Accelerate's
+        raise ValueError(f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the optimizer "
+                         "inside it")
+    if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
+        raise ValueError(f"{name}{SHARDED} steps each parameter on one rank alone, which would learn from its own batches "
+                         "only; allowed: the optimizer that it shards, or every=1 with gradients")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
                          "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")

@@ -77,11 +77,11 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
 
 def save(connection: Connection, directory: Path) -> None:
     """See Session.save, and job/checkpoint_files.py for what lies where and in which order."""
-    worker, uplink = connection.worker, connection.uplink
-    if worker is None:
+    if connection.worker is None:
         return
     for act in connection.bring_in:
         act()
+    worker, uplink = connection.worker, connection.uplink  # of the plan that stands then
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
         with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply

@@ -14,6 +14,7 @@ from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
+from commlayer.runtime.plan_handover import owe
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -61,13 +62,13 @@ class ExchangeSchedule:
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
         if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
-            self._tell()
+            self._drained()
 
     def settle(self) -> None:
         """Brings in what is under way. All ranks call it behind the same step."""
         if self.local is not None and self.local.under_way:
             self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._tell()
+            self._drained()
 
     def detach(self) -> None:
         """No more exchanges."""
@@ -91,6 +92,7 @@ class ExchangeSchedule:
         if not plan.steps_locally:
             if made.local is not None:
                 units.weigh(*made.local.weights.now)
+                owe(made.worker, made.local.unpaid)
                 made.local = None
                 self._unhook()
             return
@@ -107,14 +109,16 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._tell()
+            self._share()
+            for observer in self._observers:
+                observer.after_exchange()
 
     @property
     def _worker(self) -> Worker:
         assert self._connection.worker is not None
         return self._connection.worker
 
-    def _tell(self) -> None:
+    def _drained(self) -> None:
         self._share()
         for observer in self._observers:
-            observer.after_exchange()
+            observer.after_drain()

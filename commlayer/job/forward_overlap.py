@@ -43,7 +43,9 @@ class ForwardOverlap:
         """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
         self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
-        self._marks = [GradientMark.of(name, p) for name, p in named]
+        waits = loop.connection.asked.overlap != "forward"  # then its script may read gradients as under any other plan
+        self._marks = [GradientMark.of(name, p, partial(self._final, number) if waits else None)
+                       for number, (name, p) in enumerate(named)]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
         self._lock = threading.RLock()
@@ -217,6 +219,12 @@ class ForwardOverlap:
             if self._out is not None:
                 self._end()
             return True
+
+    def _final(self, number: int) -> torch.Tensor:
+        """Somebody reads that gradient: the step is as without overlap from here on."""
+        self.end()
+        p = self._parameters[number]
+        return torch.zeros_like(p) if p.grad is None or p.grad is self._marks[number] else p.grad
 
     def _end_if_over(self) -> None:
         if self._out is not None and self._out.over and not self._stepping:

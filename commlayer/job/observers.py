@@ -49,7 +49,10 @@ class Observer(NamedTuple):
     looks: Callable[[], bool] = _never
     """Whether `before_commit` has something to see in the step under way."""
     after_exchange: Callable[[], None] = _nothing
-    """Local steps have been exchanged."""
+    """Local steps have been exchanged, when it was time to. Who changes plans may do so then."""
+    after_drain: Callable[[], None] = _nothing
+    """They have been exchanged ahead of that, for a save, an evaluation, the end or a change of plans, which goes on under the
+    same plan."""
 
 
 class Observers:

@@ -49,14 +49,21 @@ class OptimizerHooks:
     def leave(self, around: Around) -> None:
         self._members = [each for each in self._members if each is not around]
         if not self._members and not self._stepping:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            self._remove()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _before(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for each in tuple(self._members):
-            each.before(optimizer, args, kwargs)
         self._stepping = True
+        try:
+            for each in tuple(self._members):
+                each.before(optimizer, args, kwargs)
+        except BaseException:
+            self._stepping = False  # there will be no step
+            raise
 
     def _first(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for each in tuple(self._members):
@@ -68,3 +75,6 @@ class OptimizerHooks:
                 each.last(optimizer, args, kwargs)
         finally:
             self._stepping = False
+            # torch goes over hooks while it calls them: only behind the last one may some be taken out.
+            if not self._members and self._handles[-1].id == next(reversed(self._optimizer._optimizer_step_post_hooks)):
+                self._remove()

@@ -56,7 +56,8 @@ class StepLoop:
             connection.worker.settle = self._use.settle
             connection.on_close.append(self._use.detach)
         if (auto := auto_of(connection)) is not None:
-            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange))
+            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
+                                   after_drain=auto.after_drain))
         self._guard = guard_of(connection, config)
         if self._guard is not None:
             observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look,
@@ -65,7 +66,7 @@ class StepLoop:
         if (watch := watch_of(connection)) is not None:
             observers.add(Observer(Place.STALE_PLAN, watch, watch))
         if (drift := drift_of(connection, compared, optimizer, config)) is not None:
-            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift))
+            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     @property
     def worker(self) -> Worker:

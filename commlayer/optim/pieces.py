@@ -45,10 +45,15 @@ def _plain_step(kind: type) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
+def hooked(optimizer: Any) -> bool:
+    """Whether it calls hooks around its steps: a wrapper may be an Optimizer by its type alone."""
+    return isinstance(optimizer, Optimizer) and all(hook in vars(optimizer) for hook in HOOKS)
+
+
 def indivisible(optimizer: Any) -> str:
     """Why it cannot be stepped in pieces, "" if it can."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer) or not all(hook in vars(optimizer) for hook in HOOKS):
+    if not hooked(optimizer):
         return f"{name} is no torch.optim.Optimizer with hooks on its steps: pass the one inside it"
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):

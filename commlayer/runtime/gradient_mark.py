@@ -1,7 +1,8 @@
 """What stands in `.grad` while its average is on its way: a tensor without contents that refuses to be used.
 
 It has the gradient's shape, type and device, so that it can stand there, and can be cleared as `zero_grad()` does it. Whatever
-else reads or writes it gets one line that says why there is nothing yet, instead of half an average.
+else reads or writes it gets one line that says why there is nothing yet, instead of half an average; or waits for all of it,
+where the script did not ask for overlap.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ class GradientMark(torch.Tensor):
 
     owner: str
     zeroed: bool
+    final: Callable[[], torch.Tensor] | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all that it is used for comes by __torch_dispatch__
 
     @staticmethod
-    def of(name: str, p: torch.Tensor) -> GradientMark:
+    def of(name: str, p: torch.Tensor, final: Callable[[], torch.Tensor] | None = None) -> GradientMark:
+        """`final` waits for what is to stand there, for a script that knows nothing of all this; None refuses."""
         mark: GradientMark = torch.Tensor._make_wrapper_subclass(
             GradientMark, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device)
-        mark.owner, mark.zeroed = name, False
+        mark.owner, mark.zeroed, mark.final = name, False, final
         return mark
 
     def fresh(self) -> GradientMark:
@@ -56,7 +59,9 @@ class GradientMark(torch.Tensor):
         if func in _KEEPS:
             return args[0]
         flat = [*args, *(each for arg in args if isinstance(arg, list | tuple) for each in arg), *(kwargs or {}).values()]
-        return next(t for t in flat if isinstance(t, GradientMark))._refuse()
+        if (mark := next(t for t in flat if isinstance(t, GradientMark))).final is None:
+            mark._refuse()
+        return func(*(_final(arg) for arg in args), **{name: _final(arg) for name, arg in (kwargs or {}).items()})
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         del force
@@ -73,3 +78,9 @@ class GradientMark(torch.Tensor):
 
     def _refuse(self) -> NoReturn:
         raise ValueError(NOT_FINAL.format(self.owner))
+
+
+def _final(value: Any) -> Any:
+    if isinstance(value, GradientMark) and value.final is not None:
+        return value.final()
+    return type(value)(map(_final, value)) if isinstance(value, list | tuple) else value

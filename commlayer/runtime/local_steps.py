@@ -111,6 +111,11 @@ class LocalSteps:
             if (owed := pay(debts, whole)) is not None:
                 self._owed[number] = owed.view(p.shape).to(p.device)
 
+    @property
+    def unpaid(self) -> list[Debt]:
+        """What of it is still to go into a gradient: those of its parameters were missing, sparse or not finite so far."""
+        return [Debt(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
+
     def _pay(self, scale: float) -> None:
         grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # else the step is one to skip

@@ -3,14 +3,14 @@
 Debts go on whatever path and codec their elements take now, as `carry` of the buckets that hold them. Under plans that average
 gradients they are gradients, under those whose ranks step locally changes of weights, and only an optimizer knows what one is
 in terms of the other. So from gradients to local steps they stay gradients: each rank's own go into its next step's (`unpaid`).
-The other way they go where a gradient's effect on a weight is a number, the rate of SGD without momentum, and are dropped
-otherwise; decision 0121 says why.
+What met no gradient to go into comes back as it went (`owe`). Changes of weights go the other way where a gradient's effect
+on a weight is a number, the rate of SGD without momentum, and are dropped otherwise; decision 0121 says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.debts import Debt, pay
@@ -60,3 +60,16 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
     for bucket in after.buckets:
         paid = pay(debts, bucket.slices)
         bucket.carry = None if paid is None else paid * after.units.rate_of(bucket)
+
+
+def owe(worker: Worker, unpaid: Sequence[Debt]) -> None:
+    """It averages gradients and owes these, too: gradients of this worker alone."""
+    units = worker.units
+    part = units.weight * units.members / units.total if units.total else 0.0
+    if unpaid and not part:
+        log.info("what %d tensors still owe is dropped: this worker's gradients weigh nothing", len(unpaid))
+        return
+    for bucket in worker.buckets:
+        if (paid := pay(unpaid, bucket.slices)) is not None:
+            more = paid * part * units.rate_of(bucket)
+            bucket.carry = more if bucket.carry is None else bucket.carry + more

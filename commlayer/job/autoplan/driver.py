@@ -14,6 +14,7 @@ from collections import deque
 import torch
 
 from commlayer.errors import CommError
+from commlayer.job.autoplan import loss_limits
 from commlayer.job.autoplan.actions import (
     Action,
     Afresh,
@@ -54,6 +55,7 @@ from commlayer.job.autoplan.state import Proposing
 from commlayer.job.autoplan.step_reports import StepReports
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
+from commlayer.planner.model.cluster import Policy
 from commlayer.records import Job
 from commlayer.transport.groups import Groups
 
@@ -101,7 +103,7 @@ class AutoPlan:
         step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
         if self._reports is not None:
             self._reports.step(step_s)
-        self._busy = True  # a change of plans exchanges what is left of a round
+        self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
             self._feed(StepOver(step_s, self._meanwhile()))
         except CommError as error:
@@ -112,11 +114,17 @@ class AutoPlan:
         self._ended = time.perf_counter()
 
     def after_exchange(self) -> None:
-        """Local steps have been exchanged, in turns if there are several: the end of as many steps. Not behind a drain."""
+        """Local steps have been exchanged, in turns if there are several: the end of as many steps."""
         plan = self._connection.plan
         assert plan is not None
         if not self._busy and plan.steps_locally:
             self.after_step(plan.local_steps // plan.fragments)
+
+    def after_drain(self) -> None:
+        """Local steps have been exchanged before it was time to, which is the end of no round."""
+        local = self._connection.local
+        if local is not None and not local.taken:
+            self._ended = time.perf_counter()  # the next begins here
 
     def settle(self, deadline_s: float) -> list[ReplanVerdict]:
         """What planning has found, when it is over or that time is."""
@@ -192,14 +200,20 @@ class AutoPlan:
     def _start_planning(self, order: StartPlanning) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._thread = threading.Thread(target=self._plan, args=(order,), name="commlayer-planner", daemon=True)
+        try:
+            # Here, between two steps: it tries the script's optimizer, and what a trial draws it puts back for all threads.
+            policy = loss_limits.policy_of(self._connection)
+        except Exception as error:
+            self._news.append(Planned(order, None, f"{type(error).__name__}: {error}"))
+            return
+        self._thread = threading.Thread(target=self._plan, args=(order, policy), name="commlayer-planner", daemon=True)
         self._thread.start()
 
-    def _plan(self, order: StartPlanning) -> None:
+    def _plan(self, order: StartPlanning, policy: Policy) -> None:
         """On a thread of its own, so it only leaves its result."""
         found, why = None, ""
         try:
-            found = self._replanner.find(order.current, order.known, order.links)
+            found = self._replanner.find(order.current, order.known, order.links, policy)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         self._news.append(Planned(order, found, why))

@@ -58,10 +58,10 @@ class Replanner:
     def rows(self) -> list[RankMeasurement]:
         return self._begun().rows
 
-    def find(self, current: Plan, known: Plan | None, links: Sequence[Link]) -> Candidate:
+    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Policy) -> Candidate:
         """The best plan for nodes with these links.
 
-        `current` is in force; `known`: the same as the planner has it, if it is the planner's.
+        `current` is in force; `known`: the same as the planner has it, if it is the planner's. `allowed`: by the script.
         """
         measured, homes = self._begun(), homes_of(self._connection)
         if self._profile is None:
@@ -73,8 +73,7 @@ class Replanner:
         cuda = worker is not None and worker.device.type == "cuda"
         job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
         rows = harder_by(learning_rows(), self._connection.harder)
-        alone, policy = loss_limits.bounded(
-            self._connection, structs.replace(self._profile, learning=rows), loss_limits.policy_of(self._connection))
+        alone, policy = loss_limits.bounded(self._connection, structs.replace(self._profile, learning=rows), allowed)
         as_planned = known or at_home(current, homes)
 
         @functools.cache

@@ -126,7 +126,7 @@ class Policy(Record, frozen=True):
     exact: bool = True
     """Only ways that are synchronous SGD up to coding. False: also local steps, coded updates and late results."""
     forward: bool = False
-    """Whether results may come in during the next forward pass (overlap="forward"): of one worker a node, attached plainly."""
+    """Whether results may come in during the next forward pass (overlap="forward"), which wants a plain module."""
     devices: tuple[str, ...] = ("gpu", "cpu")
     max_encodes: int = 4
     """Compressions of one gradient on its way."""
