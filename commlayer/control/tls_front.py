@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from commlayer.config import join_host
-from commlayer.errors import CommError
+from commlayer.errors import CommError, RecordError
 from commlayer.transport.connection import drop, watch
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.tls import CONTROL, TlsSocket
@@ -80,7 +80,12 @@ class Front:
                     return
                 time.sleep(0.1)  # the system is short of something: others may free it
                 continue
-            made = TlsSocket(sock, self._keys, CONTROL, server=True)
+            try:
+                made = TlsSocket(sock, self._keys, CONTROL, server=True)
+            except (RecordError, OSError) as error:
+                self._refused(join_host(*address[:2]), str(error))
+                drop(sock)
+                continue
             watch(made)
             self._hall.enter(made)
             where = join_host(*address[:2])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError, Refused
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
 from commlayer.transport.connection import Connection, drop, watch
@@ -159,11 +159,16 @@ class TcpTransport:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR):
                     continue
                 return  # close() shut the listener down
+            where = f"{address[0]}:{address[1]}"
             if self._settings.keys is not None:
-                sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
+                try:
+                    sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
+                except (RecordError, OSError) as error:
+                    self._settings.refused(where, str(error))
+                    drop(sock)
+                    continue
             watch(sock)
             self._hall.enter(sock)
-            where = f"{address[0]}:{address[1]}"
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
     def _greet(self, sock: socket.socket, where: str) -> None:

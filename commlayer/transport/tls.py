@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport.key_folder import Certified, Keys, of_peer
+from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
-DATA, CONTROL = "commlayer-data", "h2"
-"""What the two kinds of connection say that they speak; none takes the other for its own."""
+DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
 """So much is made ciphertext of at a time, and sent before there is more: it stays in the cache."""
 LEAST_RAW_NBYTES, RAW_NBYTES = 8 << 10, 256 << 10
@@ -111,14 +110,18 @@ class TlsSocket(socket.socket):
     def _tell(self, deadline: float) -> None:
         if data := self._out.read():
             self._wait_until(deadline)
-            super().sendall(data)
+            super().sendall(data)  # that time is for all of it
 
     def _hear(self, deadline: float) -> None:
         self._wait_until(deadline)
         self._pull()
 
     def _wait_until(self, deadline: float) -> None:
-        self.settimeout(max(0.001, deadline - time.monotonic()))
+        """TimeoutError once it has passed: bytes that trickle in would else keep a wait alive for ever."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self.settimeout(left_s)
 
     def _pull(self) -> None:
         n = super().recv_into(self._raw)
