@@ -14,10 +14,11 @@ from transport_kit import exchange_pair, soon
 
 from commlayer.control import authority, client, messages
 from commlayer.control.coordinator import Coordinator
+from commlayer.control.tls_front import Front
 from commlayer.errors import DeadlineExceeded, Refused
 from commlayer.transport import tls
 from commlayer.transport.hello import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.tcp import Settings, TcpTransport
 
@@ -121,3 +122,27 @@ def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
     over.set()
     thread.join()
     sock.close()
+
+
+def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list comes when the handshake is over, and who is to be dropped has been looked through already."""
+    front = Front(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
+    inner = socket.create_server(("127.0.0.1", 0))
+    handshake = tls.TlsSocket.handshake
+
+    def outrun(sock: tls.TlsSocket, deadline: float) -> Certified:
+        found = handshake(sock, deadline)
+        if sock._server:
+            authority.revoke(ca.parent, "gpu-1")
+            front.drop(front._keys.revoked())
+        return found
+
+    monkeypatch.setattr(tls.TlsSocket, "handshake", outrun)
+    front.start(inner.getsockname()[1])
+    dialled = socket.create_connection(("127.0.0.1", front.port), 5.0)
+    sock = tls.TlsSocket(dialled, Keys(ca / "gpu-1"), tls.CONTROL, server=False)
+    sock.handshake(soon())
+    sock.settimeout(5.0)
+    assert sock.recv_into(bytearray(1)) == 0
+    for each in (sock, inner, front):
+        each.close()

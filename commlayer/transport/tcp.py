@@ -12,7 +12,7 @@ from typing import NamedTuple
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError, Refused
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
-from commlayer.transport.connection import Connection, drop, watch
+from commlayer.transport.connection import Connection, drop, tune, watch
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Admit, Hello, same_job
 from commlayer.transport.key_folder import Keys
@@ -245,13 +245,7 @@ class TcpTransport:
         return Reader(greeting.MAX_NBYTES, self.pool.take)
 
     def _tune(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._settings.keepalive_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._settings.keepalive_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        if self._settings.user_timeout_s and hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._settings.user_timeout_s))
+        tune(sock, self._settings.keepalive_s, self._settings.user_timeout_s)
         if self._settings.buffer_nbytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)

@@ -168,6 +168,8 @@ class TlsSocket(socket.socket):
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
+        limit_s = self.gettimeout()
+        deadline = None if not limit_s else time.monotonic() + limit_s
         while True:
             if self._failed is not None:
                 raise self._failed
@@ -188,7 +190,14 @@ class TlsSocket(socket.socket):
             if got:
                 return got
             if self._failed is None:
-                self._pull()
+                if deadline is None:
+                    self._pull()
+                    continue
+                try:
+                    self._wait_until(deadline)  # of all pieces of a record together
+                    self._pull()
+                finally:
+                    self.settimeout(limit_s)
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
         """How many of these bytes are out, 0 while the first of them are not. Raises BlockingIOError as a socket does."""
