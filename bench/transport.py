@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -53,17 +54,22 @@ def _row(where: str, size: str, keys: dict[str, str], lab: Lab | None, quick: bo
     """One process takes, another sends; the median over pairs of bursts."""
     address = lab.addresses[0] if lab else "127.0.0.1"
     command = [sys.executable, "-m", "bench.transport_worker"]
+    source = None
     sink = _start(lab, 0, [*command, "take", "--keys", keys["sink"], "--address", address], stdin=subprocess.PIPE)
     try:
         assert sink.stdout
+        if not select.select([sink.stdout], [], [], DEADLINE_S)[0]:
+            raise TimeoutError(f"the taking process said no ports within {DEADLINE_S:.0f} s")
         ports = json.loads(sink.stdout.readline())
         source = _start(lab, 1, [
             *command, "send", "--keys", keys["source"], "--address", address, "--ports", json.dumps(ports),
             "--body", str(SIZES[size]), "--burst", str(BURST_NBYTES[where]), "--times", str(3 if quick else TIMES)])
         told = json.loads(source.communicate(timeout=DEADLINE_S)[0])
     finally:
-        sink.kill()
-        sink.communicate()
+        for process in (sink, source):
+            if process is not None:
+                process.kill()
+                process.wait()
     # Of both ends: it is a share of a core, and says more than seconds where others are busy.
     return {"where": where, "body": size, "plain_gb_s": median(told["plain"]), "tls_gb_s": median(told["tls"]),
             "tls_vs_plain": median(t / p for p, t in zip(told["plain"], told["tls"], strict=True)),

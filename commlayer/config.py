@@ -248,7 +248,7 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
         if not config.keys or config.token:
             return config
         path = Path(config.keys) / KEYS_TOKEN
-        return msgspec.structs.replace(config, token=_secret_in(path, f"keys: {path} from {source('keys')}"))
+        return msgspec.structs.replace(config, token=_secret_in(path, f"keys: {path} from {source('keys')}", KEYS_REMEDY))
     where = f"token_file: {config.token_file} from {source('token_file')}"
     if config.token:
         raise RecordError(f"token_file: got {config.token_file} from {source('token_file')} beside token from "
@@ -256,12 +256,15 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
     return msgspec.structs.replace(config, token=_secret_in(Path(config.token_file), where), token_file="")
 
 
-def _secret_in(path: Path, where: str) -> str:
+KEYS_REMEDY = "; `commlayer keys add NAME` makes a folder of keys for each node, to be copied there"
+
+
+def _secret_in(path: Path, where: str, remedy: str = "") -> str:
     """What that file holds; errors begin with `where`."""
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
-        raise RecordError(f"{where} cannot be read: {error}") from None
+        raise RecordError(f"{where} cannot be read: {error}{remedy}") from None
     try:
         token: str = msgspec.convert(text, _TYPES["token"])
     except msgspec.ValidationError:

@@ -89,3 +89,33 @@ def told(rank: int, key: str) -> bool:
 
 def test_on_gpus_nobody_begins_before_the_owner_has_the_result() -> None:
     assert pool(RANKS).call(told, f"told {time.time_ns()}") == [True] * RANKS
+
+
+def crosswise(rank: int, key: str) -> bool:
+    """Whether what the owner told of a late result was not taken for word of one that is in time."""
+    groups = Groups(RANKS, 30.0, torch.device("cuda"))
+    bucket = WorkerBucket(planned(8, [1])[0], job([(8,)]), codec_of(planned(8, [1])[0], 0), torch.device("cpu"), 0, local=rank)
+    (one,) = in_node([bucket], RANKS, rank)
+    ready, late = groups.inside.ready, groups.inside.late_ready
+    assert ready is not None
+    assert late is not None
+    store, until = distributed_c10d._get_default_store(), time.monotonic() + 20.0
+    try:
+        if rank == 1:
+            said = one.tell(late)
+            time.sleep(0.3)
+            store.set(key, b"")
+            one.tell(ready).wait(until)
+            good = True
+        else:
+            one.tell(ready).wait(until)
+            good = store.check([key])
+            said = one.tell(late)
+        said.wait(until)
+        return good
+    finally:
+        groups.close()
+
+
+def test_on_gpus_late_results_and_others_are_told_apart_in_whatever_order() -> None:
+    assert pool(RANKS).call(crosswise, f"crosswise {time.time_ns()}") == [True] * RANKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,22 @@ def test_late_results_are_applied_under_the_next_plan() -> None:
             put += sum((1 + rank) * slopes(rank, step, model)[number] for rank in range(WORLD)) / 3
         torch.testing.assert_close(got, put, rtol=1e-4, atol=1e-4)
         assert torch.equal(got, results[1][number])
+
+
+def ends_at_once(rank: int, address: str) -> str:
+    """Rank 0 is slow to add up and to hand on; rank 1 ends meanwhile."""
+    training = Training(rank, address, lambda job: plan(job, late="all", per_node=2), per_node=2)
+    training.train(0, STEPS - 1)
+    if rank == 0:
+        training.session.inspect.connection.worker._routes.late._lane.put(lambda: time.sleep(1.5))
+    training.train(STEPS - 1, STEPS)
+    worker = training.session.inspect.connection.worker
+    here = rank == 1 or all(one.wait(time.monotonic() + 5.0, worker.now.failed) for one in worker.late.of.values())
+    error = worker.error
+    training.session.close()
+    return str(error or "") if here else "results that rank 1 should have handed on are missing"
+
+
+def test_a_rank_that_ends_at_once_leaves_its_node_no_error() -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        assert pool(WORLD).call(ends_at_once, servers.address) == ["", ""]

@@ -70,8 +70,7 @@ def list_(folder: Folder = Path("keys")) -> None:
 
 
 def _say_list(folder: Path) -> None:
-    print(f"copy {folder / 'crl.pem'} into the keys folder of each machine that coordinates or serves; a running one sees it "
-          "within 2 s")
+    print(f"copy {folder / 'crl.pem'} into the keys folder of every machine of the job; a running job sees it within 2 s")
 
 
 def _dir(folder: Path) -> str:

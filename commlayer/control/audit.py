@@ -53,7 +53,9 @@ class Audit:
         line = json.dumps({"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), "event": event,
                            "pid": os.getpid()} | what) + "\n"
         try:
-            os.write(self._file, line.encode())
+            with self._lock:  # else close() may give the number to another file in between
+                if self._file >= 0:
+                    os.write(self._file, line.encode())
         except OSError as error:
             log.warning("audit: %s: %s; not written: %s", self._path, error.strerror, line.rstrip())
 

@@ -58,7 +58,7 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
             .sign(key, hashes.SHA256()))
     contents = {CA_KEY: _private(key), CA: _pem(made), TOKEN: secrets.token_hex(32).encode() + b"\n",
                 REVOKED: _list(key, made, {}, 1)}
-    _make_folder(folder, contents, (ISSUED, NODES))
+    _make_folder(folder, contents, (ISSUED, NODES), new=True)
     return end
 
 
@@ -178,8 +178,8 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...]) -> None:
-    """There whole or not at all, for its owner only."""
+def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:
+    """There whole or not at all, for its owner only; on failure what was there is. `new`: never in place of one."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     former = place.with_name(f".{place.name}.{secrets.token_hex(4)}.former")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -193,9 +193,16 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        if place.exists() and any(place.iterdir()):
+        if not new and place.exists() and any(place.iterdir()):
             place.rename(former)
-        part.rename(place)
+        try:
+            part.rename(place)  # fails over a folder that is not empty
+        except OSError:
+            if former.exists():
+                former.rename(place)
+            elif new and place.exists():
+                raise ValueError(f"{place}: another has made something there meanwhile; name another folder") from None
+            raise
         sync(place.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -34,7 +34,7 @@ OnLeft = Callable[[messages.Gone], None]
 class Membership:
     """A seat in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death.
 
-    `keep`: a child process keeps the heartbeats going while this one's threads wait for the GIL; see keeper.py.
+    `keep`: a child process keeps the heartbeats going while this one's threads wait for the GIL; see heartbeat_child.py.
     """
 
     def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.Seat, config: Config,
@@ -165,6 +165,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     missing, pause_s = "", POLL_S[0]
     # A plan may be large and asking again is frequent.
     asked = msgspec.structs.replace(request, plan=b"")
+    known = keys is None  # whether the coordinator's certificate is a good one: gRPC knows no list of the revoked
     try:
         while not ended.is_set():
             left_s = deadline - time.monotonic()
@@ -173,6 +174,12 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                 raise _late(address, missing, deadline_s)
             if time.monotonic() > heard + config.join_deadline_s:
                 raise _late(address, "", config.join_deadline_s)
+            if not known:
+                known = check(address, keys, min(deadline, time.monotonic() + CALL_S))
+                if not known:
+                    ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
+                    pause_s = min(2 * pause_s, POLL_S[1])
+                    continue
             try:
                 seat = link.call("Join", asked, messages.Seat, min(CALL_S, left_s))
                 if seat.plan_wanted:

@@ -108,6 +108,8 @@ class Coordinator:
     def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
         if caller is not None:
             with self._lock:
+                if caller.serial in self._revoked:
+                    raise Unproved
                 self._certificates[request.token] = caller
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
@@ -160,13 +162,15 @@ class Coordinator:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s)
                 self._note_deaths(before)
-            self._drop_revoked()
+            try:
+                self._drop_revoked()
+            except Exception:  # without the ticker nobody who falls silent would be missed
+                log.exception("revoked certificates could not be dropped; the next tick tries again")
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
         if self._front is None or revoked == self._revoked:
             return
-        self._revoked = revoked
         self._front.drop(revoked)
         with self._lock:
             before = self._state
@@ -174,6 +178,7 @@ class Coordinator:
                 if one.serial in revoked:
                     self._state = membership.cut(self._state, [token], f"its certificate ({one.name}) was revoked")
             self._note_deaths(before)
+            self._revoked = revoked
 
     def _note_deaths(self, before: membership.State) -> None:
         self._note_end()

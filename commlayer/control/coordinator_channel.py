@@ -12,8 +12,8 @@ from commlayer.control.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NB
 from commlayer.control.proved_calls import Asker, Unproved
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import Record
-from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, Keys
 from commlayer.transport.key_folder import SERVICE as NAMED
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.secret import unproved
 
 settings.quiet_forks()
@@ -44,8 +44,7 @@ def options(address: str) -> list[tuple[str, Any]]:
 def shown(keys: Keys | None) -> grpc_channel.Shown | None:
     if keys is None:
         return None
-    ca, certificate, key = (str(keys.folder / name) for name in (CA, CERTIFICATE, KEY))
-    return grpc_channel.Shown(ca, certificate, key, NAMED)
+    return grpc_channel.Shown(keys.ca.decode(), keys.certificate.decode(), keys.key.decode(), NAMED)
 
 
 def fingerprint(keys: Keys | None) -> bytes:

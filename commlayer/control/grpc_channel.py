@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 
 class Shown(NamedTuple):
-    """Files in PEM: of the CA, of this node's certificate and of its key; and the name that every coordinator's bears."""
+    """In PEM: the CA, this node's certificate and its key; and the name that every coordinator's bears."""
 
     ca: str
     certificate: str
@@ -21,7 +20,7 @@ def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None) ->
 
     if shown is None:
         return grpc.insecure_channel(address, options=options)
-    ca, certificate, key = (Path(name).read_bytes() for name in shown[:3])
+    ca, certificate, key = (part.encode() for part in shown[:3])
     # Certificates say which node it is, and addresses which one is dialled: those need not agree.
     options = [*options, ("grpc.ssl_target_name_override", shown.name)]
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)

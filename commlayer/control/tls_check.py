@@ -16,24 +16,26 @@ from commlayer.transport.tls import CONTROL, TlsSocket
 HANDSHAKE = b"\x16\x03"
 
 
-def check(address: str, keys: Keys | None, deadline: float) -> None:
+def check(address: str, keys: Keys | None, deadline: float) -> bool:
     """Refused, with the reason, where either end does not take the other's certificate, or only one has any.
 
-    Silent where all is well, and where nobody answers: that may change.
+    Whether it is known that all is well with certificates; False where nobody answers, which may change.
     """
     where = f"coordinator {address}"
     try:
         sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
     except OSError:
-        return
+        return False
+    good = False
     try:
         if keys is None:
             _plain(sock, deadline)
-            return
+            return False
         made = TlsSocket(sock, keys, CONTROL, server=False)
         drop(sock)
         sock = watch(made)
         made.handshake(deadline)
+        good = True  # by our list; what follows is what the other end thinks of us
         made.settimeout(max(0.001, deadline - time.monotonic()))
         made.recv_into(bytearray(1))  # the other end judges last: either gRPC says something first, or it refuses
     except Refused as error:
@@ -42,6 +44,7 @@ def check(address: str, keys: Keys | None, deadline: float) -> None:
         pass
     finally:
         drop(sock)
+    return good
 
 
 def _plain(sock: socket.socket, deadline: float) -> None:
@@ -55,5 +58,3 @@ def _plain(sock: socket.socket, deadline: float) -> None:
     sock.sendall(begin.read())
     if sock.recv(2) == HANDSHAKE:
         raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made")
-
-

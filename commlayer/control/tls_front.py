@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from commlayer.config import join_host
-from commlayer.errors import CommError
-from commlayer.transport.connection import drop, watch
+from commlayer.errors import CommError, RecordError
+from commlayer.transport.connection import drop, tune, watch
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.tls import CONTROL, TlsSocket
 from commlayer.transport.unproved_connections import HURRY_S, Hall
@@ -24,6 +24,8 @@ HANDSHAKE_S = 5.0
 MOST_EACH = 256
 """Connections of one certificate at a time. A worker has two, and a machine with one certificate may have many workers."""
 PIECE_NBYTES = 64 << 10
+KEEPALIVE_S, SILENT_S = 10, 60.0
+"""A machine that is gone without a word keeps no connection, of which each has two threads."""
 CONNECT_S = 5.0
 
 
@@ -80,7 +82,12 @@ class Front:
                     return
                 time.sleep(0.1)  # the system is short of something: others may free it
                 continue
-            made = TlsSocket(sock, self._keys, CONTROL, server=True)
+            try:
+                made = TlsSocket(sock, self._keys, CONTROL, server=True)
+            except (RecordError, OSError) as error:
+                self._refused(join_host(*address[:2]), str(error))
+                drop(sock)
+                continue
             watch(made)
             self._hall.enter(made)
             where = join_host(*address[:2])
@@ -95,9 +102,11 @@ class Front:
                 self._counts[certified.name] += 1
                 over = self._counts[certified.name] > MOST_EACH
             if over:
-                self._refused(where, f"has {MOST_EACH} control connections already")
+                reason = f"its certificate ({certified.name}) has {MOST_EACH} control connections already"
+                self._refused(where, reason)
                 return
             sock.settimeout(None)
+            tune(sock, KEEPALIVE_S, SILENT_S)
             self._hall.leave(sock)
             self._pass_on(sock, certified)
         except CommError as error:
@@ -123,7 +132,8 @@ class Front:
             with self._lock:
                 self._known[name] = certified, sock
                 closed = self._closed
-            if closed:
+            # The list may have changed behind the handshake, and drop() has passed by who was not known yet.
+            if closed or certified.serial in self._keys.revoked():
                 _end(sock)
             back = threading.Thread(target=_pump, args=(inner, sock), name=f"control to {certified.name}", daemon=True)
             back.start()

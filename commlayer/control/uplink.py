@@ -50,11 +50,11 @@ class Uplink:
     def connect(self, address: str, request: messages.Join) -> None:
         """Takes a seat, waits for everyone, dials every server of the view."""
         deadline = time.monotonic() + self._config.join_deadline_s
+        keys = Keys(self._config.keys) if self._config.keys else None  # what is wrong with them takes no seat
         self._membership = membership = client.join(
             address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address = address
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
-        keys = Keys(self._config.keys) if self._config.keys else None
         transport = TcpTransport(hello, settings=Settings(
             secret=self._config.token, user_timeout_s=self._config.deadline_s, keys=keys))
         self.limit_kept, self.pace = transport.limit_kept, transport.pace

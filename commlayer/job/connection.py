@@ -186,6 +186,7 @@ class Connection:
                     act()
             except Exception as failed:  # of an optimizer, too: whatever it is, the others must hear of the end
                 log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
+            self.worker.rest()
         error: BaseException | None = self._verdict.error
         broken = ""
         if self.worker is not None:

@@ -160,10 +160,13 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
     if own_servers and machines > 1:
         keyed = [r for r, row in enumerate(rows) if row.keys]
         if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
-            missing = "keys: not set on" if keyed else "insecure: not set on"
-            return (f"{missing} {_who(bare, rows, ranks)}; the ranks run on {machines} machines and traffic between them is "
-                    "plain text without keys: make some with `commlayer keys init` and set COMMLAYER_KEYS on every machine "
-                    "(docs/security.md), or set COMMLAYER_INSECURE=1 on every machine if you trust every machine on the way")
+            if keyed:
+                return (f"keys: not set on {_who(bare, rows, ranks)}; others have keys: make those with `commlayer keys add "
+                        "NAME` and set COMMLAYER_KEYS on every machine (docs/security.md)")
+            return (f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} machines and traffic between "
+                    "them is plain text without keys: make some with `commlayer keys init` and set COMMLAYER_KEYS on every "
+                    "machine (docs/security.md), or set COMMLAYER_INSECURE=1 on every machine if you trust every machine on "
+                    "the way")
         if all(_local(row.address) for row in rows):
             return (f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: set MASTER_ADDR "
                     "to an address that all reach, or COMMLAYER_BIND on every machine to its own")

@@ -21,7 +21,9 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._back = torch.cuda.Stream(device) if self._cuda else None
+        # Late results have their own: each lane that hands results on to a node's ranks does so in its own order, and one
+        # stream of both orders would make ranks wait for each other crosswise.
+        self._backs = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
 
     def mark(self) -> object:
         """A point in the caller's stream: all it has queued so far."""
@@ -44,8 +46,8 @@ class Staging:
                 source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             self.catch_up(bucket)
-            if bucket.late and self._back is not None:
-                self._stream.wait_stream(self._back)  # its last result is still to be read
+            if bucket.late:
+                self._stream.wait_stream(self._backs[True])  # its last result is still to be read
             yield
 
     def to_host(self, bucket: WorkerBucket) -> None:
@@ -61,15 +63,15 @@ class Staging:
 
     def to_device(self, bucket: WorkerBucket) -> None:
         """Queues the way back; `join` orders the training stream behind it."""
-        if self._back is not None and not bucket.on_device:
-            with torch.cuda.stream(self._back):
+        if self._backs and not bucket.on_device:
+            with self.way_back(bucket):
                 bucket.y.copy_(bucket.host_y, non_blocking=True)
 
-    def way_back(self) -> contextlib.AbstractContextManager[object]:
-        """The stream on which results come to the device."""
-        return contextlib.nullcontext() if self._back is None else torch.cuda.stream(self._back)
+    def way_back(self, bucket: WorkerBucket) -> contextlib.AbstractContextManager[object]:
+        """The stream on which its results, and those of all that are late, or in time, as it is, come to the device."""
+        return torch.cuda.stream(self._backs[bucket.late]) if self._backs else contextlib.nullcontext()
 
     def join(self) -> None:
         """The current stream goes on only when all results are on the device."""
-        if self._back is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._back)
+        for back in self._backs:
+            torch.cuda.current_stream(self._device).wait_stream(back)

@@ -12,6 +12,7 @@ gradient is overwritten, residuals get back what was sent, and every later call 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -42,6 +43,8 @@ from commlayer.runtime.unapplied import Unapplied
 from commlayer.runtime.units import Units
 from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import Transport
+
+log = logging.getLogger("commlayer")
 
 
 def _nothing() -> None:
@@ -283,6 +286,15 @@ class Worker(Unapplied):
             self.latch(error)
         self.check()
         self.late.take()
+
+    def rest(self) -> None:
+        """Ahead of an orderly end: late exchanges in which others of this rank's node, or its servers, still need it."""
+        needed = self.plan.ranks_per_node > 1 or any(b.late and b.coded and len(b.codec.rounds) > 1 for b in self.buckets)
+        if self._routes.late is not None and needed and self.error is None:
+            try:
+                self._routes.late.quiet(time.monotonic() + self._deadline_s)
+            except Exception as error:  # whoever misses something says so itself
+                log.info("an exchange was under way at the end: %s", error)
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """After `drain`: writes what is kept into `targets`, which are zeros."""

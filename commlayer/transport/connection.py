@@ -43,6 +43,17 @@ def drop(sock: socket.socket) -> None:
     sock.close()
 
 
+def tune(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
+    """Small pieces go at once, and the kernel ends what is silent: see Settings of tcp.py."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    if user_timeout_s and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * user_timeout_s))
+
+
 def _close_copies() -> None:
     for sock in _sockets:
         sock.close()  # never shutdown: that would end the parent's connection

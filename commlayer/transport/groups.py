@@ -26,8 +26,10 @@ class Inside(NamedTuple):
     late: Channel
     """Both, of buckets whose exchange runs on behind their step."""
     ready: Channel | None
-    """On the host, ahead of what goes over `back` and `late`: a collective that waits on a GPU would keep it from computing.
-    None where tensors lie on the host."""
+    """On the host, ahead of what goes over `back`: a collective that waits on a GPU would keep it from computing. None where
+    tensors lie on the host."""
+    late_ready: Channel | None
+    """The same ahead of what goes over `late`. Two threads tell, in no order between them that all ranks would share."""
 
 
 class Groups:
@@ -47,7 +49,8 @@ class Groups:
         self._inside: Inside | None = None
         if ranks_per_node > 1:
             out, back, late = (self._node() for _ in range(3))
-            self._inside = Inside(out, back, late, None if device.type == "cpu" else self._node("gloo"))
+            ready, late_ready = (None if device.type == "cpu" else self._node("gloo") for _ in range(2))
+            self._inside = Inside(out, back, late, ready, late_ready)
 
     def _node(self, backend: str | None = None) -> Channel:
         """A group of this node's ranks. All ranks make those of all nodes."""

@@ -141,7 +141,7 @@ def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str,
     body = msgspec.msgpack.encode(record)
     head = framing.encode(Header(kind, sender=rank), len(body), crc32c(body))
     try:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        _wait_until(sock, deadline)
         sock.sendall(head + body)
     except TimeoutError:
         raise DeadlineExceeded(f"{kind.name} not taken before the deadline", peer=who) from None
@@ -152,7 +152,7 @@ def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str,
 def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
     try:
         while (frame := reader.next()) is None:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            _wait_until(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
                 raise PeerLost("connection closed in the greeting", peer=who)
@@ -166,6 +166,14 @@ def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: f
     if frame.header.kind != kind:
         raise CorruptFrame(f"begins with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
     return frame
+
+
+def _wait_until(sock: socket.socket, deadline: float) -> None:
+    """TimeoutError once it has passed: bytes that trickle in keep nothing alive."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    sock.settimeout(left_s)
 
 
 def _decode(frame: Frame, kind: type[T], who: str) -> T:

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import logging
+import os
 import ssl
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,8 @@ log = logging.getLogger("commlayer")
 CA, CERTIFICATE, KEY, REVOKED, TOKEN = "ca.pem", "node.pem", "node.key", "crl.pem", KEYS_TOKEN
 SERVICE = "commlayer"
 """A name in the certificates of all nodes that others may dial: which of them one reaches is up to addresses."""
+PROTOCOLS = "commlayer-data", "h2"
+"""What the two kinds of connection say that they speak; none takes the other for its own."""
 Stamp = tuple[int, int, int]
 
 
@@ -32,20 +38,32 @@ class Certified(NamedTuple):
     fingerprint: bytes
 
 
+class Listed(NamedTuple):
+    """A list of the revoked that this CA signed."""
+
+    data: bytes
+    number: int
+    """It grows with each list that the CA makes."""
+    serials: frozenset[int]
+
+
 class Keys:
-    """Of one node. The list of the revoked is read anew whenever its file has changed; all else once."""
+    """Of one node. The list of the revoked is read anew whenever its file has changed; all else once, so that contexts and
+    fingerprint are of one certificate, whatever is copied into the folder meanwhile."""
 
     def __init__(self, folder: str | Path) -> None:
         """RecordError, in a line, if the folder does not let this node take part."""
         self.folder = Path(folder)
         self._lock = threading.Lock()
-        self._contexts: dict[tuple[bool, str], tuple[Stamp | None, ssl.SSLContext]] = {}
-        self._stamp: Stamp | None = None
-        self._revoked: frozenset[int] = frozenset()
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
         self.me = self._own()
-        self.revoked()
-        self.context(SERVICE, server=False)  # what does not go together is said now, not by the first connection
+        self._stamp = _stamp(self.folder / REVOKED)
+        try:
+            self._listed = self._list()
+        except (OSError, ValueError) as error:
+            raise RecordError(f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
+                              "copy it anew from the folder where `commlayer keys` made it") from None
+        self._contexts = self._made(self._listed)  # what does not go together is said now, not by the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
 
@@ -79,46 +97,47 @@ class Keys:
         return certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
 
     def revoked(self) -> frozenset[int]:
-        """Serial numbers. A file that is damaged, or not of this CA, changes nothing."""
-        from cryptography import x509
-
+        """Serial numbers. A file that is damaged, older than the one before, or not of this CA, changes nothing."""
         path = self.folder / REVOKED
         with self._lock:
             stamp = _stamp(path)
-            if self._stamp is not None and stamp in (None, self._stamp):
-                return self._revoked
-            try:
-                listed = x509.load_pem_x509_crl(path.read_bytes())
-                authority = x509.load_pem_x509_certificate(self.ca).public_key()
-                if not listed.is_signature_valid(authority):  # type: ignore[arg-type]
-                    raise ValueError("it is not signed by the job's CA")
-            except (OSError, ValueError, TypeError) as error:
-                if self._stamp is None:
-                    raise RecordError(f"keys: {path} is no list of revoked certificates that {CA} signed ({error}): copy it "
-                                      "anew from the folder where `commlayer keys` made it") from None
-                log.warning("keys: %s is left unread: %s; what it said before still holds", path, error)
+            if stamp is not None and stamp != self._stamp:
+                try:
+                    listed = self._list()
+                    if listed.number < self._listed.number:
+                        raise ValueError(f"it is list {listed.number} of the CA, and list {self._listed.number} is known here")
+                    self._contexts, self._listed = self._made(listed), listed
+                except (OSError, ValueError) as error:
+                    log.warning("keys: %s is left unread: %s; what it said before still holds", path, error)
                 self._stamp = stamp
-                return self._revoked
-            self._stamp = stamp
-            self._revoked = frozenset(one.serial_number for one in listed)
-            return self._revoked
+            return self._listed.serials
 
     def context(self, protocol: str, *, server: bool) -> ssl.SSLContext:
         """TLS 1.3, both ends with a certificate of this CA that nobody has revoked."""
         self.revoked()
         with self._lock:
-            stamp, made = self._contexts.get((server, protocol), (None, None))
-            if made is None or stamp != self._stamp:
-                try:
-                    made = self._context(protocol, server)
-                except RecordError:
-                    if made is None:
-                        raise
-                    # The former one stands in: who has been revoked is looked up behind each handshake, too.
-                self._contexts[server, protocol] = self._stamp, made
-            return made
+            return self._contexts[server, protocol]
 
-    def _context(self, protocol: str, server: bool) -> ssl.SSLContext:
+    def _list(self) -> Listed:
+        """What the file holds now; OSError or ValueError if it is no list."""
+        from cryptography import x509
+
+        data = (self.folder / REVOKED).read_bytes()
+        try:
+            read = x509.load_pem_x509_crl(data)
+            authority: Any = x509.load_pem_x509_certificate(self.ca).public_key()
+            if not read.is_signature_valid(authority):
+                raise ValueError("it is not signed by the job's CA")
+            number = read.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+            return Listed(data, number, frozenset(one.serial_number for one in read))
+        except Exception as error:  # whatever the parser makes of such a file: threads that ask for the list must go on
+            raise ValueError(str(error) or type(error).__name__) from None
+
+    def _made(self, listed: Listed) -> dict[tuple[bool, str], ssl.SSLContext]:
+        return {(server, protocol): self._context(protocol, server, listed)
+                for protocol in PROTOCOLS for server in (False, True)}
+
+    def _context(self, protocol: str, server: bool, listed: Listed) -> ssl.SSLContext:
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         made.minimum_version = ssl.TLSVersion.TLSv1_3
         made.check_hostname = False  # nodes are known by their names, which no name service has
@@ -128,12 +147,22 @@ class Keys:
         if server:
             made.num_tickets = 0  # no connection takes up a former one
         try:
-            made.load_verify_locations(self.folder / CA)
-            made.load_verify_locations(self.folder / REVOKED)
-            made.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+            with _file(self.ca + b"\n" + listed.data) as trust, _file(self.certificate) as certificate, _file(self.key) as key:
+                made.load_verify_locations(trust)
+                made.load_cert_chain(certificate, key)
         except (ssl.SSLError, OSError) as error:
             raise RecordError(f"keys: {self.folder} holds files that do not go together: {error.strerror or error}") from None
         return made
+
+
+@contextlib.contextmanager
+def _file(data: bytes) -> Iterator[str]:
+    """A path to these bytes, for OpenSSL, which takes no others: in memory, where the system can."""
+    with open(os.memfd_create("keys"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        file.seek(0)
+        yield f"/dev/fd/{file.fileno()}"
 
 
 def certified(der: bytes, name: str, serial: int) -> Certified:

@@ -9,7 +9,7 @@ import secrets
 NONCE_NBYTES = 16
 PROOF_NBYTES = hashlib.sha256().digest_size
 REMEDY = ("set COMMLAYER_TOKEN, or COMMLAYER_TOKEN_FILE to a file that holds it (setting token or token_file), to the same "
-          "secret on `commlayer serve` and on every worker")
+          "secret on `commlayer serve` and on every worker; or set COMMLAYER_KEYS on each to keys of one CA, which hold it")
 
 
 def nonce() -> bytes:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError, Refused
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
-from commlayer.transport.connection import Connection, drop, watch
+from commlayer.transport.connection import Connection, drop, tune, watch
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Admit, Hello, same_job
 from commlayer.transport.key_folder import Keys
@@ -159,11 +159,16 @@ class TcpTransport:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR):
                     continue
                 return  # close() shut the listener down
+            where = f"{address[0]}:{address[1]}"
             if self._settings.keys is not None:
-                sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
+                try:
+                    sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
+                except (RecordError, OSError) as error:
+                    self._settings.refused(where, str(error))
+                    drop(sock)
+                    continue
             watch(sock)
             self._hall.enter(sock)
-            where = f"{address[0]}:{address[1]}"
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
     def _greet(self, sock: socket.socket, where: str) -> None:
@@ -240,13 +245,7 @@ class TcpTransport:
         return Reader(greeting.MAX_NBYTES, self.pool.take)
 
     def _tune(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._settings.keepalive_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._settings.keepalive_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        if self._settings.user_timeout_s and hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._settings.user_timeout_s))
+        tune(sock, self._settings.keepalive_s, self._settings.user_timeout_s)
         if self._settings.buffer_nbytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)

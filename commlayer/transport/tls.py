@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport.key_folder import Certified, Keys, of_peer
+from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
-DATA, CONTROL = "commlayer-data", "h2"
-"""What the two kinds of connection say that they speak; none takes the other for its own."""
+DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
 """So much is made ciphertext of at a time, and sent before there is more: it stays in the cache."""
 LEAST_RAW_NBYTES, RAW_NBYTES = 8 << 10, 256 << 10
@@ -111,14 +110,18 @@ class TlsSocket(socket.socket):
     def _tell(self, deadline: float) -> None:
         if data := self._out.read():
             self._wait_until(deadline)
-            super().sendall(data)
+            super().sendall(data)  # that time is for all of it
 
     def _hear(self, deadline: float) -> None:
         self._wait_until(deadline)
         self._pull()
 
     def _wait_until(self, deadline: float) -> None:
-        self.settimeout(max(0.001, deadline - time.monotonic()))
+        """TimeoutError once it has passed: bytes that trickle in would else keep a wait alive for ever."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self.settimeout(left_s)
 
     def _pull(self) -> None:
         n = super().recv_into(self._raw)
@@ -165,6 +168,8 @@ class TlsSocket(socket.socket):
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
+        limit_s = self.gettimeout()
+        deadline = None if not limit_s else time.monotonic() + limit_s
         while True:
             if self._failed is not None:
                 raise self._failed
@@ -185,7 +190,14 @@ class TlsSocket(socket.socket):
             if got:
                 return got
             if self._failed is None:
-                self._pull()
+                if deadline is None:
+                    self._pull()
+                    continue
+                try:
+                    self._wait_until(deadline)  # of all pieces of a record together
+                    self._pull()
+                finally:
+                    self.settimeout(limit_s)
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
         """How many of these bytes are out, 0 while the first of them are not. Raises BlockingIOError as a socket does."""

@@ -29,7 +29,8 @@ class NodeLate(NodeRoute):
     ) -> None:
         """`results` by the number of their bucket."""
         late = groups.inside.late
-        super().__init__(buckets, step, staging, exchange, groups, Lane("late", step.latch), late, late)
+        super().__init__(buckets, step, staging, exchange, groups, Lane("late", step.latch), late, late,
+                         groups.inside.late_ready)
         self._results = results
         self._arrivals = step.arrivals()
         self._begun = 0

@@ -29,11 +29,11 @@ class NodeRoute(Route):
 
     def __init__(
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
-        lane: Lane, out: Channel, back: Channel,
+        lane: Lane, out: Channel, back: Channel, ready: Channel | None,
     ) -> None:
-        """`lane` hands results on over `back`: what shares one shares both."""
+        """`lane` hands results on over `back`, and says so over `ready` ahead of it: what shares one shares all three."""
         self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
-        self._ready, self._lane, self._out, self._back = groups.inside.ready, lane, out, back
+        self._ready, self._lane, self._out, self._back = ready, lane, out, back
         self._first_rank = groups.rank - groups.local
         self._ones = in_node(buckets, groups.ranks_per_node, groups.local)
         self._one_of = {bucket.id: one for one in self._ones for bucket in one.buckets}
@@ -71,7 +71,7 @@ class NodeRoute(Route):
         mine, failed, forever = one.mine, self._step.failed, time.monotonic() + FOREVER_S
         if self._step.error is not None:
             return False
-        with self._staging.way_back():
+        with self._staging.way_back(one.buckets[0]):
             if mine is None:
                 one.added(forever, failed)
             else:

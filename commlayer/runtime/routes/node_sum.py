@@ -23,7 +23,8 @@ class NodeSum(NodeRoute):
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane,
     ) -> None:
-        super().__init__(buckets, step, staging, exchange, groups, lane, groups.inside.out, groups.inside.back)
+        inside = groups.inside
+        super().__init__(buckets, step, staging, exchange, groups, lane, inside.out, inside.back, inside.ready)
         self._arrivals = step.arrivals()
         self._begun: list[InNode] = []
         self._here: set[int] = set()

@@ -126,7 +126,7 @@ class ServerExchange:
             return
         try:
             if last:
-                with self._staging.way_back():
+                with self._staging.way_back(bucket):
                     bucket.decode(message.body)
                 bucket.weight, bucket.used = message.header.weight, message.header.used
             else:

@@ -1,0 +1,148 @@
+"""Lists of the revoked as they come to running processes: both ends heed them, and no file stops whoever listens."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from control_kit import Failures, quick
+from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
+from transport_kit import exchange_pair, soon
+
+from commlayer.control import authority, client, messages
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.tls_front import Front
+from commlayer.errors import DeadlineExceeded, Refused
+from commlayer.transport import tls
+from commlayer.transport.hello import Hello
+from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.tcp import Settings, TcpTransport
+
+SECRET = "correct-horse-battery"
+
+
+@pytest.fixture
+def ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    authority.init(tmp_path / "job")
+    for name in ("server-1", "gpu-1", "gpu-2"):
+        authority.add(tmp_path / "job", name)
+    return tmp_path / "job" / "nodes"
+
+
+def joined(address: str, folder: Path) -> None:
+    client.join(address, messages.worker("job", 0, 1, plan=b"a plan"), quick(token=SECRET, keys=str(folder)),
+                Failures()).leave()
+
+
+def test_a_revoked_coordinator_is_refused_ahead_of_the_first_word(folders: Folders) -> None:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked)), workers=1)
+    with pytest.raises(Refused, match="its certificate was revoked"):
+        joined(coordinator.address, folders.worker)
+    assert not coordinator._state.places, "nobody has told it anything"
+    coordinator.close()
+
+
+def test_a_worker_without_a_coordinator_waits_for_it(folders: Folders) -> None:
+    config = quick(token=SECRET, keys=str(folders.worker), join_deadline_s=0.5)
+    with pytest.raises(DeadlineExceeded, match="did not answer within 0.5 s"):
+        client.join("127.0.0.1:1", messages.worker("job", 0, 1), config, Failures())
+
+
+@pytest.mark.parametrize("kind", ["cut off", "of another job", "empty"])
+def test_a_bad_list_keeps_nobody_out(ca: Path, kind: str, folders: Folders) -> None:
+    place = ca / "server-1"
+    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
+    address = server.listen()
+    coordinator = Coordinator(quick(token=SECRET, keys=str(place)), workers=1)
+    good = (place / "crl.pem").read_bytes()
+    bad = {"cut off": good[:-100], "of another job": (folders.foreign / "crl.pem").read_bytes(), "empty": b""}[kind]
+    (place / "crl.pem").write_bytes(bad)
+    worker = TcpTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(ca / "gpu-1")))
+    worker.dial(SERVER_BASE, address, soon())
+    assert exchange_pair(worker, server)
+    joined(coordinator.address, ca / "gpu-1")
+    for each in (worker, server, coordinator):
+        each.close()
+
+
+def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) -> None:
+    keys = Keys(ca / "gpu-1")
+    authority.add(ca.parent, "gpu-1", again=True)
+    keys.revoked()
+    other = Keys(ca / "gpu-2")
+    assert Keys(ca / "gpu-1").me != keys.me
+    here, there = (tls.TlsSocket(sock, k, tls.DATA, server=side)
+                   for sock, k, side in zip(socket.socketpair(), (keys, other), (False, True), strict=True))
+
+    def refuse() -> None:
+        with pytest.raises(Refused):
+            there.handshake(soon())
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    here.handshake(soon())
+    with pytest.raises(Refused, match="gpu-1 in .* was revoked"):  # the certificate that it says it is of
+        here.recv_into(bytearray(1))
+    thread.join()
+    for sock in (here, there):
+        sock.close()
+
+
+def test_an_older_list_brings_nobody_back(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys, older = Keys(ca / "gpu-1"), (ca / "gpu-1" / "crl.pem").read_bytes()
+    gone = Keys(ca / "gpu-2").me.serial
+    authority.revoke(ca.parent, "gpu-2")
+    assert keys.revoked() == {gone}
+    (ca / "gpu-1" / "crl.pem").write_bytes(older)
+    assert keys.revoked() == {gone}
+    assert "it is list 1 of the CA, and list 2 is known here" in caplog.text
+
+
+def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
+    mine, theirs = socket.socketpair()
+    over = threading.Event()
+
+    def trickle() -> None:
+        rest = iter(b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc" + bytes(1000))
+        until = time.monotonic() + 8.0
+        while not over.wait(0.02) and time.monotonic() < until:
+            theirs.sendall(bytes([next(rest)]))
+        theirs.close()
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    sock = tls.TlsSocket(mine, Keys(folders.server), tls.DATA, server=True)
+    with pytest.raises(DeadlineExceeded, match="no TLS handshake before the deadline"):
+        sock.handshake(time.monotonic() + 0.3)
+    over.set()
+    thread.join()
+    sock.close()
+
+
+def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list comes when the handshake is over, and who is to be dropped has been looked through already."""
+    front = Front(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
+    inner = socket.create_server(("127.0.0.1", 0))
+    handshake = tls.TlsSocket.handshake
+
+    def outrun(sock: tls.TlsSocket, deadline: float) -> Certified:
+        found = handshake(sock, deadline)
+        if sock._server:
+            authority.revoke(ca.parent, "gpu-1")
+            front.drop(front._keys.revoked())
+        return found
+
+    monkeypatch.setattr(tls.TlsSocket, "handshake", outrun)
+    front.start(inner.getsockname()[1])
+    dialled = socket.create_connection(("127.0.0.1", front.port), 5.0)
+    sock = tls.TlsSocket(dialled, Keys(ca / "gpu-1"), tls.CONTROL, server=False)
+    sock.handshake(soon())
+    sock.settimeout(5.0)
+    assert sock.recv_into(bytearray(1)) == 0
+    for each in (sock, inner, front):
+        each.close()
