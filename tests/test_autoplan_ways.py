@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from commlayer import planner
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.job.autoplan import loss_limits, replan
 from commlayer.job.autoplan.candidate import steps_of
+from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
 from commlayer.planner import builtin
@@ -123,13 +123,13 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool) -
     assert any(b.stale for b in made.buckets) is late
 
 
-@pytest.mark.parametrize(("weight", "told", "exact"), [(1.0, False, False), (1.0, True, True), (0.5, False, True)])
-def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(weight: float, told: bool, exact: bool) -> None:
+@pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
+def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Samplers refuse local steps: a plan that came by itself must not end a script."""
     connection = Connection()
-    worker: Any = SimpleNamespace(units=SimpleNamespace(weight=weight, told=told))
-    connection.worker = worker
-    assert loss_limits.policy_of(connection).exact is exact
+    connection.weighed = own
+    rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
+    assert loss_limits.policy_of(connection, rows).exact is (own or others)
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:

@@ -103,6 +103,29 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
     assert first["losses"][-1] < first["losses"][0]
 
 
+def weighed(rank: int, address: str) -> tuple[Any, Any]:
+    training = Training(rank, address, "gradients")
+    training.train(1)
+    if rank == 1:
+        training.session.weight(1.0)
+    local = plan(training.connection.worker.job, "every")
+    with pytest.raises(ValueError, match="the script weighs shares of|failed on rank 1, whose") as told:
+        go_over(training.connection, local, by_itself=True)
+    refused = training.session.inspect.plan
+    training.train(1)
+    training.switch("every")
+    found = (refused, training.session.inspect.plan)
+    assert "\n" not in str(told.value)
+    training.session.close()
+    return found
+
+
+def test_nobody_steps_locally_by_itself_where_some_rank_has_weighed_its_batch() -> None:
+    with Servers(WORLD, 1) as servers:
+        for refused, asked in pool(WORLD).call(weighed, servers.address):
+            assert (refused.steps_locally, asked.steps_locally) == (False, True)
+
+
 def from_the_start(rank: int, address: str, way: str) -> dict[str, Any]:
     training = Training(rank, address, way, optimizer="adamw", how="ddp", codec="topk(ratio=0.1)", drift="end", drift_steps=2)
     apart = []

@@ -58,6 +58,7 @@ class Connection:
     basis                                  connect(), switch(); autoplan/, for the plan that it has chosen
     auto                                   connect(); a session, whose user asks for a plan
     local                                  exchange_schedule.py
+    weighed                                step_loop.py
     floor, harder                          accuracy/
     price                                  autoplan/
     decisions, events                      added to by whoever decides
@@ -86,6 +87,9 @@ class Connection:
         """Why it would gain nothing, for whoever chooses."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
+
+        self.weighed = False
+        """Whether the script has ever said what this rank's batch weighs, as samplers and controllers do."""
 
         self.auto = False
         """Whether the plan was left to commlayer."""

@@ -54,6 +54,9 @@ def _go_over(
     with together(groups, "switch()"):
         if agreed.servers > servers:
             raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
+        if by_itself and made.weighed and agreed.steps_locally and not old.plan.steps_locally:
+            raise ValueError("plan: has local steps, and the script weighs shares of each step's batch: only a plan "
+                             "that it asks for takes them")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.forbids)
     for act in made.before_switch:

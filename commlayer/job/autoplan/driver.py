@@ -202,7 +202,7 @@ class AutoPlan:
             self._thread.join()
         try:
             # Here, between two steps: it tries the script's optimizer, and what a trial draws it puts back for all threads.
-            policy = loss_limits.policy_of(self._connection)
+            policy = loss_limits.policy_of(self._connection, self._replanner.rows)
         except Exception as error:
             self._news.append(Planned(order, None, f"{type(error).__name__}: {error}"))
             return

@@ -23,6 +23,8 @@ class RankMeasurement(NamedTuple):
     up_bps: float
     down_bps: float
     alpha_s: float
+    weighed: float = 0.0
+    """Whether its script weighs shares of a batch."""
 
 
 def homes_of(made: Connection) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -11,6 +12,7 @@ from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
 from commlayer.compressors import parse
 from commlayer.job.allowed_ways import allowed_ways
+from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.runtime import codec_floor
@@ -26,11 +28,12 @@ def remembers(connection: Connection) -> bool:
     return connection.stepped is not None and connection.stepped.remembers
 
 
-def policy_of(connection: Connection) -> Policy:
-    """What its script allows, as rank 0 sees it. Where another rank sees it otherwise, it refuses the plan."""
-    ways, worker = allowed_ways(connection), connection.worker
+def policy_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> Policy:
+    """What its script allows, as rank 0 sees it, and as all ranks told when they measured. Where another sees it otherwise, it
+    refuses the plan."""
+    ways = allowed_ways(connection)
     # Shares of a batch weigh the gradients of each step: samplers and controllers refuse local steps.
-    shared = worker is not None and (worker.units.told or worker.units.weight != 1.0)
+    shared = connection.weighed or any(row.weighed for row in rows)
     return Policy(
         devices=("cpu",), optimizer=connection.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
         # Scripts read and add up what backward() leaves in `.grad`: there averages are missing where results come in during the
