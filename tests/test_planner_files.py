@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from plan_kit import cluster, toy_job
 
 from commlayer import plan_file, records
 from commlayer.planner.model.cluster import NO_LIMIT
 from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.tables import machines
+from commlayer.planner.tables import learning, machines
 from commlayer.planner.verbs.text_formats import EXAMPLE, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
 
 NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
@@ -86,6 +88,24 @@ def test_a_profile_with_the_guessed_losses_of_earlier_versions_is_refused_with_t
     (tmp_path / "p.inputs.json").write_text(inputs.replace('"task_loss":null', '"loss":0.01'))
     with pytest.raises(ValueError, match=r"unknown field `loss`.*earlier version.*`commlayer profile`"):
         plan_file.inputs_of(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("field", [
+    '"optimizer":"lion"', '"codes":"weights"', '"overlap":"never"', '"every":0', '"steps":0.5', '"steps_high":0', '"loss":-1',
+    '"workers":-1',
+])
+def test_a_row_of_what_is_learnt_is_checked_alike_in_profiles_and_tables(field: str, tmp_path: Path) -> None:
+    profile = machines.profile_from_tables(cluster(2, "1g"))
+    name = field.partition(":")[0]
+    wrong = re.sub(f"{name}:[^,}}]*", field, records.encode(learning.shipped().rows[0]).decode())
+    rest = records.encode(structs.replace(profile, learning=())).decode()
+    with pytest.raises(ValueError, match=rf"p: profile 'tables': learning: row .*{name[1:-1]} is .*, allowed: ") as told:
+        profile_of(rest.replace('"learning":[]', f'"learning":[{wrong}]'), "p", toml=False)
+    table = records.encode(structs.replace(learning.shipped(), rows=())).decode()
+    (tmp_path / "t.json").write_text(table.replace('"rows":[]', f'"rows":[{wrong}]'))
+    with pytest.raises(ValueError) as said:
+        learning.read(tmp_path / "t.json")
+    assert str(said.value).partition(": row ")[2] == str(told.value).partition(": row ")[2] != ""
 
 
 def test_a_profile_without_codecs_is_refused() -> None:

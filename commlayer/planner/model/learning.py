@@ -9,9 +9,11 @@ points it lies on a line over log(ratio) and log2(every). What nobody measured c
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from commlayer.codec_name import misspelled
 from commlayer.planner.model.learning_curves import Curves, Place, Point, places_of
 from commlayer.records import Record
 
@@ -44,6 +46,19 @@ class LearningRow(Record, frozen=True):
     loss_high: float
     tasks: int
     runs: int
+
+
+def row_problem(row: LearningRow) -> str:
+    """What is wrong with a row that somebody wrote; nothing if nothing is."""
+    if wrong := misspelled(row.codec):
+        return wrong
+    allowed = {"optimizer": ("sgd", "adam"), "codes": ("gradients", "updates"), "overlap": ("", "round")}
+    which = [name for name, values in allowed.items() if getattr(row, name) not in values]
+    which += [name for name, least in {"every": 1, "workers": 0, "steps": 1, "steps_high": 1, "loss": 0, "loss_high": 0}.items()
+              if not (getattr(row, name) >= least and math.isfinite(getattr(row, name)))]
+    said = "; ".join(f"{name} is {getattr(row, name)!r}" for name in which)
+    return said and (f"row {row.optimizer} {row.codec} every={row.every}: {said}, allowed: sgd or adam, gradients or updates, "
+                     "overlap of round or nothing, every and steps of 1 or more, workers and losses of 0 or more, all finite")
 
 
 class Recipe(NamedTuple):

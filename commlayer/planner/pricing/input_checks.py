@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from commlayer.codec_name import misspelled
 from commlayer.planner.model.cluster import Cluster, Line, Policy, Profile
+from commlayer.planner.model.learning import row_problem
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables.machines import DEFAULT_CODECS, GPUS, profile_from_tables
 from commlayer.records import Job, Timing
@@ -141,11 +142,8 @@ def profile_problems(profile: Profile) -> Iterator[str]:
 def learning_problems(profile: Profile) -> Iterator[str]:
     """Of rows that somebody wrote; those that were measured here are not looked through for each plan."""
     for row in profile.learning:
-        wrong = misspelled(row.codec)
-        if wrong or row.every < 1 or not (row.steps >= 1 and row.steps_high >= 1 and _time(row.loss) and _time(row.loss_high)):
-            said = (f"{row.codec} every={row.every} has steps {row.steps:g} to {row.steps_high:g} and loss {row.loss:g}, "
-                    "allowed: every and steps of 1 or more, losses of 0 or more")
-            yield f"profile {profile.source!r}: learning: {wrong or said}"
+        if wrong := row_problem(row):
+            yield f"profile {profile.source!r}: learning: {wrong}"
 
 
 def device_problems(profile: Profile, cluster: Cluster) -> Iterator[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from commlayer.codec_name import misspelled
 from commlayer.errors import RecordError
-from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.model.learning import LearningRow, row_problem
 from commlayer.records import Record, decode
 
 VERSION = 1
@@ -49,11 +48,8 @@ def read(path: Path) -> LearningTable:
                           "python -m bench learning")
     table = decode(data, LearningTable, what)
     for row in table.rows:
-        said = f"{what}: row {row.optimizer} {row.codec} every={row.every} steps={row.steps}"
-        if row.optimizer not in ("sgd", "adam") or row.steps < 1 or row.every < 1:
-            raise RecordError(f"{said}, allowed: sgd or adam, every and steps of at least 1")
-        if reason := misspelled(row.codec):
-            raise RecordError(f"{said}: {reason}")
+        if wrong := row_problem(row):
+            raise RecordError(f"{what}: {wrong}")
     return table
 
 
