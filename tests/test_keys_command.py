@@ -138,6 +138,13 @@ def test_a_mistake_is_one_line(ca: Path, command: tuple[str, ...], line: str) ->
     assert not (ca.parent / "new").exists()
 
 
+def test_a_ca_is_not_made_in_the_folder_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the folder that you are in cannot be replaced; name one to be made"):
+        authority.init(Path("."))
+    assert not os.listdir(tmp_path)
+
+
 def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
     place = authority.add(ca, "gpu-1")
     with pytest.raises(RecordError, match=r"this is the folder of the CA, a node's is one of .*nodes/\*"):

@@ -48,6 +48,8 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         there = "a CA is there already" if (folder / CA_KEY).exists() else "something is there already"
         raise ValueError(f"{folder}: {there}; name another folder with --dir, or go on with `commlayer keys add NAME`")
+    if folder.resolve() == Path.cwd():
+        raise ValueError(f"{folder}: the folder that you are in cannot be replaced; name one to be made, as in --dir keys")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"commlayer job {secrets.token_hex(4)}")])
     start, end = _times(days)
