@@ -31,14 +31,16 @@ from commlayer.job.autoplan.candidate import ReplanVerdict
 from commlayer.job.autoplan.decide_rank0 import HARDER, PLAIN, SHARES_WORTH, SLOWER, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, SharesMoved, StepOver
+from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.autoplan.replan import harder_by
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
 from commlayer.job.ways import WAYS
+from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import FIRST_S
-from commlayer.planner.model.cluster import Policy
+from commlayer.planner.model.cluster import Line, Policy
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.search.plan import plan as planned
 from commlayer.planner.tables.machines import profile_from_tables
@@ -287,6 +289,7 @@ def test_what_the_script_allows_is_asked_on_its_own_thread() -> None:
     connection.plan = START
     connection.forbids = lambda way: asked.append((way, threading.current_thread())) or ""
     auto = AutoPlan(connection, JOB)
+    auto._replanner.measured(Measurements(JOB, [], [], Grouped(Line(0.0), Line(0.0))))
     auto.carry_out(StartPlanning(START, None, LINKS, 1.0))
     assert auto._thread is not None
     auto._thread.join()

@@ -45,7 +45,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     assert " topk(ratio=0.01, values='int8', exact=False) " in done.stdout
     profile, job = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "job.json"))
     assert [c["codec"] for c in profile["codecs"]] == ["identity()", "topk(ratio=0.01, values='int8', exact=False)"]
-    assert profile["codecs"][1]["loss"] is None, "what it costs in quality is not measured here"
+    assert profile["codecs"][1]["task_loss"] is None, "what it costs in quality is not measured here"
     assert job["batch"] == 16
     assert len(job["timing"]["ready_s"]) == 4
     made = ("make", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--out", "plan.json")

@@ -381,4 +381,4 @@ def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path)
     connection.loss, connection.max_loss = str(tmp_path / "loss.json"), 0.025
     measured, bound = loss_limits.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
-    assert {c.loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
+    assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
