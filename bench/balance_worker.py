@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import commlayer
+from bench.as_rank import as_rank
 from bench.balance import BACKWARD, BATCH, PAPER, cubics
 from bench.reference.balance_cluster import PlayedCluster
-from bench.worker import DEADLINE, as_rank, host_config
+from bench.worker import DEADLINE, host_config
 from commlayer.balance import Line, Sampler
 from commlayer.balance.lbb import Lbb
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.worker import MODELS, as_rank, build, commlayer_service
+from bench.as_rank import as_rank
+from bench.worker import MODELS, build, commlayer_service
 from commlayer.records import digest
 
 

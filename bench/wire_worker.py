@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import commlayer
-from bench.worker import DEADLINE, as_rank, host_config
+from bench.as_rank import as_rank
+from bench.worker import DEADLINE, host_config
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key
 from commlayer.transport.tcp import TcpTransport

@@ -9,12 +9,10 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -24,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from bench.as_rank import as_rank
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.planner import default_plan
 from commlayer.runtime.model_job import job_of
@@ -187,19 +186,6 @@ def main(argv: list[str] | None = None) -> None:
     }
     print(json.dumps(answer), flush=True)
     trained.close()
-
-
-def as_rank(run: Callable[[], object]) -> NoReturn:
-    """Ends the process without destructors: that of a Gloo group which DDP has used may join a thread that waits for the
-    interpreter lock."""
-    code = 0
-    try:
-        run()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        code = 1
-    os._exit(code)
 
 
 if __name__ == "__main__":

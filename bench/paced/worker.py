@@ -13,15 +13,13 @@ import argparse
 import json
 import mmap
 import os
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from bench.as_rank import as_rank
 from bench.paced.pace import Pace
 from bench.paced.place import Place
 from bench.paced.systems import started
@@ -102,19 +100,6 @@ def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
     while not steps.all_there(steps.last or 0) and time.monotonic() < until:
         time.sleep(0.02)
     return told | system.end()
-
-
-def as_rank(run: Callable[[], object]) -> NoReturn:
-    """Ends the process without destructors: that of a Gloo group which DDP has used may join a thread that waits for the
-    interpreter lock."""
-    code = 0
-    try:
-        run()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        code = 1
-    os._exit(code)
 
 
 def main() -> None:
