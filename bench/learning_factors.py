@@ -104,13 +104,17 @@ def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
 _Key = tuple[str, str, str, int, str, bool]
 
 
+def _key(way: Way) -> _Key:
+    """The combination, as a row names it."""
+    return way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
+
+
 def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
     """By combination, workers and task."""
     groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
     for way, one in found.items():
         if way.ratio_over == "bucket" and way.fragments == 1:
-            key = way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
-            groups.setdefault(key, {}).setdefault(way.workers, {}).setdefault(way.task, []).append(one)
+            groups.setdefault(_key(way), {}).setdefault(way.workers, {}).setdefault(way.task, []).append(one)
     return groups
 
 
@@ -151,9 +155,8 @@ def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
         table = rows({way: one for way, one in found.items() if way.task != task})
         for optimizer in sorted({row.optimizer for row in table}):
             mine = _of_task(found, task, optimizer)
-            known = {(row.codes, row.codec, row.every, row.overlap, row.late) for row in table if row.optimizer == optimizer}
-            mine = {way: steps for way, steps in mine.items()
-                    if ("updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late) in known}
+            known = {(row.optimizer, row.codes, row.codec, row.every, row.overlap, row.late) for row in table}
+            mine = {way: steps for way, steps in mine.items() if _key(way) in known}
             if len(mine) < LEAST_TASKS:
                 continue
             looked_up = [excess(table, way.codec, _recipe(way)) for way in mine]

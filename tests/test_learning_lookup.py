@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commlayer.planner.model.cluster import Line, Profile
 from commlayer.planner.model.learning import FIELDS, NONE, Excess, LearningRow, Recipe, excess
+from commlayer.planner.pricing.steps_needed import Excesses
 from commlayer.planner.tables.learning import rows as shipped_rows
 
 
@@ -121,9 +123,9 @@ def test_rows_of_as_many_workers_go_before_the_worst() -> None:
 
 
 def test_up_and_down_count_for_half_each() -> None:
-    both = excess(TABLE, "topk(ratio=0.01)", Recipe(), down="int4()")
-    assert both.steps == pytest.approx((0.5 + 0.02) / 2)
-    assert excess(TABLE, "onebit()", Recipe(), down="onebit()") == excess(TABLE, "onebit()", Recipe())
+    known = Excesses(Profile((), Line(0.0), learning=TABLE))
+    assert known.of(("topk(ratio=0.01)",), "int4()", Recipe()).steps == pytest.approx((0.5 + 0.02) / 2)
+    assert known.of(("onebit()",), "onebit()", Recipe()) == excess(TABLE, "onebit()", Recipe())
 
 
 def test_noise_that_makes_a_smaller_ratio_look_cheaper_is_not_believed() -> None:

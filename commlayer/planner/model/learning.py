@@ -86,18 +86,9 @@ class Excess(NamedTuple):
 NONE = Excess()
 
 
-def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe(), down: str = "") -> Excess:
-    """Of a bucket in `codec`, as plans spell it. `down`: what servers answer in, if not the same: then each costs half.
-
-    Without rows nothing is known, and all steps count alike.
-    """
-    if not rows:
-        return NONE
-    tables = _tables(_Same(rows))
-    up = tables.look(codec, recipe)
-    if not down or down == codec:
-        return up
-    return Excess(*((a + b) / 2 for a, b in zip(up, tables.look(down, recipe), strict=True)))
+def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
+    """Of what is sent and answered in `codec`, as plans spell it. Without rows nothing is known, and all steps count alike."""
+    return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
 
 
 class _Same:
