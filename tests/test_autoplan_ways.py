@@ -107,12 +107,12 @@ def test_results_come_in_behind_a_step_only_where_the_script_said_so(asked: Aske
     connection.asked = asked
     policy = loss_limits.policy_of(connection)
     assert policy.forward is (asked.overlap == "forward")
-    assert (policy.staleness, policy.late) == (False, False)
+    assert policy.staleness is False
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool) -> None:
-    freely = inputs("2/2Mb", exact=False, late=late, max_local_steps=1)
+@pytest.mark.parametrize("late", [None, False])
+def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | None) -> None:
+    freely = inputs("2/2Mb", exact=False, staleness=late, max_local_steps=1)
     assert freely.profile is not None
     rows = tuple(structs.replace(row, late=lateness, steps=row.steps + 0.01 * lateness)
                  for row in ROWS if (row.codes, row.every, row.overlap) == ("gradients", 1, "") for lateness in (False, True))
@@ -120,7 +120,7 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool) -
     profile = structs.replace(freely.profile, learning=(*rows, *bad))
     assert freely.policy is not None
     made = planner.plan(freely.job, freely.cluster, profile, freely.policy)
-    assert any(b.stale for b in made.buckets) is late
+    assert any(b.stale for b in made.buckets) is (late is None)
 
 
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
@@ -147,7 +147,7 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("links", ["2/2Mb", FAST])
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
-    made_from = inputs(links, exact=exact, late=False)
+    made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
     made, leaves = replan._best(made_from, current, apart=True)
     assert made.steps_locally

@@ -65,7 +65,7 @@ def make(
     asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=NO_LIMIT if max_loss is None else max_loss,
                    objective=planfiles.objective_named(objective), optimizer=planfiles.optimizer_named(optimizer), exact=exact,
                    forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps,
-                   staleness=staleness)
+                   staleness=staleness or None)
     inputs = plan_file.PlanFileInputs(job, machines, measured, asked, planfiles.loss_named(loss))
     costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)

@@ -132,10 +132,8 @@ class Policy(Record, frozen=True):
     """Compressions of one gradient on its way."""
     max_local_steps: int = 0
     """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as were measured."""
-    staleness: bool = False
-    """Whether results may be used one step late; without `exact` they may."""
-    late: bool = True
-    """False: nor do they without `exact`."""
+    staleness: bool | None = None
+    """Whether results may be used one step late; None: where it is not `exact`, and measured rows say what that costs."""
     priority: bool = True
     """Forward order on the wire; else by readiness."""
     whole_tree: bool = False

@@ -44,7 +44,7 @@ def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, P
     kept = [plain]
     # What nobody has measured is done only where it is asked for by name.
     freely = not policy.exact and entry.ways.steps_count
-    if policy.staleness or (freely and policy.late):
+    if freely if policy.staleness is None else policy.staleness:
         kept += [late for late in _late(plain) if late.loss <= policy.max_loss]
     tried = [LayoutCandidate(entry.inputs, entry.ways, entry.layout, recipe)
              for recipe in _recipes(entry.recipe, policy, freely)]
