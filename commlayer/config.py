@@ -33,6 +33,7 @@ Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole numbe
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
+Carrier = Annotated[Literal["auto", "tcp", "grpc"], msgspec.Meta(description='"auto", "tcp" or "grpc"')]
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
 RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
@@ -58,6 +59,9 @@ class Config(Record, frozen=True):
 
     Further servers that training processes start take any free port.
     """
+    carrier: Carrier = "auto"
+    """What data travels on; gRPC is for networks that pass HTTP/2 alone. "auto": to a server gRPC where TCP does not get
+    through, at a server both."""
     insecure: Flag = False
     token: Secret = ""
     """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""

@@ -216,6 +216,8 @@ class ServerInfo(Record, frozen=True):
     """The machine that it shares with the members of this node number."""
     beside: bool = False
     """It is in the coordinator's process."""
+    streams: str = ""
+    """Where it takes gRPC streams; of one beside the coordinator, there. Empty: nowhere."""
 
 
 class View(Record, frozen=True):

@@ -1,4 +1,4 @@
-"""One rank of a mesh over TCP, as a process of its own: `python transport_peer.py RANK N DEADLINE_S [dataloader]`.
+"""One rank of a mesh, as a process of its own: `python transport_peer.py CARRIER RANK N DEADLINE_S [dataloader]`.
 
 Talks to its parent in lines of JSON: says its address, reads all addresses, says step 3 once it is well under way, says the
 error that ended it, and exits when its stdin ends. The last rank may hold a DataLoader whose worker, forked from it, is busy.
@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from typing import Any
+
+from transport_kit import WIRES
 
 from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
@@ -26,15 +28,16 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def mesh(rank: int, n: int) -> TcpTransport:
-    """The lower rank dials. A rank may be dialled before it has all addresses: it listens from the first moment."""
-    transport = TcpTransport(Hello("processes", rank))
+def mesh(carrier: str, rank: int, n: int) -> TcpTransport:
+    """The higher rank dials, as trainers do. A rank may be dialled before it has all addresses: it listens
+    from the first moment."""
+    transport = WIRES[carrier].end(Hello("processes", rank))
     say(address=transport.listen())
     addresses = json.loads(sys.stdin.readline())
-    for peer in range(rank + 1, n):
+    for peer in range(rank):
         transport.dial(peer, tuple(addresses[peer]), time.monotonic() + 30)
         transport.send(peer, data(rank, bucket=1))
-    for peer in range(rank):
+    for peer in range(rank + 1, n):
         transport.wait(transport.recv(peer, key(data(peer, bucket=1))), time.monotonic() + 30)
     return transport
 
@@ -55,8 +58,8 @@ def busy_worker() -> Any:
     return batches
 
 
-def main(rank: int, n: int, deadline_s: float, loader: bool) -> None:
-    transport = mesh(rank, n)
+def main(carrier: str, rank: int, n: int, deadline_s: float, loader: bool) -> None:
+    transport = mesh(carrier, rank, n)
     held = busy_worker() if loader else None
     step = 0
     try:
@@ -78,4 +81,4 @@ def main(rank: int, n: int, deadline_s: float, loader: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), "dataloader" in sys.argv)
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), "dataloader" in sys.argv)

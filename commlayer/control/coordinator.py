@@ -6,7 +6,6 @@ wait for their bytes on no thread: one that never comes whole holds nobody up.
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
@@ -20,10 +19,11 @@ from commlayer import config as settings
 from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
 from commlayer.control.audit import Audit
+from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
-from commlayer.control.tls_front import Front
 from commlayer.records import Record
+from commlayer.transport.grpc_ends import Take
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -52,21 +52,18 @@ class Coordinator:
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         check_free(config.bind, config.port)
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
-        self._front = Front(self._keys, config.bind, config.port, self._audit.refused) if self._keys else None
+        self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
+        self._take: Take | None = None
         self._certificates: dict[str, Certified] = {}  # of seats, by token
         self._revoked: frozenset[int] = frozenset()
-        self._host = Host({
+        self._port.start(Host({
             CHALLENGE: self._challenge,
             "Part": self._method("Part", messages.Part, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
-        })
-        if self._front is None:
-            port = self._host.start(settings.join_host(config.bind, config.port))
-        else:
-            self._front.start(self._host.start("127.0.0.1:0"))
-            port = self._front.port
+        }, [self._port.streams(lambda stream, where: self._take is not None and self._take(stream, where))]))
+        port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
         self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
@@ -84,10 +81,12 @@ class Coordinator:
             self._empty.wait(self._dead_after_s + self._heartbeat_s)
         self._closing.set()
         self._ticker.join(timeout=5.0)
-        self._host.close()
-        if self._front is not None:
-            self._front.close()
+        self._port.close()
         self._audit.close()
+
+    def serve_streams(self, take: Take) -> None:
+        """Data streams that come to this port are for the summation server in this process: one port passes all."""
+        self._take = take
 
     def orphaned(self, pid: int) -> None:
         """The process of this machine that started the job's embedded servers has ended: so have its seats."""
@@ -95,15 +94,6 @@ class Coordinator:
             before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
-
-    def _caller(self, peer: str) -> Certified | None:
-        """Whose certificate a call came with; Unproved for one that came by another way than through TLS."""
-        if self._front is None:
-            return None
-        caller = self._front.caller(peer)
-        if caller is None:
-            raise Unproved
-        return caller
 
     def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
         if caller is not None:
@@ -169,9 +159,9 @@ class Coordinator:
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
-        if self._front is None or revoked == self._revoked:
+        if revoked == self._revoked:
             return
-        self._front.drop(revoked)
+        self._port.drop(revoked)
         with self._lock:
             before = self._state
             for token, one in self._certificates.items():
@@ -198,7 +188,7 @@ class Coordinator:
         """`certified`: what a request becomes that came with that certificate."""
 
         def answer(data: bytes, peer: str) -> bytes:
-            caller = self._caller(peer)
+            caller = self._port.caller(peer)
             try:
                 body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
             except Unproved:
@@ -210,19 +200,3 @@ class Coordinator:
             return self._judge.sealed(data, messages.pack(act(certified(request, caller))))
 
         return answer
-
-
-def check_free(host: str, port: int) -> None:
-    """OSError with one line if nothing can listen there. gRPC's own error does not say why."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            where = settings.join_host(host, port)
-            if error.errno == errno.EADDRINUSE:
-                line = f"{where} is in use: stop what listens there, or choose another --port (0 for any free one)"
-            else:
-                line = f"cannot listen on {where}: {error.strerror}; bind an address of this machine"
-            raise OSError(error.errno, line) from None

@@ -228,7 +228,7 @@ def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...
     made = []
     for p in servers:
         node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
-        made.append(ServerInfo(p.rank, p.join.address, node, p.join.beside))
+        made.append(ServerInfo(p.rank, p.join.address, node, p.join.beside, p.join.streams))
     return tuple(made)
 
 

@@ -53,6 +53,8 @@ class Join(Record, frozen=True):
     """Not empty: what the sender holds to be the plan; all who say so must agree."""
     address: str = ""
     """A server's data address."""
+    streams: str = ""
+    """Where a server takes gRPC streams; empty: nowhere."""
     beside: bool = False
     """Of a server: it is in the coordinator's own process, and falls silent with it."""
     certificate: str = ""
@@ -121,13 +123,13 @@ def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"",
                 sent, plan_digest or digest_of(plan))
 
 
-def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False) -> Join:
+def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
     """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan.
 
-    `beside`: the coordinator is in this process, too.
+    `beside`: the coordinator is in this process, too. `streams`: where it takes gRPC streams.
     """
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
-                address=address, beside=beside)
+                address=address, beside=beside, streams=streams)
 
 
 def digest_of(plan: bytes) -> str:

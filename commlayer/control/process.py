@@ -50,6 +50,7 @@ def run(config: Config, part: Part) -> None:
     reason = [messages.FINISHED]
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
+        coordinator = None
         orphaned = functools.partial(_abandon, reason, part.parent)
         if not control:
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end)
@@ -64,14 +65,14 @@ def run(config: Config, part: Part) -> None:
             # Here, since it loads numpy, which a coordinator does without.
             from commlayer.control.serving import Serving
 
-            serving = Serving(config.bind, data_port, config)
+            serving = Serving(config.bind, data_port, config, coordinator)
             stack.callback(serving.close)
-            data = join_host(config.advertise or config.bind, host_port(serving.address)[1])
+            data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if part.sums:
-            request = messages.server(data, config.node, part.number, beside=not config.join)
+            request = messages.server(data, config.node, part.number, beside=not config.join, streams=streams)
             try:
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
                                      on_silence=lambda silent_s: _alone(serving.alone, control, silent_s, end))
@@ -87,6 +88,10 @@ def run(config: Config, part: Part) -> None:
                 member.leave(str(error))
                 raise
         end.wait()
+
+
+def _advertised(address: str, config: Config) -> str:
+    return address and join_host(config.advertise or config.bind, host_port(address)[1])
 
 
 def _choose_tensors(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import msgspec
@@ -11,6 +12,8 @@ from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, join_host
 from commlayer.control import messages
 from commlayer.control.audit import Audit
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, RecordError
@@ -22,6 +25,8 @@ from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import SumServer
 from commlayer.transport.tcp import Settings, TcpTransport
 
+log = logging.getLogger("commlayer")
+
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
 STALL_S = 5.0
@@ -31,7 +36,8 @@ STALL_S = 5.0
 class Serving:
     """Listens from construction on, so that the address is known before joining; admits workers once started."""
 
-    def __init__(self, bind: str, port: int, config: Config) -> None:
+    def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
+        """`coordinator`: of this process, if there is one; gRPC streams then come by its port, else by one of their own."""
         kernels.choose(config.backend)
         kernels.threads(codec_threads(config, Launch()))
         self._config = config
@@ -40,14 +46,34 @@ class Serving:
         self._world = 0
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
+        keys = Keys(config.keys) if config.keys else None
         self._transport = TcpTransport(self._hello, self._admit, Settings(
-            secret=config.token, user_timeout_s=config.deadline_s, keys=Keys(config.keys) if config.keys else None,
-            refused=self._audit.refused))
+            secret=config.token, user_timeout_s=config.deadline_s, keys=keys, refused=self._audit.refused))
         self._server: SumServer | None = None
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
-        host, bound = self._transport.listen(bind, port)
-        self.address = join_host(host, bound)
+        self.streams = ""
+        """Where gRPC streams come in, if they may."""
+        self._streams: GrpcPort | None = None
+        self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
+        if config.carrier != "tcp":
+            self._take_streams(bind, port, keys, coordinator)
+
+    def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None) -> None:
+        if coordinator is not None:
+            coordinator.serve_streams(self._transport.take)
+            self.streams = coordinator.address
+        else:
+            own = port if not self.address or not port else port + 1
+            try:
+                self._streams = stream_port(keys, bind, own, self._transport.take, self._audit.refused)
+            except OSError as error:
+                if not self.address:
+                    raise
+                log.warning("no gRPC streams beside TCP: %s", error.strerror)
+            else:
+                self.streams = join_host(bind, self._streams.number)
+        self.address = self.address or self.streams
 
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
@@ -108,6 +134,8 @@ class Serving:
             self._server.close(reason)
         else:
             self._transport.close()
+        if self._streams is not None:
+            self._streams.close()
         self._audit.close()
 
 

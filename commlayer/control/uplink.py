@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from commlayer.config import Config, check_plain_text, host_port
-from commlayer.control import client, messages
+from commlayer.config import Config
+from commlayer.control import carriers, client, messages
 from commlayer.control.client import Membership
 from commlayer.control.shaping import shaped_by
-from commlayer.errors import CommError, PeerLost, RecordError
+from commlayer.errors import CommError, PeerLost
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
@@ -60,10 +60,9 @@ class Uplink:
         self.limit_kept, self.pace = transport.limit_kept, transport.pace
         self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
         try:
-            addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}
-            for server, where in addresses.items():
+            for server in membership.view.servers:
                 # The last one in leaves little of the deadline to dial with.
-                transport.dial(SERVER_BASE + server, where, max(deadline, time.monotonic() + 10.0))
+                carriers.dial(transport, server, address, self._config, keys, max(deadline, time.monotonic() + 10.0))
         except BaseException as error:
             membership.leave(f"could not reach a server: {error}")
             self.transport.close()
@@ -206,17 +205,6 @@ class Uplink:
 
 def _place(server: ServerInfo) -> str:
     return f"at {server.address} on node {server.node}"
-
-
-def _checked_address(server: ServerInfo, config: Config) -> tuple[str, int]:
-    """The coordinator is believed as to where servers are, not as to where plain text may go."""
-    name = f"server {server.id}"
-    try:
-        host, port = host_port(server.address)
-    except ValueError as error:
-        raise RecordError(f"address of {name}: {error}") from None
-    check_plain_text(f"address of {name}", host, config)
-    return host, port
 
 
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:

@@ -1,4 +1,4 @@
-"""One connected socket after the greeting: sender, receiver, order on the wire. Knows one peer, not how it was reached."""
+"""One byte channel after the greeting: sender, receiver, order on the wire. Knows one peer, not how it was reached."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
 from commlayer.transport import credit, framing, mailbox
+from commlayer.transport.byte_channel import ByteChannel, certified_of
 from commlayer.transport.crc import crc32c
 from commlayer.transport.credit import Credit
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.key_folder import Certified
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.parts import Assembly, cut
 from commlayer.transport.protocol import Header, Kind, Message, peer_name
-from commlayer.transport.tls import TlsSocket
 
 INLINE_NBYTES = 64 << 10
 """On an idle wire, bodies up to this go out on the caller's thread, as far as they go without blocking."""
@@ -38,9 +37,10 @@ def watch(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def drop(sock: socket.socket) -> None:
-    _sockets.discard(sock)
-    sock.close()
+def drop(channel: ByteChannel) -> None:
+    if isinstance(channel, socket.socket):
+        _sockets.discard(channel)
+    channel.close()
 
 
 def tune(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
@@ -63,8 +63,10 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def _on_one_machine(sock: socket.socket) -> bool:
-    """Its two ends, which then have no link to share."""
+def _on_one_machine(sock: ByteChannel) -> bool:
+    """Its two ends, which then have no link to share; where nobody knows, they may have one."""
+    if not isinstance(sock, socket.socket):
+        return False
     try:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
     except OSError:  # the peer is gone already, as its reader will say
@@ -99,7 +101,7 @@ class _Outgoing:
         start, stop = self._parts[self._next]
         return stop - start
 
-    def write(self, sock: socket.socket, flags: int) -> bool:
+    def write(self, sock: ByteChannel, flags: int) -> bool:
         """One system call's worth of a part. Whether that part is out."""
         if self._left is None:
             self._left = self._pieces()
@@ -130,13 +132,13 @@ class Connection:
     """Made connected; start() begins. `ended` is called once, when it is over."""
 
     def __init__(
-        self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
+        self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
     ) -> None:
         self.peer = peer
-        self.certified: Certified | None = sock.peer if isinstance(sock, TlsSocket) else None
+        self.certified = certified_of(sock)
         self._name = f" ({self.certified.name})" if self.certified else ""
         near = _on_one_machine(sock)
-        self._pacer = None if near else pacer
+        self._paced = (pacer, sock) if not near and isinstance(sock, socket.socket) else None
         self._credit = None if near or not credit.SUPPORTED else Credit()
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._assembly = Assembly(reader.allocate, lambda: reader.max_nbytes, lambda: box.max_kept_nbytes)
@@ -245,12 +247,13 @@ class Connection:
         return self._credit.wait_s(credit.waiting_nbytes(self._sock))
 
     def _pace(self, frame: _Outgoing) -> None:
-        if self._pacer is None:
+        if self._paced is None:
             return
+        pacer, sock = self._paced
         if frame.header.kind in _PROBES:
-            self._pacer.lift(self._sock)
+            pacer.lift(sock)
         elif frame.nbytes > INLINE_NBYTES:
-            self._pacer.begins(self._sock)
+            pacer.begins(sock)
 
     def _next(self) -> _Item | None:
         with self._work:
@@ -327,8 +330,9 @@ class Connection:
             self._users -= 1
             left = self._users
         if left == 0:
-            if self._pacer is not None:
-                self._pacer.lift(self._sock)
+            if self._paced is not None:
+                pacer, sock = self._paced
+                pacer.lift(sock)
             drop(self._sock)
 
     def join(self, deadline: float) -> bool:

@@ -1,12 +1,11 @@
 """The first four frames of a connection: who dials, that both ends know the job's secret, and whether the other end takes them.
 
 HELLO and CHALLENGE bring a random number each, PROOF and WELCOME what only who knows the secret can make of both: so nothing
-said here is of use on another connection. Until then nobody is told anything of the job. Knows blocking sockets, no threads.
+said here is of use on another connection. Until then nobody is told anything of the job. Knows channels that block, no threads.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -16,6 +15,7 @@ import msgspec
 from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import Record
 from commlayer.transport import framing
+from commlayer.transport.byte_channel import ByteChannel
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.protocol import Header, Kind, peer_name
@@ -91,7 +91,7 @@ def same_job(mine: Hello) -> Admit:
 
 
 def greet(
-    sock: socket.socket, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
+    sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
 ) -> None:
     """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third."""
     who = peer_name(peer)
@@ -112,7 +112,7 @@ def greet(
 
 
 def meet(
-    sock: socket.socket, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
+    sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
 ) -> Met:
     """The acceptor's half, to be answered with `welcome`. Refused, on both sides, for who does not know the secret."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
@@ -133,11 +133,11 @@ def _bound(channel: bytes) -> tuple[bytes, ...]:
     return (channel,) if channel else ()
 
 
-def welcome(sock: socket.socket, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
+def welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
     _write(sock, Kind.WELCOME, rank, Welcome(rank, error, proof), who, deadline)
 
 
-def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:
+def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:
     body = msgspec.msgpack.encode(record)
     head = framing.encode(Header(kind, sender=rank), len(body), crc32c(body))
     try:
@@ -149,7 +149,7 @@ def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str,
         raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
 
 
-def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
+def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
     try:
         while (frame := reader.next()) is None:
             _wait_until(sock, deadline)
@@ -168,7 +168,7 @@ def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: f
     return frame
 
 
-def _wait_until(sock: socket.socket, deadline: float) -> None:
+def _wait_until(sock: ByteChannel, deadline: float) -> None:
     """TimeoutError once it has passed: bytes that trickle in keep nothing alive."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:

@@ -1,4 +1,5 @@
-"""The carrier over TCP: listens, dials, and keeps one connection for each peer. Knows addresses and sockets; no matching."""
+"""The carrier over TCP, and over channels that others open: listens, dials, keeps one connection for each peer. Knows addresses
+and sockets; no matching."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError, Refused
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
+from commlayer.transport.byte_channel import ByteChannel, binding_of, certified_of
 from commlayer.transport.connection import Connection, drop, tune, watch
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Admit, Hello, same_job
@@ -30,6 +32,8 @@ FORMER_S = 0.5
 REVOKED_S = 1.0
 """How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
 Refusal = Callable[[str, str], None]
+Open = Callable[[float], ByteChannel]
+"""Opens a channel before that deadline. CommError if it cannot; the caller knows to whom."""
 
 
 def note_refusal(where: str, why: str) -> None:
@@ -85,6 +89,7 @@ class TcpTransport:
         # A handshake of TLS is one round trip more.
         self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
         self._closed = threading.Event()
+        self._heeds = False
 
     @property
     def rank(self) -> int:
@@ -106,32 +111,26 @@ class TcpTransport:
             raise ValueError(f"cannot listen on {host}:{port}: {_listen_remedy(error)}") from None
         with self._lock:
             self._listeners.append(sock)
-            first = len(self._listeners) == 1
         threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
-        if first and self._settings.keys is not None:
-            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
+        self._heed_revoked()
         bound: Address = sock.getsockname()[:2]
         return bound
 
     def dial(self, peer: int, address: Address, deadline: float) -> None:
         """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason."""
-        who, (host, port) = peer_name(peer), address
-        begin = time.monotonic()
+        self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline)
+
+    def dial_over(self, opened: Open, peer: int, deadline: float) -> None:
+        """The same over a channel of another kind."""
         self._reserve(peer)
         sock = None
         try:
             try:
-                sock = watch(socket.create_connection(address, max(0.001, deadline - begin)))
-            except TimeoutError:
-                raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
-                                       "that it runs, and the firewalls between", peer=who) from None
-            except OSError as error:
-                raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
-                               "address and that it runs there", peer=who) from None
-            self._tune(sock)
-            sock = self._secured(sock, deadline, f"{who} at {host}:{port}")
+                sock = opened(deadline)
+            except CommError as error:
+                raise type(error)(error.what, peer=error.peer or peer_name(peer)) from None
             reader = self._reader()
-            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, tls.channel_of(sock))
+            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock))
             self._mailbox.admit(peer)
             self._connect(sock, peer, reader)
         except BaseException:
@@ -141,6 +140,31 @@ class TcpTransport:
                 self._taken.discard(peer)
                 self._lock.notify_all()
             raise
+
+    def _reached(self, who: str, address: Address, deadline: float) -> socket.socket:
+        (host, port), begin = address, time.monotonic()
+        try:
+            sock = watch(socket.create_connection(address, max(0.001, deadline - begin)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
+                                   "that it runs, and the firewalls between", peer=who) from None
+        except OSError as error:
+            raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
+                           "address and that it runs there", peer=who) from None
+        try:
+            self._tune(sock)
+            return self._secured(sock, deadline, f"{who} at {host}:{port}")
+        except BaseException:
+            drop(sock)
+            raise
+
+    def take(self, channel: ByteChannel, where: str) -> bool:
+        """Greets who has opened a channel to this end from there, on a thread of its own. Whether there was room."""
+        if not self._hall.enter_now(channel):
+            return False
+        self._heed_revoked()
+        threading.Thread(target=self._greet, args=(channel, where), name=f"greet {where}", daemon=True).start()
+        return True
 
     def _reserve(self, peer: int) -> None:
         with self._lock:
@@ -171,18 +195,20 @@ class TcpTransport:
             self._hall.enter(sock)
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
-    def _greet(self, sock: socket.socket, where: str) -> None:
+    def _greet(self, sock: ByteChannel, where: str) -> None:
         deadline = time.monotonic() + self._settings.greeting_s
         peer = None
         try:
-            self._tune(sock)
             reader, hello_deadline = self._reader(), time.monotonic() + self._settings.hello_s
             who = f"the dialler at {where}"
+            if isinstance(sock, socket.socket):
+                self._tune(sock)
             if isinstance(sock, tls.TlsSocket):
-                name = sock.handshake(hello_deadline).name
-                who, where = f"{name} at {where}", f"{name} at {where}"
+                sock.handshake(hello_deadline)
+            if (certified := certified_of(sock)) is not None:
+                who = where = f"{certified.name} at {where}"
             hello, proof = greeting.meet(
-                sock, reader, self.rank, self._settings.secret, who, hello_deadline, tls.channel_of(sock))
+                sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._hall.leave(sock)
             reason = self._judge(hello)
             if not reason:
@@ -230,6 +256,13 @@ class TcpTransport:
             raise type(error)(error.what, peer=who) from None
         return made
 
+    def _heed_revoked(self) -> None:
+        """From the first time on that others may come in."""
+        with self._lock:
+            heeds, self._heeds = self._heeds, True
+        if not heeds and self._settings.keys is not None:
+            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
+
     def _drop_revoked(self, keys: Keys) -> None:
         while not self._closed.wait(REVOKED_S):
             revoked = keys.revoked()
@@ -250,7 +283,7 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
 
-    def _connect(self, sock: socket.socket, peer: int, reader: Reader) -> None:
+    def _connect(self, sock: ByteChannel, peer: int, reader: Reader) -> None:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(sock, peer, self._mailbox, reader, self._ended, self._pacer)

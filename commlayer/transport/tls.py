@@ -223,8 +223,3 @@ class TlsSocket(socket.socket):
         rest = memoryview(data)
         while rest:
             rest = rest[self.sendmsg([rest], [], flags | socket.MSG_NOSIGNAL) :]
-
-
-def channel_of(sock: socket.socket) -> bytes:
-    """What a proof over that socket is bound to; nothing on plain text."""
-    return sock.channel if isinstance(sock, TlsSocket) else b""
