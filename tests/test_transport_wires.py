@@ -137,9 +137,10 @@ def test_a_peer_that_breaks_the_format_is_dropped_by_name_and_others_go_on(
     frame(data(7)),
     frame(Header(Kind.HELLO), b"\x80"),
     frame(Header(Kind.HELLO), b"\x81\xa3pwn\xc0"),
+    frame(Header(Kind.HELLO), b"\x82\xa3job\xa1\xff\xa4rank\x00"),
     frame(Header(Kind.HELLO), bytes(5000)),
     frame(Header(Kind.HELLO), Hello("test", 0).job.encode()),
-], ids=["http", "data first", "empty map", "unknown field", "huge", "no msgpack"])
+], ids=["http", "data first", "empty map", "unknown field", "no text", "huge", "no msgpack"])
 def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: TcpTransport, greeting: bytes) -> None:
     address = server.listen()
     with contextlib.closing(wire.raw(address)) as channel:

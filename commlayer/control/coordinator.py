@@ -24,6 +24,7 @@ from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
 from commlayer.records import Record
 from commlayer.transport.grpc_ends import Take
+from commlayer.transport.grpc_stream import GrpcStream
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -62,7 +63,7 @@ class Coordinator:
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
-        }, [self._port.streams(lambda stream, where: self._take is not None and self._take(stream, where))]))
+        }, [self._port.streams(self._stream)]))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
@@ -87,6 +88,11 @@ class Coordinator:
     def serve_streams(self, take: Take) -> None:
         """Data streams that come to this port are for the summation server in this process: one port passes all."""
         self._take = take
+
+    def _stream(self, stream: GrpcStream, where: str) -> bool:
+        if self._take is None:
+            raise LookupError("no data server is behind this port")
+        return self._take(stream, where)
 
     def orphaned(self, pid: int) -> None:
         """The process of this machine that started the job's embedded servers has ended: so have its seats."""

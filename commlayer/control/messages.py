@@ -11,8 +11,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame
-from commlayer.records import Record, View
+from commlayer.errors import CorruptFrame, one_line
+from commlayer.records import MALFORMED, Record, View
 
 PROTOCOL = 1
 FINISHED = "finished"
@@ -153,5 +153,5 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
     """The record in `data`; CorruptFrame naming the peer if it is none."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {error}", peer=peer) from None
+    except MALFORMED as error:
+        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {one_line(error)}", peer=peer) from None

@@ -169,7 +169,7 @@ class Uplink:
         for bucket, slices in undone.items():
             self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
         header = self._header(Kind.PLAN, 0)._replace(generation=generation)
-        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode()
+        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
             raise ValueError(f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commlayer import config as settings
-from commlayer.errors import DeadlineExceeded, PeerLost
+from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import event_loop
 from commlayer.transport.grpc_stream import MESSAGE_NBYTES, GrpcStream
 from commlayer.transport.key_folder import Certified
@@ -21,6 +21,8 @@ import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
 import grpc.aio  # noqa: E402
 
 SERVICE, METHOD = "commlayer.Data", "Frames"
+TAKEN = ("commlayer-frames", "1")
+"""What a server says first. Who writes ahead of it would not hear why a stream is not taken."""
 OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_NBYTES), ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000), ("grpc.http2.max_pings_without_data", 0),
@@ -29,7 +31,7 @@ OPTIONS = [
 ]
 """Of a client's channel."""
 Take = Callable[[GrpcStream, str], bool]
-"""Takes a stream that somebody has opened from there; False if there is no room."""
+"""Takes a stream that somebody has opened from there; False if there is no room, LookupError if there is nobody to take any."""
 
 _dialled: set[tuple[str, int]] = set()
 """Where streams of this process lead. A forked child (a DataLoader worker) closes its copies of their sockets, which gRPC does
@@ -52,9 +54,15 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
             over.set()
 
         stream = GrpcStream(context.read, context.write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
-        if not take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)"):
+        try:
+            room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
+        except LookupError as error:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+        if not room:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
         try:
+            with contextlib.suppress(grpc.aio.UsageError):  # who does not wait for it may have been answered already
+                await context.send_initial_metadata((TAKEN,))
             await over.wait()  # or this is cancelled: the other end is gone
         finally:
             stream.close()
@@ -65,13 +73,17 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
 
 def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, channel: bytes = b"") -> GrpcStream:
     """A client's end, over the grpc.aio channel that `opened` makes. PeerLost or DeadlineExceeded with the address."""
-    begin = time.monotonic()
+    begin, where = time.monotonic(), f"{host}:{port} over gRPC"
 
     async def made() -> GrpcStream:
         link = opened()
         call = link.stream_stream(f"/{SERVICE}/{METHOD}")()
         try:
-            await asyncio.wait_for(call.wait_for_connection(), max(0.001, deadline - time.monotonic()))
+            async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
+                await call.wait_for_connection()
+                if TAKEN not in ((key, value) for key, value in await call.initial_metadata()):
+                    await call.read()  # whose end has the reason
+                    raise Refused(f"{where} answers, and is no server of commlayer's: check the address")
         except BaseException:
             call.cancel()
             await link.close()
@@ -86,13 +98,16 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
 
     with contextlib.suppress(OSError):
         _dialled.update(found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
-    where = f"{host}:{port} over gRPC"
     try:
         stream: GrpcStream = event_loop.run(made(), deadline - begin + 5.0)
     except TimeoutError:
         raise DeadlineExceeded(f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, and "
                                "the firewalls between") from None
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine") from None
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise Refused(f"does not let the stream in: {error.details()}") from None
         raise PeerLost(f"cannot reach {where} (deadline {deadline - begin:.1f} s): {error.details()}: check the address and "
                        "that it runs there") from None
     return stream

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from commlayer import config as settings
-from commlayer.errors import Refused
 from commlayer.transport.credit import Seen
 from commlayer.transport.key_folder import Certified
 
@@ -47,13 +46,12 @@ class GrpcStream:
         self._limit_s: float | None = None
         # What comes in: the rest of a message, the one behind it, and how it ended.
         self._rest, self._ahead = memoryview(b""), b""
-        self._reading = self._heard = self._ended = False
-        self._refusal: Exception | None = None
+        self._reading = self._ended = False
         # What goes out: pieces of the next message, and whether there is an end behind it.
         self._pieces: list[bytes] = []
         self._nbytes = 0
         self._writing = self._finishing = False
-        self._broken: Exception | None = None
+        self._broken: OSError | None = None
         self._wrote_nbytes, self._wrote_in_s, self._rate, self._wrote_s = 0, 0.0, 0.0, time.monotonic()
         self._loop.call_later(IDLE_S, self._idle)
 
@@ -63,7 +61,7 @@ class GrpcStream:
         self._limit_s = value
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
-        """Where the other end has refused the stream, its reason is an error; later ends are ends."""
+        """As with sockets a peer that is gone without a word is an end of the stream."""
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
@@ -80,8 +78,6 @@ class GrpcStream:
             if not (self._reading or self._ahead):
                 self._ask()
             self._wait(lambda: bool(self._ahead) or self._ended)
-            if self._refusal is not None:
-                raise self._refusal
             data, self._ahead = self._ahead, b""
             if data:
                 self._ask()
@@ -159,16 +155,15 @@ class GrpcStream:
             self._loop.call_soon_threadsafe(lambda: self.spawn(self._writes()))
 
     async def _reads(self) -> None:
-        data, refusal = b"", None
+        data = b""
         try:
             # Empty ones only say that the other end is there.
             while not data and data is not grpc.aio.EOF:
                 data = await self._read()
-        except (Exception, asyncio.CancelledError) as error:
-            data, refusal = b"", None if self._heard else _reason(error)
+        except (Exception, asyncio.CancelledError):
+            data = b""
         with self._changed:
-            self._reading, self._ahead = False, data or b""
-            self._heard, self._ended, self._refusal = self._heard or bool(data), not data, refusal
+            self._reading, self._ahead, self._ended = False, data or b"", not data
             self._changed.notify_all()
 
     async def _writes(self) -> None:
@@ -192,7 +187,8 @@ class GrpcStream:
         try:
             await self._write(data)
         except (Exception, asyncio.CancelledError) as error:
-            broken = _reason(error)
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else ""
+            broken = BrokenPipeError(errno.EPIPE, details or GONE)
         with self._changed:
             self._broken, self._wrote_s = broken, time.monotonic()
             self._wrote_nbytes += len(data)
@@ -220,14 +216,3 @@ def _joined(buffers: Any, nbytes: int) -> bytes:
         pieces.append(piece)
         room -= len(piece)
     return b"".join(pieces)
-
-
-def _reason(error: BaseException) -> Exception:
-    if isinstance(error, grpc.aio.AioRpcError):
-        code, details = error.code(), error.details() or GONE
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine")
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            return Refused(f"does not let the stream in: {details}")
-        return ConnectionResetError(errno.ECONNRESET, details)
-    return ConnectionResetError(errno.ECONNRESET, GONE)

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.records import Record
+from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost, Refused, one_line
+from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.byte_channel import ByteChannel
 from commlayer.transport.crc import crc32c
@@ -79,7 +79,7 @@ def same_job(mine: Hello) -> Admit:
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
-            return (f"speaks protocol {theirs.protocol} (commlayer {theirs.version or '?'}), here {mine.protocol} "
+            return (f"speaks protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), here {mine.protocol} "
                     f"(commlayer {mine.version or '?'}): install the same version on all machines")
         if theirs.job != mine.job:
             return "is of another job: start all with the same model and job id"
@@ -179,5 +179,5 @@ def _wait_until(sock: ByteChannel, deadline: float) -> None:
 def _decode(frame: Frame, kind: type[T], who: str) -> T:
     try:
         return msgspec.msgpack.decode(frame.body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"{kind.__name__.lower()} is malformed: {error}", peer=who) from None
+    except MALFORMED as error:
+        raise CorruptFrame(f"{kind.__name__.lower()} is malformed: {one_line(error)}", peer=who) from None

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from commlayer.errors import CommError, CorruptFrame
-from commlayer.records import Record
+from commlayer.errors import CommError, CorruptFrame, one_line
+from commlayer.records import MALFORMED, Record
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summation import Reply, Stall, Summation
 
@@ -53,17 +53,17 @@ def follow_stalls(transport: Transport, server: int, generation: int, told: Call
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
-            told(_read_stalled(handle.message()))
+            told(read_stalled(handle.message()))
             follow_stalls(transport, server, generation, told)
 
     transport.recv(server, stalled_key(generation)).on_done(arrived)
 
 
-def _read_stalled(message: Message) -> Stalled:
+def read_stalled(message: Message) -> Stalled:
     try:
         return msgspec.msgpack.decode(message.body, type=Stalled)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"STALLED is malformed: {error}", peer=peer_name(message.peer)) from None
+    except MALFORMED as error:
+        raise CorruptFrame(f"STALLED is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
 
 
 class SumServer:
