@@ -175,8 +175,8 @@ def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, o
 
 
 @pytest.mark.parametrize(("here", "there", "line"), [
-    ("grpc", "tcp", "server 0: takes no gRPC streams .setting carrier.: set carrier alike"),
-    ("tcp", "grpc", "server 0: takes gRPC streams alone .setting carrier.: set carrier alike"),
+    ("grpc", "tcp", "server 0: takes no gRPC streams .setting carrier.: set it alike"),
+    ("tcp", "grpc", "server 0: takes gRPC streams alone .setting carrier.: set it alike"),
 ])
 def test_settings_that_do_not_meet_are_said(here: str, there: str, line: str, opened: contextlib.ExitStack) -> None:
     with pytest.raises(Refused, match=line):
@@ -211,8 +211,27 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     host, port = end.listen()
     there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
     with pytest.raises(Refused, match="server 0: not today"):
-        carriers.dial(worker, there, "", quick(), None, soon())
+        carriers.dialler(worker, there, "", quick(), None)(soon())
     assert seen == ["job"]
+
+
+def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said its first word, so TCP gets through. What got through once is dialled again, and nothing else."""
+    monkeypatch.setattr(carriers, "TCP_S", 0.2)
+    late = threading.Event()
+    threading.Timer(0.5, late.set).start()
+    end = TcpTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
+    opened.callback(end.close)
+    worker = TcpTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    host, port = end.listen()
+    dial = carriers.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
+    dial(soon())
+    assert exchange_pair(worker, end)
+    end.close()
+    worker.abort(PeerLost("gone", peer="server 0"), SERVER_BASE)
+    with pytest.raises(PeerLost, match=r"cannot reach .* it runs there$"):
+        dial(soon())
 
 
 def test_silence_is_broken_by_empty_messages_that_nobody_sees(

@@ -89,7 +89,7 @@ class GrpcEnd(TcpTransport):
         self._ports.append(stream_port(self._settings.keys, host, port, self.take, self._settings.refused))
         return host, self._ports[-1].number
 
-    def dial(self, peer: int, address: Address, deadline: float) -> None:
+    def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
         carriers.over_grpc(self, peer, address, self._settings.keys, deadline)
 
     def close(self, flush_s: float | None = None) -> None:

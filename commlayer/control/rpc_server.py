@@ -14,6 +14,7 @@ from commlayer.control.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.control.proved_calls import Unproved
 from commlayer.errors import CorruptFrame
 from commlayer.transport import event_loop
+from commlayer.transport.grpc_stream import FRAME_OPTION
 
 settings.quiet_forks()
 import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
@@ -50,7 +51,7 @@ class Host:
         self._server = grpc.aio.server(
             # Without the first a second coordinator could share the port and split the job.
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_NBYTES),
-                     ("grpc.max_send_message_length", MAX_REPLY_NBYTES),
+                     ("grpc.max_send_message_length", MAX_REPLY_NBYTES), FRAME_OPTION,
                      # Streams may be silent for as long as a step takes, and their ends ask meanwhile.
                      ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.keepalive_time_ms", 20_000),
                      ("grpc.keepalive_timeout_ms", 20_000)],

@@ -62,7 +62,8 @@ class Uplink:
         try:
             for server in membership.view.servers:
                 # The last one in leaves little of the deadline to dial with.
-                carriers.dial(transport, server, address, self._config, keys, max(deadline, time.monotonic() + 10.0))
+                dial = carriers.dialler(transport, server, address, self._config, keys)
+                dial(max(deadline, time.monotonic() + 10.0))
         except BaseException as error:
             membership.leave(f"could not reach a server: {error}")
             self.transport.close()

@@ -13,7 +13,7 @@ from typing import Any
 from commlayer import config as settings
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import event_loop
-from commlayer.transport.grpc_stream import MESSAGE_NBYTES, GrpcStream
+from commlayer.transport.grpc_stream import FRAME_OPTION, MESSAGE_NBYTES, GrpcStream
 from commlayer.transport.key_folder import Certified
 
 settings.quiet_forks()
@@ -24,6 +24,7 @@ SERVICE, METHOD = "commlayer.Data", "Frames"
 TAKEN = ("commlayer-frames", "1")
 """What a server says first. Who writes ahead of it would not hear why a stream is not taken."""
 OPTIONS = [
+    FRAME_OPTION,
     ("grpc.max_receive_message_length", MESSAGE_NBYTES), ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000), ("grpc.http2.max_pings_without_data", 0),
     # Else it would share the connection of the calls to the same address, and hold them up.

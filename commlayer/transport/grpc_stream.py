@@ -24,6 +24,8 @@ import grpc.aio  # noqa: E402
 
 MESSAGE_NBYTES = 256 << 10
 """Of a message at most. Calls of strangers to the same port have the same limit."""
+FRAME_OPTION = ("grpc.http2.max_frame_size", 2 * MESSAGE_NBYTES)
+"""For both ends: a message is one frame of HTTP/2 then. In frames of 16 KiB, the default, two thirds as much got through."""
 IDLE_S = 20.0
 """After so long without a word an empty message goes out: proxies end streams that are silent for a minute."""
 GONE = "the gRPC stream has ended"

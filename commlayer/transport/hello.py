@@ -6,6 +6,7 @@ said here is of use on another connection. Until then nobody is told anything of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -92,13 +93,15 @@ def same_job(mine: Hello) -> Admit:
 
 def greet(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
+    answer_by: float = math.inf,
 ) -> None:
-    """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third."""
+    """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third.
+    `answer_by`: when its first word must be here; the last one may take longer, since it waits for a plan."""
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=nonce())
     said = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
-    theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, deadline), Challenge, who).nonce
+    theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who).nonce
     _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said, *_bound(channel))), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == UNPROVED:

@@ -4,6 +4,7 @@ and sockets; no matching."""
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import threading
 import time
@@ -116,21 +117,24 @@ class TcpTransport:
         bound: Address = sock.getsockname()[:2]
         return bound
 
-    def dial(self, peer: int, address: Address, deadline: float) -> None:
-        """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason."""
-        self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline)
+    def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
+        """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason.
 
-    def dial_over(self, opened: Open, peer: int, deadline: float) -> None:
+        `answer_by`: when the other side must have said its first word.
+        """
+        self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline, answer_by)
+
+    def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
         """The same over a channel of another kind."""
         self._reserve(peer)
         sock = None
         try:
             try:
-                sock = opened(deadline)
+                sock = opened(min(deadline, answer_by))
             except CommError as error:
                 raise type(error)(error.what, peer=error.peer or peer_name(peer)) from None
             reader = self._reader()
-            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock))
+            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by)
             self._mailbox.admit(peer)
             self._connect(sock, peer, reader)
         except BaseException:
