@@ -28,6 +28,7 @@ from commlayer.transport import grpc_stream
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.unproved_connections import MOST
 
 JOB = Job((TensorInfo("weight", (100,)),))
 PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
@@ -256,3 +257,18 @@ def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.E
     with contextlib.closing(WIRES["grpc"].raw(end.listen())) as silent:
         assert silent.recv_into(bytearray(1)) == 0
     assert "no HELLO before the deadline" in refused[0]
+
+
+def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
+    """They have as many places as silent sockets have, and must make room as those must."""
+    end = WIRES["grpc"].end(Hello("test", SERVER_BASE))
+    opened.callback(end.close)
+    address = end.listen()
+    for _ in range(MOST):
+        opened.callback(WIRES["grpc"].raw(address).close)
+    before = threading.active_count()
+    worker = WIRES["grpc"].end(Hello("test", 0))
+    opened.callback(worker.close)
+    worker.dial(SERVER_BASE, address, soon())
+    assert exchange_pair(worker, end)
+    assert threading.active_count() - before < 10

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commlayer import config as settings
-from commlayer.errors import DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, one_line
 from commlayer.transport import event_loop
 from commlayer.transport.grpc_stream import FRAME_OPTION, MESSAGE_NBYTES, GrpcStream
 from commlayer.transport.key_folder import Certified
@@ -31,6 +31,8 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """Of a client's channel."""
+AGAIN_S = 0.1
+"""Behind an answer that there is no room just now: who greets makes room soon, or has to."""
 Take = Callable[[GrpcStream, str], bool]
 """Takes a stream that somebody has opened from there; False if there is no room, LookupError if there is nobody to take any."""
 
@@ -99,19 +101,25 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
 
     with contextlib.suppress(OSError):
         _dialled.update(found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
-    try:
-        stream: GrpcStream = event_loop.run(made(), deadline - begin + 5.0)
-    except TimeoutError:
-        raise DeadlineExceeded(f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, and "
-                               "the firewalls between") from None
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine") from None
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise Refused(f"does not let the stream in: {error.details()}") from None
-        raise PeerLost(f"cannot reach {where} (deadline {deadline - begin:.1f} s): {error.details()}: check the address and "
-                       "that it runs there") from None
-    return stream
+    while True:
+        try:
+            stream: GrpcStream = event_loop.run(made(), deadline - begin + 5.0)
+            return stream
+        except TimeoutError:
+            raise DeadlineExceeded(f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, "
+                                   "and the firewalls between") from None
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + AGAIN_S > deadline:
+                raise _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)") from None
+        time.sleep(AGAIN_S)
+
+
+def _refusal(error: Any, where: str) -> CommError:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine")
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return Refused(f"does not let the stream in: {one_line(error.details())}")
+    return PeerLost(f"cannot reach {where}: {one_line(error.details())}: check the address and that it runs there")
 
 
 def _close_copies() -> None:
