@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -272,3 +274,13 @@ def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack)
     worker.dial(SERVER_BASE, address, soon())
     assert exchange_pair(worker, end)
     assert threading.active_count() - before < 10
+
+
+def test_a_stream_that_is_closed_is_gone_with_its_connection() -> None:
+    """Not only when its next empty message would have been due."""
+    with WIRES["grpc"].mesh(2):
+        held = len(os.listdir("/proc/self/fd"))
+    until = soon()
+    while len(os.listdir("/proc/self/fd")) > held - 3:  # its two ends and the listener
+        threading.Event().wait(0.01)
+        assert time.monotonic() < until

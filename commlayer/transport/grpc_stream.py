@@ -55,7 +55,7 @@ class GrpcStream:
         self._writing = self._finishing = False
         self._broken: OSError | None = None
         self._wrote_nbytes, self._wrote_in_s, self._rate, self._wrote_s = 0, 0.0, 0.0, time.monotonic()
-        self._loop.call_later(IDLE_S, self._idle)
+        self._silence = self._loop.call_later(IDLE_S, self._idle)
 
     # ---- as of a socket
 
@@ -127,7 +127,7 @@ class GrpcStream:
                 return
             self._over = self._ended = True
             self._changed.notify_all()
-        self._loop.call_soon_threadsafe(self._cancel)
+        self._loop.call_soon_threadsafe(self._ends)
 
     # ---- what a connection asks of the kernel about a socket
 
@@ -145,6 +145,12 @@ class GrpcStream:
         task = self._loop.create_task(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _ends(self) -> None:
+        """Whoever keeps the stream, or would have called back, keeps neither the call nor its connection."""
+        self._silence.cancel()
+        self._cancel()
+        self._read = self._finish = self._write = self._cancel = _gone
 
     def _ask(self) -> None:
         if not (self._reading or self._ended):
@@ -203,11 +209,15 @@ class GrpcStream:
             if not self._writing and time.monotonic() - self._wrote_s > IDLE_S / 2:
                 self._writing = True
                 self.spawn(self._says_nothing())
-        self._loop.call_later(IDLE_S, self._idle)
+        self._silence = self._loop.call_later(IDLE_S, self._idle)
 
     async def _says_nothing(self) -> None:
         await self._writes_one(b"")
         await self._writes()
+
+
+async def _gone(*_: Any) -> None:
+    raise BrokenPipeError(errno.EPIPE, GONE)
 
 
 def _joined(buffers: Any, nbytes: int) -> bytes:
