@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transport_kit import CASES, MESHES, sums
+from transport_kit import CASES, MESHES, large, sums
 
 MANY = ["loopback", "shaped", "faulty", "tcp", "far"]
 """Of any number of ranks; on the others connections are dear."""
@@ -19,3 +19,8 @@ def test_sums(carrier: str, n: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_case(carrier: str, case: str) -> None:
     CASES[case](MESHES[carrier])
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "tls", "grpc", "grpc+tls"])
+def test_bodies_larger_than_all_buffers(carrier: str) -> None:
+    large(MESHES[carrier])

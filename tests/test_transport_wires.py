@@ -11,6 +11,7 @@ import pytest
 from transport_kit import WIRES, Wire, data, exchange_pair, frame, raw_peer, soon
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+from commlayer.transport import tcp
 from commlayer.transport.framing import HEADER_NBYTES, VERSION
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
@@ -45,8 +46,9 @@ def dialler(wire: Wire, hello: Hello, end: TcpTransport, peer: int | None = None
     (Hello("test", 1), "server 0: worker 1 is connected already"),
 ])
 def test_a_refusal_reaches_the_dialler_in_one_line(
-    wire: Wire, server: TcpTransport, hello: Hello, reason: str,
+    wire: Wire, server: TcpTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tcp, "FORMER_S", 0.05)
     first = wire.end(Hello("test", 1))
     first.dial(SERVER_BASE, server.listen(), soon())
     with pytest.raises(Refused, match=reason) as caught:
@@ -177,7 +179,7 @@ def test_a_reader_that_takes_nothing_holds_the_writer_up(wire: Wire, server: Tcp
         body = bytes(1 << 20)
         sent = [server.send(7, data(SERVER_BASE, bucket), body) for bucket in range(64)]
         with pytest.raises(DeadlineExceeded, match="worker 7: send of DATA"):
-            server.wait(sent[-1], time.monotonic() + 0.3)
+            server.wait(sent[-1], time.monotonic() + 0.2)
         assert sum(handle.done() for handle in sent) < 32
         server.abort(CommError("enough", peer="worker 7"), 7)
         for handle in sent[-2:]:

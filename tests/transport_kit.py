@@ -445,7 +445,7 @@ def storm(mesh: Mesh) -> None:
 
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
-    for case in (large, any_peer, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks, our_bugs,
+    for case in (any_peer, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks, our_bugs,
                  storm)
 }
 

@@ -1,4 +1,4 @@
-"""One rank of a mesh, as a process of its own: `python transport_peer.py CARRIER RANK N DEADLINE_S [dataloader]`.
+"""One rank of a mesh, as a process of its own: `python transport_peer.py RANK N DEADLINE_S [dataloader]`.
 
 Talks to its parent in lines of JSON: says its address, reads all addresses, says step 3 once it is well under way, says the
 error that ended it, and exits when its stdin ends. The last rank may hold a DataLoader whose worker, forked from it, is busy.
@@ -12,12 +12,12 @@ import threading
 import time
 from typing import Any
 
-from transport_kit import WIRES
-
+from commlayer.control import carriers
+from commlayer.control.grpc_port import stream_port
 from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import Header, Kind, key
-from commlayer.transport.tcp import TcpTransport
+from commlayer.transport.tcp import TcpTransport, note_refusal
 
 
 def data(sender: int, bucket: int = 0, step: int = 0) -> Header:
@@ -28,14 +28,19 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def mesh(carrier: str, rank: int, n: int) -> TcpTransport:
-    """The higher rank dials, as trainers do. A rank may be dialled before it has all addresses: it listens
-    from the first moment."""
-    transport = WIRES[carrier].end(Hello("processes", rank))
-    say(address=transport.listen())
+def mesh(rank: int, n: int) -> TcpTransport:
+    """The higher rank dials, as trainers do: rank 0 over gRPC, others over TCP. A rank may be dialled before it has all
+    addresses: it listens from the first moment."""
+    transport = TcpTransport(Hello("processes", rank))
+    streams = stream_port(None, "127.0.0.1", 0, transport.take, note_refusal)
+    say(address=("127.0.0.1", streams.number) if rank == 0 else transport.listen())
     addresses = json.loads(sys.stdin.readline())
     for peer in range(rank):
-        transport.dial(peer, tuple(addresses[peer]), time.monotonic() + 30)
+        address, deadline = tuple(addresses[peer]), time.monotonic() + 30
+        if peer == 0:
+            carriers.over_grpc(transport, peer, address, None, deadline)
+        else:
+            transport.dial(peer, address, deadline)
         transport.send(peer, data(rank, bucket=1))
     for peer in range(rank + 1, n):
         transport.wait(transport.recv(peer, key(data(peer, bucket=1))), time.monotonic() + 30)
@@ -58,8 +63,8 @@ def busy_worker() -> Any:
     return batches
 
 
-def main(carrier: str, rank: int, n: int, deadline_s: float, loader: bool) -> None:
-    transport = mesh(carrier, rank, n)
+def main(rank: int, n: int, deadline_s: float, loader: bool) -> None:
+    transport = mesh(rank, n)
     held = busy_worker() if loader else None
     step = 0
     try:
@@ -81,4 +86,4 @@ def main(carrier: str, rank: int, n: int, deadline_s: float, loader: bool) -> No
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), "dataloader" in sys.argv)
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), "dataloader" in sys.argv)
