@@ -37,6 +37,10 @@ class Refused(CommError):
     """The other side answered no: another version, another job, a rank that is taken."""
 
 
+class NotYet(Refused):
+    """It answered no for a reason that passes."""
+
+
 class RecordError(ValueError):
     """A record, plan or setting that breaks its type: one line naming the field, what was got and what is allowed."""
 

@@ -17,7 +17,7 @@ import threading
 from typing import NamedTuple
 
 from commlayer import native
-from commlayer.config import Config, host_port, join_host, read_config
+from commlayer.config import Config, host_port, join_host, read_config, reconnect_window_s
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.parent import follow_parent
@@ -74,7 +74,8 @@ def run(config: Config, part: Part) -> None:
             request = messages.server(data, config.node, part.number, beside=not config.join)
             try:
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
-                                     on_silence=lambda silent_s: _alone(serving.alone, control, silent_s, end))
+                                     on_silence=lambda silent_s: _alone(
+                                         serving.alone and silent_s >= reconnect_window_s(config), control, silent_s, end))
             except CommError:
                 if end.is_set():
                     return
@@ -103,7 +104,8 @@ def _abandon(reason: list[str], parent: int) -> None:
 
 
 def _alone(alone: bool, control: str, silent_s: float, end: threading.Event) -> None:
-    """The coordinator does not answer. Without it nobody says that the job is over, so a server without workers ends."""
+    """The coordinator does not answer. Without it nobody says that the job is over, so a server ends to which no worker comes
+    back."""
     if alone and not end.is_set():
         log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
         end.set()

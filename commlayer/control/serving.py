@@ -8,14 +8,14 @@ import msgspec
 
 from commlayer import planner, records
 from commlayer.compressors import kernels
-from commlayer.config import Config, Launch, codec_threads, join_host
+from commlayer.config import Config, Launch, codec_threads, join_host, reconnect_window_s, unheard_s
 from commlayer.control import messages
 from commlayer.control.audit import Audit
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
-from commlayer.transport.hello import Hello, same_job
+from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.summation import Summation
@@ -41,8 +41,8 @@ class Serving:
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
         self._transport = TcpTransport(self._hello, self._admit, Settings(
-            secret=config.token, user_timeout_s=config.deadline_s, keys=Keys(config.keys) if config.keys else None,
-            refused=self._audit.refused))
+            secret=config.token, user_timeout_s=unheard_s(config), keys=Keys(config.keys) if config.keys else None,
+            refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
         self._server: SumServer | None = None
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
@@ -51,7 +51,7 @@ class Serving:
 
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
-            return "has no plan yet: its coordinator still waits for others"
+            return Later("has no plan yet: its coordinator still waits for others")
         if self._unfit:
             return self._unfit
         if theirs.rank >= self._world:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from commlayer.config import Config, check_plain_text, host_port
+from commlayer.config import Config, check_plain_text, host_port, reconnect_window_s, unheard_s
 from commlayer.control import client, messages
 from commlayer.control.client import Membership
 from commlayer.control.shaping import shaped_by
@@ -16,6 +16,8 @@ from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
+from commlayer.transport.resumed import Resumed, Waits
+from commlayer.transport.secret import nonce
 from commlayer.transport.summation_server import Stalled, follow_stalls
 from commlayer.transport.tcp import Settings, TcpTransport
 
@@ -41,6 +43,8 @@ class Uplink:
         self.staying: tuple[str, ...] = ()
         """After close(): the workers that were still in the job."""
         self.transport: Transport
+        self.resumed: Resumed | None = None
+        """The same, with what it says of connections that broke."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
         """So many bytes at most any server may have under way, or kept here, that nobody asked for."""
@@ -54,11 +58,21 @@ class Uplink:
         self._membership = membership = client.join(
             address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address = address
-        hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
-        transport = TcpTransport(hello, settings=Settings(
-            secret=self._config.token, user_timeout_s=self._config.deadline_s, keys=keys))
-        self.limit_kept, self.pace = transport.limit_kept, transport.pace
-        self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
+        hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
+        window_s = reconnect_window_s(self._config)
+        carrier = TcpTransport(hello, settings=Settings(
+            secret=self._config.token, user_timeout_s=unheard_s(self._config), keys=keys, resume=window_s > 0))
+        self.pace, self.recycle = carrier.pace, carrier.pool.give
+        self.transport = transport = Resumed(
+            shaped_by(self._config.shape, carrier, membership.view), carrier,
+            Waits(window_s, refused_is_over=self.embedded), self.recycle)
+        self.resumed = transport
+
+        def limit_kept(nbytes: int) -> None:
+            carrier.limit_kept(nbytes)
+            transport.limit_kept(nbytes)
+
+        self.limit_kept = limit_kept
         try:
             addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}
             for server, where in addresses.items():

@@ -96,7 +96,9 @@ class _Cell:
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.totals: set[float] = set()
         self.expected = 0.0
-        """What all weigh, once they have been told."""
+        """What all weigh, once they have been told,"""
+        self.told: Header | None = None
+        """which is how."""
         self.abandoned = b""
         """Who broke the step off, and why."""
         self.summed = 0
@@ -118,6 +120,8 @@ class Summation:
         """`senders[bucket]` are the members that contribute to it, in the order in which they are added."""
         self.peer = SERVER_BASE + server
         self.generation = generation
+        self.fenced = 0
+        """Messages of views that have ended: none of them changed anything."""
         self.cells = {bucket: _Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
@@ -126,17 +130,20 @@ class Summation:
         `release` is called with each message whose body is no longer needed.
         """
         h = message.header
+        if self._ended(message):
+            release(message)
+            return []  # its sender will push again
         cell = self._cell(message)
         with cell.lock:
-            if h.generation < self.generation:
-                release(message)
-                return []  # of a view that has ended; its sender will push again
             self._fits(cell, message)
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
                 return [Reply(message.peer, *kept)]
             self._admit(cell, message)
+            if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+                release(message)
+                return [Reply(message.peer, cell.told, b"")]  # it has not heard that it is to code again
             here = cell.here()
             if message.peer in here:
                 release(message)
@@ -145,6 +152,15 @@ class Summation:
                 cell.since, cell.first = now, message.peer
             cell.early[message.peer] = message
             return self._advance(cell, release)
+
+    def _ended(self, message: Message) -> bool:
+        """Whether it is of a view that has ended. In the new one its bucket may be another, or none."""
+        if message.header.generation >= self.generation:
+            return False
+        if message.header.sender != message.peer:
+            raise _breach(message, f"says it is {peer_name(message.header.sender)}")
+        self.fenced += 1
+        return True
 
     def _cell(self, message: Message) -> _Cell:
         """What every message must get right: who sends it, for which bucket, in which view."""
@@ -236,7 +252,7 @@ class Summation:
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
-        cell.expected = expected
+        cell.expected, cell.told = expected, header
         return [Reply(member, header, b"") for member in cell.members]
 
     def _emit(self, cell: _Cell) -> list[Reply]:
@@ -263,11 +279,12 @@ class Summation:
 
     def undo(self, message: Message) -> None:
         """No PUSH will say what of the last step was not applied."""
-        cell, h = self._cell(message), message.header
+        if self._ended(message):
+            return
+        cell = self._cell(message)
         with cell.lock:
-            if h.generation == self.generation:
-                self._between(cell, message)
-                cell.ops.undo(h.undone)
+            self._between(cell, message)
+            cell.ops.undo(message.header.undone)
 
     def busy(self) -> bool:
         """Whether a contribution waits for others."""
@@ -286,10 +303,10 @@ class Summation:
 
     def snapshot(self, message: Message) -> list[Reply]:
         """The codec state between two steps, without what of the last one was not applied."""
+        if self._ended(message):
+            return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            if h.generation < self.generation:
-                return []
             self._between(cell, message)
             if h.undone:
                 cell.ops.undo(h.undone)
@@ -298,10 +315,10 @@ class Summation:
 
     def restore(self, message: Message) -> list[Reply]:
         """Takes up saved state, whole or not at all. The next contribution is of the message's step; results are forgotten."""
+        if self._ended(message):
+            return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            if h.generation < self.generation:
-                return []
             self._between(cell, message)
             try:
                 cell.ops.restore(message.body)
@@ -310,6 +327,18 @@ class Summation:
             cell.results.clear()
             cell.idle(h.step)
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+
+    def repeated(self, message: Message) -> list[Reply]:
+        """Of what was done already, only the answer: it may have been lost. Who asks again during a sum has had it."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            if cell.open or h.kind == Kind.UNDO:
+                return []
+            if h.kind == Kind.STATE:
+                return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+            return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
 
     def _between(self, cell: _Cell, message: Message) -> None:
         if cell.open:
