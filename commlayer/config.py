@@ -85,6 +85,11 @@ class Config(Record, frozen=True):
     """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
     reconnect_s: Window = 60.0
     """How long a broken connection is tried to be made again before its peer counts as lost; deadline_s bounds it."""
+    journal: Text = ""
+    """A folder in which a summation server writes down what it owes and has answered, so that one that was killed goes on when
+    it is started again. Empty: then its end is the job's."""
+    journal_required: Flag = False
+    """What a server does without room for its journal: refuses to serve, or goes on and says so."""
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
     ratio_over: RatioOver = "bucket"

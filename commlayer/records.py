@@ -216,6 +216,8 @@ class ServerInfo(Record, frozen=True):
     """The machine that it shares with the members of this node number."""
     beside: bool = False
     """It is in the coordinator's process."""
+    returns: bool = False
+    """It has a journal, so that it may come back when it was killed."""
 
 
 class View(Record, frozen=True):

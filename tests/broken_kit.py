@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import struct
@@ -38,6 +39,8 @@ class Cutter:
         self._lock = threading.Lock()
         self.passed, self.shots, self.connections = [0, 0], 0, 0
         self._open: set[socket.socket] = set()
+        self._near: set[socket.socket] = set()
+        self._quiet: set[socket.socket] = set()
         self._listener = socket.create_server((host, 0))
         self.address: Address = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -46,14 +49,20 @@ class Cutter:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:  # nobody listens there just now
+                self._end(near, reset=True)
+                continue
             with self._lock:
                 self._open |= {near, far}
+                self._near.add(near)
                 self.connections += 1
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for way, source, sink in ((UP, near, far), (DOWN, far, near)):
-                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 threading.Thread(target=self._pump, args=(way, source, sink), daemon=True).start()
 
     def _pump(self, way: int, source: socket.socket, sink: socket.socket) -> None:
@@ -72,9 +81,11 @@ class Cutter:
                     assert cut is not None
                     self._end(source, sink, reset=cut.reset)
                     return
-            sink.shutdown(socket.SHUT_WR)
+            if source not in self._quiet:
+                sink.shutdown(socket.SHUT_WR)
         except OSError:
-            self._end(source, sink, reset=True)
+            if source not in self._quiet and sink not in self._quiet:
+                self._end(source, sink, reset=True)
 
     def _end(self, *ends: socket.socket, reset: bool) -> None:
         for end in ends:
@@ -87,6 +98,16 @@ class Cutter:
                 pass
             end.close()
 
+    def break_near(self) -> None:
+        """The dialler's ends alone; nobody tells the others."""
+        with self._lock:
+            near, self._near = self._near, set()
+        for end in near:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._quiet.add(end)
+            end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
     def break_all(self) -> None:
         """Every connection, now."""
         with self._lock:
@@ -94,6 +115,7 @@ class Cutter:
         self._end(*ends, reset=True)
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # else the thread in accept() takes one more
         self._listener.close()
         self.break_all()
 
@@ -123,7 +145,7 @@ class Breakable:
         for server, target in self._targets.items():
             cutter = self.cutters[rank, server] = Cutter(
                 target, self._cuts.get(rank, []) if server == SERVER_BASE else [], self._host)
-            resumed.dial(server, cutter.address, soon())
+            resumed.connect(server, functools.partial(carrier.dial, server, cutter.address), soon())
         return resumed
 
     @property

@@ -8,7 +8,8 @@ import time
 from collections import Counter
 
 from commlayer.transport.protocol import Flag, Header, Kind, Message
-from commlayer.transport.summation import Reply, Summation
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_cell import Reply
 from commlayer.transport.unanswered import Unanswered
 
 WORLD, BUCKETS, STEPS = 3, 2, 3

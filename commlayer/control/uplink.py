@@ -39,6 +39,7 @@ class Uplink:
         self._stalled: OnStalled = lambda *_: None
         self._left: Left = lambda *_: None
         self._membership: Membership | None = None
+        self._missed: Callable[[], tuple[str, ...]] = tuple
         self.address = ""
         self.staying: tuple[str, ...] = ()
         """After close(): the workers that were still in the job."""
@@ -73,11 +74,13 @@ class Uplink:
             transport.limit_kept(nbytes)
 
         self.limit_kept = limit_kept
+        self._missed = membership.missed = carrier.missed
         try:
             addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}
             for server, where in addresses.items():
                 # The last one in leaves little of the deadline to dial with.
-                transport.dial(SERVER_BASE + server, where, max(deadline, time.monotonic() + 10.0))
+                dial = functools.partial(carrier.dial, SERVER_BASE + server, where)
+                transport.connect(SERVER_BASE + server, dial, max(deadline, time.monotonic() + 10.0))
         except BaseException as error:
             membership.leave(f"could not reach a server: {error}")
             self.transport.close()
@@ -131,7 +134,8 @@ class Uplink:
         """The coordinator does not answer, as has been said. Training can do without it, but not without a server in its
         process, of which nobody else would tell."""
         near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
-        if near:
+        over = [s for s in near if f"server {s.id}" in self._missed() and not s.returns]
+        if near and (over or silent_s >= reconnect_window_s(self._config)):
             self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
                                   f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
 
@@ -141,6 +145,12 @@ class Uplink:
         if not found or "node " in error.what:
             return error
         return type(error)(f"{error.what} ({_place(found[0])})", peer=error.peer, step=error.step, bucket=error.bucket)
+
+    def stats(self) -> dict[str, float]:
+        """Connections that were made again, and what was sent again over them, and is kept to be."""
+        if (resumed := self.resumed) is None:
+            return {}
+        return {"reconnects": resumed.breaks, "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
     @property
     def embedded(self) -> bool:

@@ -136,7 +136,9 @@ class Connection:
         """`session`: as in the hello. `resumes`: the peer may come back when this one breaks, so what waits for it goes on."""
         self.peer, self.session = peer, session
         self.broken = False
-        """Whether it ended without a word of the peer or of this end."""
+        """Whether it ended without a word of the peer or of this end,"""
+        self.by_peer = False
+        """and, if so, whether the peer's machine did it: then its process may have ended."""
         self._resumes = resumes
         self.certified: Certified | None = sock.peer if isinstance(sock, TlsSocket) else None
         self._name = f" ({self.certified.name})" if self.certified else ""
@@ -285,6 +287,7 @@ class Connection:
                 if n == 0:
                     between = self._reader.between and self._assembly.between
                     how = "connection closed" + ("" if between else " in the middle of a frame")
+                    self.by_peer = True
                     self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
                     return
                 self._reader.filled(n)
@@ -309,6 +312,7 @@ class Connection:
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
+        self.by_peer = isinstance(error, ConnectionResetError | BrokenPipeError)
         return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
 
     @property

@@ -142,7 +142,7 @@ def _bound(channel: bytes) -> tuple[bytes, ...]:
 
 
 def welcome(sock: socket.socket, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
-    _write(sock, Kind.WELCOME, rank, Welcome(rank, error, proof, isinstance(error, Later)), who, deadline)
+    _write(sock, Kind.WELCOME, rank, Welcome(rank, str(error), proof, isinstance(error, Later)), who, deadline)
 
 
 def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:

@@ -21,18 +21,19 @@ from commlayer.transport.unanswered import KEPT, Request, Unanswered, is_answer
 
 FIRST_S, MOST_S = 0.05, 3.0
 """Pauses between two tries."""
+FIRST_TRIES = 8
+"""Of the first connection, whose greeting may be cut as well."""
 TRY_S = 10.0
 """One try: a host that is away gives no answer at all."""
 
-Address = tuple[str, int]
+Dial = Callable[[float], None]
+"""Connects one peer before that deadline, however that is done; CommError if it cannot."""
 
 
 class Carrier(Protocol):
-    """What of a carrier is needed to make a connection."""
+    """What of a carrier is needed beside a Transport."""
 
     broken: Callable[[int, CommError], None]
-
-    def dial(self, peer: int, address: Address, deadline: float) -> None: ...
 
 
 class Waits(NamedTuple):
@@ -40,6 +41,13 @@ class Waits(NamedTuple):
 
     window_s: float
     refused_is_over: bool = False
+
+
+def nobody_listens(error: BaseException | None) -> bool:
+    """Whether a machine answered that no process has that port."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__context__
+    return error is not None
 
 
 class _Asked:
@@ -53,8 +61,8 @@ class _Asked:
 class _Link:
     """One peer. `order` is held while requests are sent, so that those sent again are not overtaken by new ones."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
+    def __init__(self, dial: Dial) -> None:
+        self.dial = dial
         self.order = threading.RLock()
         self.unanswered: Unanswered[_Asked] = Unanswered()
         self.state = threading.Lock()
@@ -67,7 +75,7 @@ class Resumed:
     def __init__(self, inner: Transport, carrier: Carrier, waits: Waits,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
         """`carrier` is what `inner` is, or what it is around. `recycle` takes back bodies that nobody needs."""
-        self._inner, self._carrier, self._waits, self._recycle = inner, carrier, waits, recycle
+        self._inner, self._waits, self._recycle = inner, waits, recycle
         self._mailbox = Mailbox()
         self._links: dict[int, _Link] = {}
         self._closing = threading.Event()
@@ -93,10 +101,17 @@ class Resumed:
         """As Mailbox.max_kept_nbytes."""
         self._mailbox.max_kept_nbytes = nbytes
 
-    def dial(self, peer: int, address: Address, deadline: float) -> None:
-        """Connects for the first time."""
-        self._links[peer] = _Link(address)
-        self._carrier.dial(peer, address, deadline)
+    def connect(self, peer: int, dial: Dial, deadline: float) -> None:
+        """For the first time. `dial` is kept, to do it again."""
+        self._links[peer] = _Link(dial)
+        for left in reversed(range(FIRST_TRIES)):
+            try:
+                dial(deadline)
+                break
+            except PeerLost as error:
+                if not left or nobody_listens(error):
+                    raise
+            self._closing.wait(FIRST_S)
         self._listen(peer)
 
     # ---- out
@@ -154,10 +169,14 @@ class Resumed:
             return
         with link.order:
             request = link.unanswered.answer(message.header)
-        if request is None:
+            repeated = request is None and link.unanswered.had(message.header)
+        if repeated:
             with self._count:
                 self.repeats += 1
             self._recycle(message.body)
+            return
+        if request is None:
+            self._deliver(message)  # which counts as something that nobody has asked for
             return
         mailbox.sent(request.tag.operation, request.header)
         if (sending := request.tag.sending) is not None and not sending.done():
@@ -202,7 +221,7 @@ class Resumed:
         self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", error, self._waits.window_s)
         while self._wanted(peer):
             try:
-                self._carrier.dial(peer, link.address, min(until, time.monotonic() + TRY_S))
+                link.dial(min(until, time.monotonic() + TRY_S))
             except CommError as failed:
                 last = failed
                 if self._final(failed):
@@ -229,7 +248,7 @@ class Resumed:
         """Whether dialling again is no use."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
-        return self._waits.refused_is_over and isinstance(error.__context__, ConnectionRefusedError)
+        return self._waits.refused_is_over and nobody_listens(error)
 
     def _ask_again(self, peer: int, link: _Link) -> tuple[int, int]:
         with link.order:

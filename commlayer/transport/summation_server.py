@@ -16,7 +16,8 @@ import msgspec
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.protocol import NUMBERED, Handle, Header, Key, Kind, Message, Transport, key, peer_name
-from commlayer.transport.summation import Reply, Stall, Summation
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_cell import Reply, Stall
 
 log = logging.getLogger("commlayer")
 

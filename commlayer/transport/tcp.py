@@ -88,6 +88,7 @@ class TcpTransport:
         # A handshake of TLS is one round trip more.
         self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
         self._closed = threading.Event()
+        self._missed: set[int] = set()  # whose machine has ended a connection that has not been made again
         self._barred: dict[bytes, str] = {}  # sessions that were ended here, and why
         self.broken: Broken = lambda *_: None
         """Told of a connection that broke and may be made again, on the thread that found it."""
@@ -273,6 +274,7 @@ class TcpTransport:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer))
             self._connections[peer] = connection
+            self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only what it can join
 
     def _ended(self, connection: Connection) -> None:
@@ -284,8 +286,15 @@ class TcpTransport:
             over = connection.over
             if connection.session and over is not None and not (connection.broken or self._closed.is_set()):
                 self._barred[connection.session] = over.what
+            if connection.broken and connection.by_peer:
+                self._missed.add(connection.peer)
         if connection.broken and over is not None and not self._closed.is_set():
             self.broken(connection.peer, over)
+
+    def missed(self) -> tuple[str, ...]:
+        """Peers whose machine has ended their connection without a word, and who have not come back."""
+        with self._lock:
+            return tuple(peer_name(peer) for peer in sorted(self._missed))
 
     def limit_kept(self, nbytes: int) -> None:
         """As Settings.max_kept_nbytes, once it is known what peers have reason to send."""

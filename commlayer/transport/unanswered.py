@@ -35,6 +35,7 @@ class Unanswered(Generic[T]):
 
     def __init__(self) -> None:
         self._kept: dict[Key | int, Request[T]] = {}  # in the order of asking
+        self._had: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step of the last answer of each kind
         self._number = 0
 
     @property
@@ -62,7 +63,7 @@ class Unanswered(Generic[T]):
         self._kept = {place: kept for place, kept in self._kept.items() if kept is not request}
 
     def answer(self, header: Header) -> Request[T] | None:
-        """What this answers, which is kept no longer. None: nothing that is still asked, so it is a repeat."""
+        """What this answers, which is kept no longer. None: nothing that is still asked."""
         request = self._kept.get(key(header))
         if request is None:
             return None
@@ -71,9 +72,14 @@ class Unanswered(Generic[T]):
         if header.flags & request.header.flags & Flag.AGAIN:
             return None  # of the one before, which was coded again already
         del self._kept[key(header)]
+        self._had[_place(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:
             self._heard(header.used)
         return request
+
+    def had(self, header: Header) -> bool:
+        """Whether this was answered before. Else it is nothing that was ever asked."""
+        return key(header) in self._kept or (header.generation, header.step) <= self._had.get(_place(header), (-1, 0))
 
     def _heard(self, number: int) -> None:
         """Requests arrive in the order of their numbers, so those that have no answer were heard ahead of this one."""
@@ -90,3 +96,7 @@ class Unanswered(Generic[T]):
         kept = self.again()
         self._kept.clear()
         return kept
+
+
+def _place(header: Header) -> tuple[int, ...]:
+    return header.kind, header.bucket, header.part, header.round
