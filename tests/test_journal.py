@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import torch
 
 from commlayer.compressors import codec_of, seed
 from commlayer.control.server_codecs import ops_of, senders_of
-from commlayer.errors import CorruptFrame
+from commlayer.control.server_journal import About, ServerJournal
+from commlayer.errors import CorruptFrame, RecordError
 from commlayer.planner import default_plan
-from commlayer.records import Job, Plan, TensorInfo
+from commlayer.records import Job, Plan, ServerInfo, TensorInfo, View
+from commlayer.records import Member as MemberRecord
 from commlayer.transport import framing
 from commlayer.transport.journal import Entry, Folder, Journal
 from commlayer.transport.protocol import Flag, Header, Kind, Message
@@ -169,3 +173,90 @@ def test_a_server_that_is_lost_anywhere_goes_on_with_the_same_bits(codec: str, d
         found, crashes = trained(codec, down, lambda: chance.random() < 0.3)  # noqa: B023
         assert crashes > 3
         assert found == expected, number
+
+
+def test_a_bucket_without_a_whole_entry_begins_anew_at_whatever_step_comes() -> None:
+    plan = default_plan(JOB, codec="topk(ratio=0.2)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64,
+                        cut_nbytes=4096)
+    bucket, members = plan.buckets[0], [Member(rank, plan) for rank in range(WORLD)]
+    server = Summation(0, 1, ops_of(plan, 0), senders_of(plan, WORLD))
+    server.forget(bucket.id)
+    for member in members:
+        x = torch.ones(bucket.numel)
+        nbytes = member.codecs[bucket.id].start(x, member.states[bucket.id], member.outs[bucket.id])
+        replies = server.push(member.push(bucket, 41, 0, nbytes, 0), 0.0)
+    assert [reply.header.step for reply in replies] == [41] * WORLD
+
+
+def test_a_bucket_whose_members_are_ahead_of_its_entry_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """After a power failure: the machine had not written the last entries."""
+    plan = default_plan(JOB, codec="topk(ratio=0.2)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64,
+                        cut_nbytes=4096)
+    bucket, member = plan.buckets[0], Member(0, plan)
+    kept: list[tuple[bytes, bytes]] = []
+    former = Summation(0, 1, ops_of(plan, 0), dict.fromkeys((b.id for b in plan.buckets), (0,)))
+    former.remember(lambda number, words, state: kept.append((words, state)) if number == bucket.id else None)
+
+    def push(server: Summation, step: int) -> list[Any]:
+        x = torch.arange(bucket.numel, dtype=torch.float32) + step
+        nbytes = member.codecs[bucket.id].start(x, member.states[bucket.id], member.outs[bucket.id])
+        message = member.push(bucket, step, 0, nbytes, 0)
+        return server.push(message._replace(header=message.header._replace(total=1.0)), 0.0)
+
+    for step in range(5):
+        assert len(push(former, step)) == 1
+    behind = Summation(0, 1, ops_of(plan, 0), dict.fromkeys((b.id for b in plan.buckets), (0,)))
+    behind.recall(bucket.id, *kept[3])
+    assert [reply.header.step for reply in push(behind, 5)] == [5]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"bucket {bucket.id}: the journal ends before step 5, round 0: its residual begins anew"
+
+
+# ---- whose it is, and a disk that is full
+
+
+@contextlib.contextmanager
+def files_up_to(nbytes: int) -> Iterator[None]:
+    """What a full disk is: the system refuses to make a file larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def about() -> About:
+    view = View(1, (MemberRecord(0, 0, "host"),), (ServerInfo(0, "127.0.0.1:7001"),), "digest")
+    return About("a token", 0, "127.0.0.1:7001", view, b"plan", 1)
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
+        required: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = ServerJournal(str(tmp_path), required=required)
+    keep = journal.begin(about(), {0: 1000})
+    assert keep is not None
+    keep(0, b"words", b"state")
+    journal.publish()
+    with files_up_to(1 << 20):
+        if required:
+            with pytest.raises(RecordError, match=r"journal .*: no room for 8.0 MiB: File too large; make room, or set"):
+                journal.begin(about(), {0: 4 << 20})
+        else:
+            assert journal.begin(about(), {0: 4 << 20}) is None
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == (["lock", "server.journal"] if required else ["lock"]), "an old one must not be taken for the new plan's"
+    assert [r.getMessage().endswith("the job goes on without it, and a crash of this server ends it") for r in caplog.records] \
+        == ([] if required else [True])
+    journal.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "server.journal").write_bytes(b"something else, and long enough for a header")
+    journal = ServerJournal(str(tmp_path), required=False)
+    assert (journal.found, journal.entries) == (None, {})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("nothing of it is used")
+    journal.close()

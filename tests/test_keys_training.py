@@ -22,7 +22,7 @@ def trained(rank: int, fields: dict[str, str], plan: str) -> tuple[str, bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with commlayer.attach(model, optimizer, plan=plan, config=quick(**fields)) as session:
         link = session.inspect.connection.uplink
-        secured = [isinstance(c._sock, TlsSocket) for c in link.transport._connections.values()]
+        secured = [isinstance(c._sock, TlsSocket) for c in link.transport._inner._connections.values()]
         for step in range(STEPS):
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()

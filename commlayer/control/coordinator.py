@@ -41,9 +41,10 @@ class Coordinator:
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
-                 journal: CoordinatorJournal | None = None, made: str = "") -> None:
+                 journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
         """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
-        `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it."""
+        `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
+        `embedded`: a training process has started it, so its members are of one cluster: silence there is death."""
         for what, count in (("workers", workers), ("servers", servers)):
             if not 0 <= count <= SERVER_BASE:
                 raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
@@ -57,7 +58,7 @@ class Coordinator:
             self._state = membership.State(workers, servers)
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
-        self._patience_s = settings.reconnect_window_s(config)
+        self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         check_free(config.bind, config.port)

@@ -64,7 +64,7 @@ def run(config: Config, part: Part) -> None:
                 part = part._replace(made=journal.found.token)
                 config = msgspec.structs.replace(config, port=port, token=part.made or config.token)
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
-                                      made=part.made)
+                                      made=part.made, embedded=part.parent > 0)
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
             orphaned = functools.partial(coordinator.orphaned, part.parent)

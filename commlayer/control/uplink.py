@@ -135,7 +135,7 @@ class Uplink:
         process, of which nobody else would tell."""
         near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
         over = [s for s in near if f"server {s.id}" in self._missed() and not s.returns]
-        if near and (over or silent_s >= reconnect_window_s(self._config)):
+        if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
                                   f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
 
