@@ -23,11 +23,12 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Cut(NamedTuple):
-    """When so many bytes in all have gone that way, the connection that brings the next one ends."""
+    """When so many bytes in all have gone that way, the connection that brings the next one ends, or that byte is another."""
 
     way: int
     after: int
-    reset: bool = True
+    how: str = "reset"
+    """reset, close or flip."""
 
 
 class Cutter:
@@ -76,10 +77,15 @@ class Cutter:
                     if fired:
                         self._cuts[way].pop(0)
                         self.shots += 1
+                    if flip := fired and cut is not None and cut.how == "flip":
+                        self.passed[way] += len(data) - room
+                if flip:
+                    sink.sendall(data[:room] + bytes([data[room] ^ 0x10]) + data[room + 1 :])
+                    continue
                 sink.sendall(data[:room])
                 if fired:
                     assert cut is not None
-                    self._end(source, sink, reset=cut.reset)
+                    self._end(source, sink, reset=cut.how == "reset")
                     return
             if source not in self._quiet:
                 sink.shutdown(socket.SHUT_WR)
@@ -157,12 +163,14 @@ class Breakable:
             cutter.close()
 
 
-def random_cuts(chance: random.Random, up_nbytes: int, down_nbytes: int) -> list[Cut]:
+def random_cuts(
+    chance: random.Random, up_nbytes: int, down_nbytes: int, kinds: tuple[str, ...] = ("reset", "close", "flip"),
+) -> list[Cut]:
     """One to four, anywhere in what passes in a whole run."""
     made = []
     for _ in range(chance.randint(1, 4)):
         way = chance.choice((UP, DOWN))
-        made.append(Cut(way, chance.randrange((up_nbytes, down_nbytes)[way]), chance.random() < 0.5))
+        made.append(Cut(way, chance.randrange((up_nbytes, down_nbytes)[way]), chance.choice(kinds)))
     return made
 
 

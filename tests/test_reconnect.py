@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from typing import Any
 
@@ -73,7 +74,8 @@ def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None,
     fired = 0
     for seed in range(seeds):
         chance = random.Random(f"{codec} {seed}")
-        hub = Breakable({rank: random_cuts(chance, *passed) for rank in range(WORLD)}, **options or {})
+        kinds = ("reset", "close") if options and "keys" in options else ("reset", "close", "flip")
+        hub = Breakable({rank: random_cuts(chance, *passed, kinds) for rank in range(WORLD)}, **options or {})
         assert Outcome(hub, codec, **rig).same(expected), seed
         fired += hub.shots
         hub.close()
@@ -105,6 +107,7 @@ def test_bodies_that_travel_in_parts_begin_anew() -> None:
 
 
 def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
+    """Without flipped bits: a handshake that one of them breaks looks like one with a wrong certificate."""
     nodes = {0: folders.worker, 1: folders.second, 2: folders.dials, SERVER_BASE: folders.server}
     same_when_cut("topk(ratio=0.1)", 3, {"keys": {peer: Keys(str(node)) for peer, node in nodes.items()}})
 
@@ -169,6 +172,26 @@ def test_a_connection_whose_end_only_one_side_has_seen_gives_way_to_the_new_one(
     worker.close()
     server.close()
     cutter.close()
+
+
+def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up() -> None:
+    """As behind a proxy that takes everybody in, and nothing of what they send through."""
+    server, worker, cutter = pair(1.0)
+    ended = threading.Event()
+
+    def always() -> None:
+        while not ended.wait(0.02):
+            cutter.break_all()
+
+    breaks = threading.Thread(target=always, daemon=True)
+    breaks.start()
+    handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    with pytest.raises(PeerLost, match="server 0: .*and it could not be reached again within 1 s .reconnect_s."):
+        worker.wait(handle, soon())
+    ended.set()
+    breaks.join()
+    for end in (worker, server, cutter):
+        end.close()
 
 
 def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from broken_worker import digest, gradients, plan
 from lab_kit import needs_lab
+from runtime_kit import Rig, on_ranks, step
 
 from bench.lab import Lab
 
@@ -55,6 +57,12 @@ worker.close()
 """
 
 
+TOKEN = "a-job's-secret"
+SETTINGS = {"deadline_s": 60.0, "reconnect_s": 20.0, "heartbeat_s": 0.5, "dead_after_s": 3.0}
+"""A network that is away for longer than `dead_after_s`, and than a connection may be silent: a quarter of `reconnect_s`."""
+AWAY_S = 7.0
+
+
 def told(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
@@ -83,3 +91,35 @@ def test_a_link_that_is_cut_for_seconds_costs_no_step() -> None:
         assert kept_nbytes == 0
         assert len(told(server)) == STEPS
         assert (worker.wait(30), server.wait(30)) == (0, 0)
+
+
+@needs_lab
+def test_a_home_that_is_away_for_longer_than_the_dead_are_waited_for_trains_on() -> None:
+    """With coordinator, heartbeats and all: its server, and another home that waits."""
+    with Lab(hosts=3, delay_s=0.01) as lab:
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        served = {f"COMMLAYER_{name.upper()}": str(value) for name, value in (SETTINGS | {"token": TOKEN}).items()}
+        serve = [sys.executable, "-m", "commlayer.cli.main", "serve", "--bind", lab.addresses[0], "--port", "7000",
+                 "--insecure"]
+        server = lab.popen(0, serve, stdout=subprocess.PIPE, text=True, env=paths | served | {"COMMLAYER_CONFIG": ""})
+        assert told(server)["control"] == f"{lab.addresses[0]}:7000"
+        settings = json.dumps(SETTINGS | {"join": f"{lab.addresses[0]}:7000", "token": TOKEN, "insecure": True})
+        script = [sys.executable, str(ROOT / "tests" / "broken_worker.py")]
+        workers = [lab.popen(1 + rank, [*script, str(rank), "2", str(STEPS), settings], stdout=subprocess.PIPE, text=True,
+                             env=paths) for rank in range(2)]
+        while told(workers[0]) < 5:
+            pass
+        lab.set(1, cut=True)
+        time.sleep(AWAY_S)
+        lab.set(1, cut=False)
+        ends: list[Any] = []
+        for worker in workers:
+            while isinstance(said := told(worker), int):
+                pass
+            ends.append(said)
+        assert ends[0]["reconnects"] >= 1
+        assert [worker.wait(30) for worker in workers] == [0, 0]
+        assert server.wait(30) == 0
+    with Rig(2, "", plan=plan()) as rig:
+        plain = on_ranks(2, lambda rank: [step(rig.workers[rank], gradients(rank, n)) for n in range(STEPS)])
+    assert [end["digest"] for end in ends] == [digest(result) for result in plain]

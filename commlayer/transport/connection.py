@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.errors import CommError, CorruptFrame, Damaged, PeerLost
 from commlayer.transport import credit, framing, mailbox
 from commlayer.transport.crc import crc32c
 from commlayer.transport.credit import Credit
@@ -292,7 +292,8 @@ class Connection:
                     return
                 self._reader.filled(n)
         except CommError as error:
-            self.end(type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket))
+            named = type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket)
+            self.end(named, broken=isinstance(error, Damaged))
         except OSError as error:
             self.end(self._lost(error), broken=True)
         except Exception as error:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from commlayer.errors import CommError, CorruptFrame, NotYet, PeerLost, Refused
+from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused
 from commlayer.transport import mailbox
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Message, Transport, peer_name
@@ -21,6 +21,8 @@ from commlayer.transport.unanswered import KEPT, Request, Unanswered, is_answer
 
 FIRST_S, MOST_S = 0.05, 3.0
 """Pauses between two tries."""
+HELD_S = 10.0
+"""A connection that has held so long was a good one, also if it has brought nothing."""
 FIRST_TRIES = 8
 """Of the first connection, whose greeting may be cut as well."""
 TRY_S = 10.0
@@ -67,6 +69,11 @@ class _Link:
         self.unanswered: Unanswered[_Asked] = Unanswered()
         self.state = threading.Lock()
         self.up, self.mending, self.broken_anew = True, False, False
+        self.since: float | None = None
+        """When it first broke without having brought anything since,"""
+        self.back = 0.0
+        """and when it was last made again."""
+        self.pause_s = 0.0
 
 
 class Resumed:
@@ -108,7 +115,7 @@ class Resumed:
             try:
                 dial(deadline)
                 break
-            except PeerLost as error:
+            except (PeerLost, Damaged) as error:
                 if not left or nobody_listens(error):
                     raise
             self._closing.wait(FIRST_S)
@@ -164,6 +171,9 @@ class Resumed:
 
     def _take(self, message: Message) -> None:
         link = self._links[message.peer]
+        if link.since is not None:
+            with link.state:
+                link.since, link.pause_s = None, 0.0
         if not is_answer(message.header):
             self._deliver(message)
             return
@@ -217,9 +227,19 @@ class Resumed:
 
     def _mend(self, peer: int, link: _Link, error: CommError) -> None:
         begin, last = time.monotonic(), error
-        until, pause_s = begin + self._waits.window_s, FIRST_S
+        with link.state:
+            if link.since is None or begin - link.back > HELD_S:
+                link.since, link.pause_s = begin, 0.0
+            until = link.since + self._waits.window_s
         self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", error, self._waits.window_s)
         while self._wanted(peer):
+            if time.monotonic() + link.pause_s >= until:
+                self._give_up(peer, PeerLost(f"{error.what}, and it could not be reached again within "
+                                             f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
+                return
+            if link.pause_s:
+                self._closing.wait(link.pause_s * random.uniform(0.5, 1.0))  # all workers of a server dial it at once
+            link.pause_s = min(max(FIRST_S, 2 * link.pause_s), MOST_S)  # until something arrives
             try:
                 link.dial(min(until, time.monotonic() + TRY_S))
             except CommError as failed:
@@ -233,13 +253,6 @@ class Resumed:
                     self._say("%s: connected again after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
                               time.monotonic() - begin, count, nbytes)
                     return
-                continue
-            if time.monotonic() + pause_s >= until:
-                self._give_up(peer, PeerLost(f"{error.what}, and it could not be reached again within "
-                                             f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
-                return
-            self._closing.wait(pause_s * random.uniform(0.5, 1.0))  # all workers of a server dial it at once
-            pause_s = min(2 * pause_s, MOST_S)
 
     def _wanted(self, peer: int) -> bool:
         return not self._closing.is_set() and self._mailbox.failure(peer) is None
@@ -271,7 +284,7 @@ class Resumed:
             if link.broken_anew:
                 link.broken_anew = False
                 return False
-            link.mending = False
+            link.mending, link.back = False, time.monotonic()
             return True
 
     def _give_up(self, peer: int, error: CommError) -> None:

@@ -40,7 +40,7 @@ class Unanswered(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        return sum(len(request.body) for request in self._kept.values())
+        return sum(len(request.body) for request in self.again())
 
     def __len__(self) -> int:
         return len(self._kept)
