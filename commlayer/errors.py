@@ -33,8 +33,16 @@ class CorruptFrame(CommError):
     """Bytes that break the format. Whoever sent them is dropped; nothing was written."""
 
 
+class Damaged(CorruptFrame):
+    """Bytes that are not those that were sent, as their checksum tells: the way may be at fault, not the peer."""
+
+
 class Refused(CommError):
     """The other side answered no: another version, another job, a rank that is taken."""
+
+
+class NotYet(Refused):
+    """It answered no for a reason that passes."""
 
 
 class RecordError(ValueError):

@@ -218,6 +218,8 @@ class ServerInfo(Record, frozen=True):
     """It is in the coordinator's process."""
     streams: str = ""
     """Where it takes gRPC streams; of one beside the coordinator, there. Empty: nowhere."""
+    returns: bool = False
+    """It has a journal, so that it may come back when it was killed."""
 
 
 class View(Record, frozen=True):

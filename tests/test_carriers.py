@@ -69,7 +69,7 @@ class Server:
 
 
 def channel(up: Any) -> str:
-    (one,) = up.transport._connections.values()
+    (one,) = up.transport._inner._connections.values()
     return type(one._sock).__name__
 
 

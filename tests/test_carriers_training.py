@@ -22,7 +22,7 @@ def trained(rank: int, fields: dict[str, Any], plan: str) -> tuple[str, set[str]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with commlayer.attach(model, optimizer, plan=plan, config=quick(**fields)) as session:
         link: Any = session.inspect.connection.uplink
-        channels = {type(c._sock).__name__ for c in link.transport._connections.values()}
+        channels = {type(c._sock).__name__ for c in link.transport._inner._connections.values()}
         for step in range(STEPS):
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()

@@ -24,11 +24,13 @@ def serve(
     workers: Annotated[int, typer.Option(help="How many workers to wait for; 0: as many as the first one says.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="How many summation servers with this one, else 1.", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
+    journal: Annotated[str, typer.Option(help="A folder for what outlasts a crash: started again with it, the server goes on.",
+                                         metavar="DIR")] = "",
     number: Annotated[int, typer.Option(help="Which server of the plan this is; -1: the next one.", min=-1)] = -1,
 ) -> None:
     """Host the coordinator of a job and a summation server; with --join only a server of that job."""
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
-                             "insecure": insecure, "keys": keys, "carrier": carrier}
+                             "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal}
     config = read_config({name: value for name, value in given.items() if value})
     if config.join and no_server:
         raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")

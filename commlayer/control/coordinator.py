@@ -19,6 +19,7 @@ from commlayer import config as settings
 from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
 from commlayer.control.audit import Audit
+from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
 from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
@@ -40,15 +41,25 @@ class Coordinator:
     """Listens from construction on. `over` is set when the job has begun and its last worker has left or died."""
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
-                 ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given."""
+                 ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
+                 journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
+        """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
+        `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
+        `embedded`: a training process has started it, so its members are of one cluster: silence there is death."""
         for what, count in (("workers", workers), ("servers", servers)):
             if not 0 <= count <= SERVER_BASE:
                 raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
-        self._state = membership.State(workers, servers)
+        self._journal, self._made = journal, made
+        if journal is not None and journal.found is not None:
+            self._state = taken_up(journal.found, clock())
+            log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
+                        self._state.workers, config.journal)
+        else:
+            self._state = membership.State(workers, servers)
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
+        self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         check_free(config.bind, config.port)
@@ -78,6 +89,8 @@ class Coordinator:
         """
         with self._lock:
             over = membership.over(self._state)
+        if over and self._journal is not None:
+            self._journal.forget()
         if over and not self._closing.is_set():
             self._empty.wait(self._dead_after_s + self._heartbeat_s)
         self._closing.set()
@@ -119,11 +132,12 @@ class Coordinator:
 
     def _join(self, request: messages.Join) -> Record:
         with self._lock:
-            began = self._state.view is not None
+            before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.places
             self._state, reply = membership.join(self._state, request, self._clock())
+            self._write_down(before)
             view = self._state.view
             place = None if known else self._state.places.get(request.token)
         if reply.error:
@@ -138,15 +152,18 @@ class Coordinator:
 
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
         with self._lock:
-            self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
+            before = self._state
+            self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
+            self._note_deaths(before)
         return pulse
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
-            place = self._state.places.get(request.token)
+            before, place = self._state, self._state.places.get(request.token)
             if place is not None and place.here:
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
             self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
+            self._write_down(before)
             self._note_end()
             # Who has finished hears who has not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
@@ -156,7 +173,7 @@ class Coordinator:
         while not self._closing.wait(TICK_S):
             with self._lock:
                 before = self._state
-                self._state = membership.tick(before, self._clock(), self._dead_after_s)
+                self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s)
                 self._note_deaths(before)
             try:
                 self._drop_revoked()
@@ -176,7 +193,13 @@ class Coordinator:
             self._note_deaths(before)
             self._revoked = revoked
 
+    def _write_down(self, before: membership.State) -> None:
+        """What has changed of seats, once the job has begun."""
+        if self._journal is not None and self._state.view is not None and seats(before) != seats(self._state):
+            self._journal.write(Kept(self.address, self._made, self._state))
+
     def _note_deaths(self, before: membership.State) -> None:
+        self._write_down(before)
         self._note_end()
         for token, place in self._state.places.items():
             if place.dead and not before.places[token].dead:

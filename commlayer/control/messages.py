@@ -57,6 +57,8 @@ class Join(Record, frozen=True):
     """Where a server takes gRPC streams; empty: nowhere."""
     beside: bool = False
     """Of a server: it is in the coordinator's own process, and falls silent with it."""
+    returns: bool = False
+    """Of a server: it has a journal, so that one that was killed may take its seat again."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
 
@@ -84,7 +86,13 @@ class Part(Record, frozen=True):
 
 
 class Heartbeat(Record, frozen=True):
+    """Sent by the process itself, or by its child, which knows what became of it."""
+
     token: str
+    missed: tuple[str, ...] = ()
+    """Peers whose end of a data connection their machine has ended without a word, and that have not come back."""
+    parent: Literal["", "stopped", "ended"] = ""
+    """What the child says of the process whose seat it is, when that does not beat."""
 
 
 class Gone(Record, frozen=True):

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.errors import CommError, CorruptFrame, Damaged, PeerLost
 from commlayer.transport import credit, framing, mailbox
 from commlayer.transport.byte_channel import ByteChannel, certified_of
 from commlayer.transport.crc import crc32c
@@ -133,8 +133,15 @@ class Connection:
 
     def __init__(
         self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
+        session: bytes = b"", *, resumes: bool = False,
     ) -> None:
-        self.peer = peer
+        """`session`: as in the hello. `resumes`: the peer may come back when this one breaks, so what waits for it goes on."""
+        self.peer, self.session = peer, session
+        self.broken = False
+        """Whether it ended without a word of the peer or of this end,"""
+        self.by_peer = False
+        """and, if so, whether the peer's machine did it: then its process may have ended."""
+        self._resumes = resumes
         self.certified = certified_of(sock)
         self._name = f" ({self.certified.name})" if self.certified else ""
         near = _on_one_machine(sock)
@@ -196,7 +203,7 @@ class Connection:
             if self._queue or self._rest:
                 self._work.notify()
         if error is not None:
-            self.end(self._lost(error))
+            self.end(self._lost(error), broken=True)
         if done:
             mailbox.sent(frame.operation, frame.header)
         elif self._over is not None:
@@ -212,7 +219,7 @@ class Connection:
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                self.end(self._lost(error))
+                self.end(self._lost(error), broken=True)
                 assert self._over is not None
                 frame.operation.fail(self._over)
                 break
@@ -282,12 +289,16 @@ class Connection:
                 n = self._sock.recv_into(self._reader.wanted())
                 if n == 0:
                     between = self._reader.between and self._assembly.between
-                    raise PeerLost("connection closed" + ("" if between else " in the middle of a frame"))
+                    how = "connection closed" + ("" if between else " in the middle of a frame")
+                    self.by_peer = True
+                    self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
+                    return
                 self._reader.filled(n)
         except CommError as error:
-            self.end(type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket))
+            named = type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket)
+            self.end(named, broken=isinstance(error, Damaged))
         except OSError as error:
-            self.end(self._lost(error))
+            self.end(self._lost(error), broken=True)
         except Exception as error:
             self.end(CommError(f"its receiver failed here: {error!r}", peer=peer_name(self.peer)))
             raise
@@ -305,18 +316,25 @@ class Connection:
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
+        self.by_peer = isinstance(error, ConnectionResetError | BrokenPipeError)
         return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
 
-    def end(self, reason: CommError) -> None:
+    @property
+    def over(self) -> CommError | None:
+        """What ended it."""
+        return self._over
+
+    def end(self, reason: CommError, *, broken: bool = False) -> None:
         """Over, now. Everything under way with this peer fails with `reason`; the first one stays."""
         with self._work:
             if self._over is not None:
                 return
-            self._over = reason
+            self._over, self.broken = reason, broken and self._resumes
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()
-        self._mailbox.end(reason, self.peer)
+        if not self.broken:
+            self._mailbox.end(reason, self.peer)
         self._ended(self)  # after the mailbox: from here the peer may connect anew
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads out of their system calls

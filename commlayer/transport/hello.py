@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost, Refused, one_line
+from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.byte_channel import ByteChannel
@@ -38,6 +38,8 @@ class Hello(Record, frozen=True):
     protocol: int = framing.VERSION
     nonce: bytes = b""
     """Random; set for each connection."""
+    session: bytes = b""
+    """Random; of one end's process, the same on each connection that follows a broken one. Empty: there will be none."""
 
 
 class Challenge(Record, frozen=True):
@@ -59,9 +61,15 @@ class Welcome(Record, frozen=True):
     error: str = ""
     proof: bytes = b""
     """The acceptor's; empty for who has not proved itself."""
+    later: bool = False
+    """Whether the reason passes, so that it is worth dialling again."""
 
 
 UNPROVED = "does not prove that it knows the job's secret"
+
+
+class Later(str):
+    """A reason of an Admit that passes."""
 
 
 class Met(NamedTuple):
@@ -109,7 +117,7 @@ def greet(
     if not proves(welcome.proof, secret, b"accept", theirs, said, *_bound(channel)):
         raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who)
     if welcome.error:
-        raise Refused(welcome.error, peer=who)
+        raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
         raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who)
 
@@ -137,7 +145,7 @@ def _bound(channel: bytes) -> tuple[bytes, ...]:
 
 
 def welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
-    _write(sock, Kind.WELCOME, rank, Welcome(rank, error, proof), who, deadline)
+    _write(sock, Kind.WELCOME, rank, Welcome(rank, str(error), proof, isinstance(error, Later)), who, deadline)
 
 
 def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:

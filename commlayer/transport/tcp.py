@@ -17,8 +17,9 @@ from commlayer.transport import hello as greeting
 from commlayer.transport.byte_channel import ByteChannel, binding_of, certified_of
 from commlayer.transport.connection import Connection, drop, tune, watch
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Admit, Hello, same_job
+from commlayer.transport.hello import Admit, Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
+from commlayer.transport.listener import listening
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
@@ -33,6 +34,7 @@ FORMER_S = 0.5
 REVOKED_S = 1.0
 """How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
 Refusal = Callable[[str, str], None]
+Broken = Callable[[int, CommError], None]
 Open = Callable[[float], ByteChannel]
 """Opens a channel before that deadline. CommError if it cannot; the caller knows to whom."""
 
@@ -65,6 +67,8 @@ class Settings(NamedTuple):
     greeting_s: float = 10.0
     flush_s: float = 3.0
     """How long close() may take to send what is queued."""
+    resume: bool = False
+    """Whether a broken connection may be made again: see Transport."""
 
 
 class TcpTransport:
@@ -90,6 +94,10 @@ class TcpTransport:
         # A handshake of TLS is one round trip more.
         self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
         self._closed = threading.Event()
+        self._missed: set[int] = set()  # whose machine has ended a connection that has not been made again
+        self._barred: dict[bytes, str] = {}  # sessions that were ended here, and why
+        self.broken: Broken = lambda *_: None
+        """Told of a connection that broke and may be made again, on the thread that found it."""
         self._heeds = False
 
     @property
@@ -105,11 +113,7 @@ class TcpTransport:
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Takes connections from now on. Returns the address bound; port 0 lets the system choose one."""
-        try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            sock = watch(socket.create_server(where[:2], family=family, backlog=128))
-        except OSError as error:
-            raise ValueError(f"cannot listen on {host}:{port}: {_listen_remedy(error)}") from None
+        sock = watch(listening(host, port))
         with self._lock:
             self._listeners.append(sock)
         threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
@@ -136,7 +140,7 @@ class TcpTransport:
             reader = self._reader()
             greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by)
             self._mailbox.admit(peer)
-            self._connect(sock, peer, reader)
+            self._connect(sock, peer, reader, b"")
         except BaseException:
             if sock is not None:
                 drop(sock)
@@ -222,12 +226,13 @@ class TcpTransport:
                 self._settings.refused(where, reason)
                 drop(sock)
             else:
-                self._connect(sock, peer, reader)
+                self._connect(sock, peer, reader, hello.session)
         except (CommError, OSError) as error:
             self._settings.refused(where, str(error))
             drop(sock)
             if peer is not None:
-                self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
+                if not self._settings.resume:
+                    self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
                 with self._lock:
                     self._taken.discard(peer)
                     self._lock.notify_all()
@@ -237,8 +242,15 @@ class TcpTransport:
     def _judge(self, hello: Hello) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
         with self._lock:
+            if not reason and hello.session in self._barred:
+                reason = f"was dropped: {self._barred[hello.session]}"
+            former = None if reason else self._connections.get(hello.rank)
+        if former is not None and self._settings.resume and hello.session and former.session == hello.session:
+            former.end(PeerLost("came back on another connection", peer=peer_name(hello.rank)), broken=True)
+        with self._lock:
             if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_S):
-                reason = f"{peer_name(hello.rank)} is connected already: give each process its own rank or end the old one"
+                reason = Later(f"{peer_name(hello.rank)} is connected already: give each process its own rank or end the old "
+                               "one")
             if not reason and hello.rank == self.rank:
                 reason = f"{peer_name(self.rank)} is this end itself: give each process its own rank"
             if not reason:
@@ -287,14 +299,16 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
 
-    def _connect(self, sock: ByteChannel, peer: int, reader: Reader) -> None:
+    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes) -> None:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
-        connection = Connection(sock, peer, self._mailbox, reader, self._ended, self._pacer)
+        connection = Connection(
+            sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume)
         with self._lock:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer))
             self._connections[peer] = connection
+            self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only what it can join
 
     def _ended(self, connection: Connection) -> None:
@@ -303,6 +317,18 @@ class TcpTransport:
             self._taken.discard(connection.peer)
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
+            over = connection.over
+            if connection.session and over is not None and not (connection.broken or self._closed.is_set()):
+                self._barred[connection.session] = over.what
+            if connection.broken and connection.by_peer:
+                self._missed.add(connection.peer)
+        if connection.broken and over is not None and not self._closed.is_set():
+            self.broken(connection.peer, over)
+
+    def missed(self) -> tuple[str, ...]:
+        """Peers whose machine has ended their connection without a word, and who have not come back."""
+        with self._lock:
+            return tuple(peer_name(peer) for peer in sorted(self._missed))
 
     def limit_kept(self, nbytes: int) -> None:
         """As Settings.max_kept_nbytes, once it is known what peers have reason to send."""
@@ -367,13 +393,3 @@ class TcpTransport:
             rest = list(self._ending)
         for connection in rest:
             connection.join(time.monotonic() + 1.0)
-
-
-def _listen_remedy(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "the address is not of this machine: bind one that is, or 0.0.0.0 for all"
-    if error.errno == errno.EACCES:
-        return "not allowed: choose a port above 1023"
-    return error.strerror or str(error)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
 DATA, CONTROL = PROTOCOLS
@@ -186,7 +186,7 @@ class TlsSocket(socket.socket):
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return got
                 except ssl.SSLError as error:
-                    self._failed = self._told(error) or CorruptFrame(f"bytes that break TLS ({error.reason or error})")
+                    self._failed = self._told(error) or Damaged(f"bytes that break TLS ({error.reason or error})")
             if got:
                 return got
             if self._failed is None:
