@@ -20,6 +20,7 @@ PREFIX = "COMMLAYER_"
 KEYS_TOKEN = "token"
 """The file of a node's keys that holds the job's secret."""
 DAY_S = 86400.0
+LEAST_UNHEARD_S = 5.0
 MOST_CODEC_THREADS = 4
 """Unless asked for more: beyond it memory is the limit."""
 
@@ -28,11 +29,13 @@ Text = Annotated[str, msgspec.Meta(description="text")]
 Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, without blanks")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
+Window = Annotated[float, msgspec.Meta(ge=0, le=DAY_S, description="a number of seconds from 0 (not at all) to 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
 Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 to 65536, -1: by host name")]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
+Carrier = Annotated[Literal["auto", "tcp", "grpc"], msgspec.Meta(description='"auto", "tcp" or "grpc"')]
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
 RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
@@ -58,6 +61,9 @@ class Config(Record, frozen=True):
 
     Further servers that training processes start take any free port.
     """
+    carrier: Carrier = "auto"
+    """What data travels on; gRPC is for networks that pass HTTP/2 alone. "auto": to a server gRPC where TCP does not get
+    through, at a server both."""
     insecure: Flag = False
     token: Secret = ""
     """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""
@@ -81,6 +87,13 @@ class Config(Record, frozen=True):
     heartbeat_s: Seconds = 1.0
     dead_after_s: Seconds = 10.0
     """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
+    reconnect_s: Window = 60.0
+    """How long a broken connection is tried to be made again before its peer counts as lost; deadline_s bounds it."""
+    journal: Text = ""
+    """A folder in which a summation server writes down what it owes and has answered, so that one that was killed goes on when
+    it is started again. Empty: then its end is the job's."""
+    journal_required: Flag = False
+    """What a server does without room for its journal: refuses to serve, or goes on and says so."""
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
     ratio_over: RatioOver = "bucket"
@@ -222,6 +235,18 @@ def alike(config: Config) -> dict[str, str]:
     """What must be the same on all ranks, as text."""
     told = {name: str(getattr(config, name)) for name in ALIKE}
     return told | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
+
+
+def reconnect_window_s(config: Config) -> float:
+    """reconnect_s, as far as deadline_s leaves time for it."""
+    return min(config.reconnect_s, config.deadline_s)
+
+
+def unheard_s(config: Config) -> float:
+    """After so long without a word of the other machine's kernel a data connection is broken. Where it can be made again that
+    costs little, also where the other end had only been slow to make room."""
+    window_s = reconnect_window_s(config)
+    return min(config.deadline_s, max(LEAST_UNHEARD_S, window_s / 4)) if window_s else config.deadline_s
 
 
 def codec_threads(config: Config, launch: Launch) -> int:

@@ -16,12 +16,12 @@ from commlayer.transport.tls import CONTROL, TlsSocket
 HANDSHAKE = b"\x16\x03"
 
 
-def check(address: str, keys: Keys | None, deadline: float) -> bool:
+def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> bool:
     """Refused, with the reason, where either end does not take the other's certificate, or only one has any.
 
     Whether it is known that all is well with certificates; False where nobody answers, which may change.
     """
-    where = f"coordinator {address}"
+    where = who or f"coordinator {address}"
     try:
         sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
     except OSError:
