@@ -242,7 +242,8 @@ class WorkerBucket:
         return nbytes
 
     def restart(self, total: float) -> int:
-        """Round 0 anew, as parts of another total weight than that first taken."""
+        """Round 0 anew, as parts of another total weight than that first taken. So are debts of other ranks of this node, which
+        x holds, too; each of them carries on what is missing (`carry_on`)."""
         x = self.coded_x
         self.codec.undo(self.state, x)
         carried = 0.0 if self.carried is None else self.carried.to(x.device)
@@ -296,15 +297,21 @@ class WorkerBucket:
             return
         self.sound = self.finite
         self.unapplied = self.all_slices & ~self.used if finite else self.all_slices
-        if self.carried is not None and finite and (left := 1.0 - self._paid()):
-            self.carry = torch.zeros_like(self.carried)
-            add_where(self.carry, self.carried * left, cut_of(self.slices, self.used))
+        if finite:
+            self.carry_on(self.used)
+
+    def carry_on(self, slices: int) -> None:
+        """Of these slices' average, applied: what went along has reached the mean but for a part, which goes with the next."""
+        if self.carried is not None and (left := 1.0 - self._paid()):
+            rest = torch.zeros_like(self.carried)
+            add_where(rest, self.carried * left, cut_of(self.slices, slices))
+            self.carried = self.carried - rest  # a part that is taken back yet
+            self.carry = rest if self.carry is None else self.carry + rest
 
     def _paid(self) -> float:
-        """The part of what was carried that reached the mean: all of it, if all workers weighed what was taken for granted."""
-        if self.served:
-            return 1.0 if self.in_means else self.total / self.weight
-        return self.total / max(float(self.tail_y[-1]), TINY)
+        """The part of what was carried that reached the mean: all of it, where all workers weighed what this one took for
+        granted, or where it has coded again. Other ranks of its node took what they did."""
+        return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
 
     @property
     def all_slices(self) -> int:
