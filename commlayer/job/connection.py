@@ -29,6 +29,7 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
+from commlayer.transport.rank_rows import RowChannel
 
 log = logging.getLogger("commlayer")
 
@@ -51,6 +52,7 @@ class Connection:
     attribute                              changed by
     =====================================  ====================================================================
     rank, world, groups, uplink, embedded  connect(), once
+    rows                                   connect(), once
     waits, loss, max_loss                  connect(), once
     asked, forbids, optimizer              connect(), once
     useless                                whoever steps: module_driver.py
@@ -72,6 +74,8 @@ class Connection:
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self.groups: Groups | None = None
+        self.rows: RowChannel | None = None
+        """What observers (observers.py) of all ranks tell each other, in their order."""
         self.uplink: Uplink | None = None
         self.embedded: list[Embedded] = []
         self.plan: Plan | None = None

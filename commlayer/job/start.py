@@ -26,6 +26,7 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.initial_sync import align as align_tensors
 from commlayer.transport import secret
 from commlayer.transport.groups import Groups
+from commlayer.transport.rank_rows import RowChannel
 
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
@@ -68,6 +69,8 @@ def connect(
     try:
         if grouped:
             made.groups = Groups(per_node, config.deadline_s, device, met.members)
+            made.rows = RowChannel(made.groups.members, config.deadline_s)
+            made.on_close.append(made.rows.close)
             align_tensors(align, made.groups, config.join_deadline_s)
         made.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
         if met.note and made.rank == 0:

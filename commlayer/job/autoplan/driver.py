@@ -180,8 +180,8 @@ class AutoPlan:
         self._replanner.measured(measurements)
         self._feed(Measured(tuple(links_of(made, measurements.rows)), measurements.step_s))
         if self._reports is None and not self._state.keep:
-            groups = self._groups()
-            self._reports = StepReports(groups.members, groups.timeout_s, meter_of(made))
+            assert made.rows is not None
+            self._reports = StepReports(made.rows.rows(), meter_of(made))
             made.on_close.append(self._reports.close)
 
     def _hear(self) -> None:

@@ -12,19 +12,15 @@ from collections import deque
 
 from commlayer.job.autoplan.facts import StepReport
 from commlayer.observe import Direction, InterfaceCounters
-from commlayer.transport.members import Members
 from commlayer.transport.rank_rows import Rows, spacing
-
-CLOSE_S = 2.0
-"""How long an end waits for rows that are on their way."""
 
 
 class StepReports:
     """All ranks make one together and call it after the same steps: `step`, `heard`, then `tell` if it is `due`."""
 
-    def __init__(self, members: Members, timeout_s: float, meter: InterfaceCounters | None = None) -> None:
+    def __init__(self, rows: Rows, meter: InterfaceCounters | None = None) -> None:
         """`meter` on the rank that reads its node's counters."""
-        self._rows, self._meter = Rows(members, timeout_s), meter
+        self._rows, self._meter = rows, meter
         self._since: list[float] = []
         self._held: list[StepReport] = []
         self._every, self._left = 1, 1
@@ -81,6 +77,5 @@ class StepReports:
         return rows
 
     def close(self) -> None:
-        self._rows.close(CLOSE_S)
         if self._meter is not None:
             self._meter.close()
