@@ -137,10 +137,7 @@ class _Search:
         return self.found(self.space.schedule.run(list(choice)), choice)
 
     def found(self, step_s: float, choice: tuple[int, ...]) -> ChoiceFound:
-        return self.weighed(step_s, self.loss(choice), choice)
-
-    def weighed(self, step_s: float, loss: float, choice: tuple[int, ...]) -> ChoiceFound:
-        return ChoiceFound(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice, self.excess(choice))
+        return ChoiceFound(step_s, self.loss(choice), sum(map(getitem, self.space.burden, choice)), choice, self.excess(choice))
 
     def loss(self, choice: Sequence[int]) -> float:
         return sum(map(getitem, self.space.loss, choice))
@@ -200,15 +197,17 @@ class _Search:
 
     def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float, most: int) -> Iterator[ChoiceFound]:
         """With each option in turn for all these buckets, within budget and limit: the `most` cheapest of them, or more."""
-        choices = [_with(found.choice, buckets, option) for option in range(self.counts[buckets[0]])]
-        losses = list(map(self.loss, choices))
-        only = None if self.space.max_loss == math.inf else [o for o, loss in enumerate(losses) if loss <= self.within]
+        options, only = range(self.counts[buckets[0]]), None
+        if self.space.max_loss < math.inf:  # else there is nothing to look up for each of them
+            only = [o for o in options if self.allowed(_with(found.choice, buckets, o))]
         factors = self.factors(found.choice, buckets)
         steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only,
                                           -math.inf, factors)
-        for choice, loss, step_s, factor in zip(choices, losses, steps, factors or repeat(1.0, len(steps)), strict=True):
-            if step_s * factor <= limit * (1 + EQUAL) and choice != found.choice and loss <= self.within:
-                yield self.weighed(step_s, loss, choice)
+        for option, step_s, factor in zip(options, steps, factors or repeat(1.0), strict=False):
+            if step_s * factor <= limit * (1 + EQUAL) and (only is None or option in only):
+                choice = _with(found.choice, buckets, option)
+                if choice != found.choice:
+                    yield self.found(step_s, choice)
 
     # ---- local improvement
 
