@@ -95,10 +95,11 @@ class HookState:
         """One bucket of DDP's; its future completes when the whole step is in."""
         if self._error is not None:
             raise self._error
-        self._check(bucket)
-        device = bucket.buffer().device
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        self._check(parameters, buffer)
+        device = buffer.device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        part = _Part(bucket.parameters(), bucket.gradients(), bucket.buffer(), future)
+        part = _Part(parameters, bucket.gradients(), buffer, future)
         self._step.append(part)
         last = bucket.is_last()
         if last:
@@ -136,15 +137,15 @@ class HookState:
         """The ranks that average."""
         return self._process_group or dist.group.WORLD
 
-    def _check(self, bucket: GradBucket) -> None:
+    def _check(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
         """Before anything of it is taken. What is wrong holds for the pass and all that follow."""
         try:
-            if self._lane is not None and any(id(p) not in self._numbers for p in bucket.parameters()):
+            if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
                 raise ValueError("this HookState belongs to another model, or the model has other parameters than in its first "
                                  "backward pass: make a HookState for each DistributedDataParallel module")
-            if bucket.buffer().layout != torch.strided:
+            if buffer.layout != torch.strided:
                 self._find_module()
-                check_dense(name_of(bucket.parameters()[0], self.module), bucket.buffer())
+                check_dense(name_of(parameters[0], self.module), buffer)
         except ValueError as error:
             self._latch(error)
             raise

@@ -25,6 +25,8 @@ from commlayer.runtime.shared_buffers import SharedBuffers
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
+SMALL_NUMEL = 1 << 14
+"""Elements of a slice, on average, up to which a call for each costs more than a second pass over all."""
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
 
@@ -150,6 +152,8 @@ class WorkerBucket:
         self.started = self.done = False
         self.finite = True
         self.weight, self.used = 0.0, 0
+        self.scaled: float | torch.Tensor = 1.0
+        """What y has been multiplied by since it came back."""
         self.spent = 0
         """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
         self.abandoned = ""
@@ -276,11 +280,18 @@ class WorkerBucket:
         self.finite = bool(torch.isfinite(self.y).all())
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = y times factor, in one pass; None leaves out a slice. Buffers stay what they are if y is not finite."""
+        """targets = y times factor; None leaves out a slice. Buffers stay what they are if y is not finite. To be called
+        once."""
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
             return
-        for view, target in self.layout.pairs(targets, self.views_y):
+        pairs = self.layout.pairs(targets, self.views_y)
+        if self.numel <= SMALL_NUMEL * len(pairs):
+            self.y.mul_(factor)
+            self.scaled = factor
+            torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
+            return
+        for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
 
     def debts(self) -> list[Debt]:

@@ -70,6 +70,7 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
             for s in bucket.slices:
                 parts.append(bucket.y[at : at + s.numel].double().square().sum())
                 at += s.numel
-            found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), torch.stack(parts).cpu())
+            energy = torch.stack(parts).cpu() / float(bucket.scaled) ** 2
+            found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
     whole = float(found.sum())
     return tuple(found.tolist()) if 0.0 < whole < math.inf else ()
