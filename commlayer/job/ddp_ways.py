@@ -47,7 +47,7 @@ class DDPWays:
         self._connection, self._names = connection, [name for name, _ in named]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
         connection.stepped = Stepped(self._parameters, self._optimizer, self._outer)
-        connection.useless = useless_of(connection, None, clips=False)
+        connection.terms.useless = useless_of(connection, None, clips=False)
         return ExchangeSchedule(
             self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self._outer, connection=connection,
             observers=observers, deadline_s=self._deadline_s, share=self._share_buffers)

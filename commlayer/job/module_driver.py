@@ -65,7 +65,7 @@ class ModuleDriver:
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         if connection.worker is not None:
             connection.stepped = Stepped(self._parameters, optimizer, outer)
-            connection.useless = useless_of(connection, scaler, clips=clips)
+            connection.terms.useless = useless_of(connection, scaler, clips=clips)
             connection.after_switch.append(self._enter)
             connection.bring_in.append(self._complete)
             connection.on_close.append(self._drop)

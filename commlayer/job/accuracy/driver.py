@@ -46,11 +46,11 @@ def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
     if connection.worker is None or connection.groups is None:
         return None
     named = bool(config.max_loss or config.loss)
-    if config.guard == "off" or (config.guard == "auto" and not (named or connection.auto)):
+    if config.guard == "off" or (config.guard == "auto" and not (named or connection.terms.auto)):
         return None
-    by_budget = named or not connection.auto
+    by_budget = named or not connection.terms.auto
     # A budget that nobody named judges no loss, unless the guard was asked for by name.
-    budget = connection.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
+    budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
     return AccuracyGuard(connection, AccuracyLimits(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
 
 
@@ -79,12 +79,12 @@ class AccuracyGuard:
     @property
     def acts(self) -> bool:
         """Or only says what it sees: a plan that somebody asked for is theirs to change."""
-        return self._mode == "act" or (self._mode == "auto" and self._connection.auto)
+        return self._mode == "act" or (self._mode == "auto" and self._connection.terms.auto)
 
     @property
     def idle(self) -> bool:
         """A plan that somebody asked for since, where nothing was named to hold it to: on all ranks alike."""
-        return self._mode == "auto" and not self._by_budget and not self._connection.auto
+        return self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
 
     # ---- at the end of a step's exchange
 
@@ -178,9 +178,9 @@ class AccuracyGuard:
                     if self._connection.rank == 0:
                         log.log(logging.WARNING if warning else logging.INFO, "step %d: %s", self._steps, text)
                 case BoundPlanner(level):
-                    self._connection.floor = level
+                    self._connection.terms.floor = level
                 case Harder(times):
-                    self._connection.harder = max(self._connection.harder, times)  # a finer plan shows less of it
+                    self._connection.terms.harder = max(self._connection.terms.harder, times)  # a finer plan shows less of it
                 case ChangeCodecs(change):
                     self._change(change)
 
@@ -207,7 +207,7 @@ class AccuracyGuard:
         self._own.new_plan()
         watched = [b.planned for b in self._watched]
         bounds = (0.0, 0.0) if self._by_budget else least_usual(watched)
-        typical = typical_cosine(watched) if self._connection.optimizer == "adam" else 0.0
+        typical = typical_cosine(watched) if self._connection.terms.optimizer == "adam" else 0.0
         return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != self._plan.buckets, *bounds, typical)
 

@@ -66,7 +66,7 @@ def auto_of(connection: Connection) -> AutoPlan | None:
     """For a job whose plan was left to commlayer and which has a network to plan for: one of several nodes."""
     worker, groups = connection.worker, connection.groups
     single = groups is None or groups.world == groups.ranks_per_node
-    if not connection.auto or worker is None or groups is None or single or not worker.plan.servers:
+    if not connection.terms.auto or worker is None or groups is None or single or not worker.plan.servers:
         return None
     return AutoPlan(connection, worker.job)
 
@@ -96,7 +96,7 @@ class AutoPlan:
         """`steps` have ended since the last time. CommError, latched in the worker, if another rank is gone."""
         worker = self._connection.worker
         assert worker is not None
-        if not (self._connection.auto or self._state.keep):
+        if not (self._connection.terms.auto or self._state.keep):
             return  # somebody has asked for a plan since
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
@@ -147,7 +147,7 @@ class AutoPlan:
             case Report():
                 made.events.append(action.event)
             case Describe():
-                made.basis, made.price = action.basis, action.price
+                made.terms.basis, made.terms.price = action.basis, action.price
             case Pace():
                 pace(made, action.links)
             case Afresh():
@@ -247,7 +247,7 @@ class AutoPlan:
         while self._news:
             news.append(self._news.popleft())
         assert made.plan is not None
-        return Meanwhile(InForce(made.plan, made.basis, made.price), tuple(news), made.harder)
+        return Meanwhile(InForce(made.plan, made.terms.basis, made.terms.price), tuple(news), made.terms.harder)
 
     def _groups(self) -> Groups:
         assert self._connection.groups is not None

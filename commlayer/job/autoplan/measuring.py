@@ -55,7 +55,7 @@ def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
     collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     step_s = median(s.marks["end"] for s in steps)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *probed(connection, (1 - GROUPS_SHARE) * probe_s),
-                          connection.weighed)
+                          connection.terms.weighed)
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, gathered(connection, row), collectives,
                         energy_of(worker))
 

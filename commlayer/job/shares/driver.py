@@ -157,7 +157,7 @@ class Controller:
         assert self._rows is not None
         if self._measure is not None:
             self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
-        price = self.session.inspect.connection.price or (0.0, 0.0)
+        price = self.session.inspect.connection.terms.price or (0.0, 0.0)
         row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=decide.checksum(state))
         with self._explained():
             self._rows.start(*row)
