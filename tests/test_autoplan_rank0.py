@@ -315,7 +315,7 @@ def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
 
 
 def harder(rank: Rank, times: float) -> list[Any]:
-    return rank.feed(StepOver(0.5, Meanwhile(rank.in_force, (), times)))
+    return rank.feed(StepOver(rank.state.step + 1, 0.5, Meanwhile(rank.in_force, (), times)))
 
 
 def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> None:

@@ -105,7 +105,7 @@ class AutoPlan:
             self._reports.step(step_s)
         self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
-            self._feed(StepOver(step_s, self._meanwhile()))
+            self._feed(StepOver(self._connection.steps, step_s, self._meanwhile()))
         except CommError as error:
             worker.latch(error)
             worker.check()
