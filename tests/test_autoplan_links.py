@@ -26,7 +26,7 @@ from commlayer.observe.link_watch import PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Line
 from commlayer.records import digest
 from commlayer.transport.members import Members
-from commlayer.transport.rank_rows import RowChannel, spacing
+from commlayer.transport.rank_rows import RowChannel
 
 WORLD, SERVERS = 2, 2
 HIGH_BPS, LOW_BPS = 8e7, 5e6
@@ -144,7 +144,3 @@ def test_rows_are_acted_upon_at_once_only_where_all_wait_for_them() -> None:
     slow = [[False, False], [True, True], [True, False], [False, True], [True, True], [False, False]]
     told = pool(WORLD).call(tell_in_turn, WORLD, slow)
     assert told[0] == told[1] == [[0, 1], [1, 1], [2, 3], [3, 4], [4, 4]]
-
-
-def test_rows_cost_a_hundredth_of_the_time() -> None:
-    assert [spacing(cost, step) for cost, step in ((0.0, 1.0), (0.001, 0.1), (0.001, 0.03), (0.001, 0.0001))] == [1, 1, 4, 64]

@@ -20,7 +20,6 @@ from commlayer import native
 from commlayer.config import Config, host_port, join_host, read_config
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
-from commlayer.control.parent import follow_parent
 from commlayer.errors import CommError, line_of
 
 log = logging.getLogger("commlayer")
@@ -58,7 +57,7 @@ def run(config: Config, part: Part) -> None:
             data_port = config.port and config.port + 1
             orphaned = functools.partial(coordinator.orphaned, part.parent)
         if part.parent:
-            follow_parent(part.parent, end, orphaned)
+            piping.follow_parent(part.parent, end, orphaned)
         if part.sums:
             _choose_tensors(config)
             # Here, since it loads numpy, which a coordinator does without.

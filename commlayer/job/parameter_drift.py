@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 import zlib
 from collections import deque
@@ -25,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from commlayer.config import Config
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
+from commlayer.job.spacing import steps_between
 from commlayer.runtime.ended import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather
@@ -57,7 +57,7 @@ def spacing(cost_s: float, step_s: float) -> int:
     >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
     (40, 10000, 10)
     """
-    return min(MOST, max(LEAST, math.ceil(cost_s / (COST_MOST * step_s)))) if step_s > 0 else FIRST
+    return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else FIRST
 
 
 class ParameterDrift:

@@ -27,7 +27,6 @@ from commlayer.job.observers import Observer, Observers, Place
 from commlayer.job.parameter_drift import drift_of
 from commlayer.job.stale_plan import watch_of
 from commlayer.job.trace import trace_once
-from commlayer.runtime.abandoned_step import abandon
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.model_job import learning_rate, loss_scale
 from commlayer.runtime.worker import Worker
@@ -161,7 +160,7 @@ class StepLoop:
         if not self.local:
             if self._use is not None:
                 self._use.end()
-            abandon(self.worker, self.deadline_s)
+            self.worker.abandon(self.deadline_s)
 
     # ---- between two steps
 

@@ -191,6 +191,17 @@ class Worker(Unapplied):
         self.counters.steps += 1
         self._next(computes=computes)
 
+    def abandon(self, deadline_s: float) -> None:
+        """This worker broke the step off (an exception in its backward pass): it is dropped on all, who wait for it until then
+        as for anybody who is late. How they learn of it: see broken_step.py. Runs when its next pass begins."""
+        self.units.broken = True
+        try:
+            self.finish([None] * len(self.job.tensors), deadline_s)
+        except StepAbandoned as error:
+            log.warning("%s", error)
+        finally:
+            self.units.broken = False
+
     def _drop(self, reason: str) -> None:
         """The step is none, on any rank."""
         self._judge(finite=False)

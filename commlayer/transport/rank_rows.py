@@ -12,7 +12,6 @@ import torch.distributed as dist
 from commlayer.errors import CommError
 from commlayer.transport.members import Members
 from commlayer.transport.pending import Pending, named
-from commlayer.transport.row_spacing import spacing as spacing
 
 CLOSE_S = 2.0
 """How long an end waits for rows that are on their way."""

@@ -11,8 +11,9 @@ import time
 from collections import deque
 
 from commlayer.job.autoplan.facts import StepReport
+from commlayer.job.spacing import row_spacing
 from commlayer.observe import Direction, InterfaceCounters
-from commlayer.transport.rank_rows import Rows, spacing
+from commlayer.transport.rank_rows import Rows
 
 
 class StepReports:
@@ -73,7 +74,7 @@ class StepReports:
 
     def _read(self) -> list[StepReport]:
         rows = [StepReport(*row) for row in self._rows.read()]
-        self._every = spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
+        self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return rows
 
     def close(self) -> None:
