@@ -28,7 +28,7 @@ from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
 # The child must run the package that this process runs, installed or not, whatever lies in the current directory.
-RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.control.process import main; main()"
+RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.control.server_process import main; main()"
 TAIL_LINES = 15
 GRACE_S = 5.0
 

@@ -21,8 +21,8 @@ from commlayer.control.server_codecs import expected_nbytes
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.fault import FaultVerdict
+from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.plan_terms import PlanTerms
-from commlayer.job.stepped import Stepped
 from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps

@@ -21,9 +21,9 @@ from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import OptimizerHooks
+from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
-from commlayer.job.stepped import Stepped
 from commlayer.job.ways import Asked, Forbids
 from commlayer.optim import Outer
 from commlayer.runtime.hooks import Hooks

@@ -21,9 +21,9 @@ from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.forward_overlap import ForwardOverlap
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import OptimizerHooks
+from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
-from commlayer.job.stepped import Stepped
 from commlayer.optim import Outer
 from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks

@@ -32,7 +32,7 @@ from commlayer.job.accuracy.state import (
     PlanLevels,
     Tell,
 )
-from commlayer.job.accuracy.usual import harder
+from commlayer.job.accuracy.usual_training import harder
 from commlayer.job.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 

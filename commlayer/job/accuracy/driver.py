@@ -27,7 +27,7 @@ from commlayer.job.accuracy.state import (
     PlanLevels,
     Tell,
 )
-from commlayer.job.accuracy.usual import least_usual, typical_cosine
+from commlayer.job.accuracy.usual_training import least_usual, typical_cosine
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
 from commlayer.loss_budget import BUDGET
