@@ -89,10 +89,13 @@ class StepLoop:
         worker.rate = learning_rate(self._optimizer, worker.rate)
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
-        """That parameter's gradient is final for this step."""
-        if not self.local:
-            self.begin()
-            self.worker.ready(number, gradient)
+        """That parameter's gradient is final for this step. Called for each: as little as can be happens here."""
+        worker = self.connection.worker
+        assert worker is not None
+        if self._schedule is None or self.connection.local is None:
+            if worker.begins():
+                self._units(worker)
+            worker.ready(number, gradient)
 
     def has_gradient(self, number: int) -> bool:
         """Whether this pass has added to that parameter's gradient, as far as anybody sees."""

@@ -209,7 +209,7 @@ class WorkerBucket:
 
     def read_used(self) -> None:
         """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
-        if any(source is None for source in self.sources) or (self.agreed is not None and self.served):
+        if self.used != self.all_slices or (self.agreed is not None and self.served):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def read_result(self) -> None:

@@ -113,7 +113,8 @@ class Worker(Unapplied):
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         """The gradient of that tensor is final for this step. It is read until `finish` returns."""
-        self.check()
+        if self.now.error is not None:
+            self.check()
         self._intake.ready(tensor, gradient)
 
     def _open(self) -> None:
