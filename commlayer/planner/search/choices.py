@@ -155,6 +155,12 @@ class _Search:
     def allowed(self, choice: Sequence[int]) -> bool:
         return self.loss(choice) <= self.within
 
+    def affordable(self, choice: Sequence[int], buckets: Sequence[int]) -> list[int]:
+        """The options with which for all these buckets the choice is within the budget."""
+        rest = self.loss(choice) - sum([self.space.loss[b][choice[b]] for b in buckets])
+        each = zip(*[self.space.loss[b] for b in buckets], strict=True)
+        return [option for option, losses in enumerate(each) if rest + sum(losses) <= self.within]
+
     def keep(self, found: ChoiceFound, choice: tuple[int, ...]) -> ChoiceFound:
         """The better of the two, where the other is within the budget."""
         if not self.allowed(choice):
@@ -197,13 +203,11 @@ class _Search:
 
     def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float, most: int) -> Iterator[ChoiceFound]:
         """With each option in turn for all these buckets, within budget and limit: the `most` cheapest of them, or more."""
-        options, only = range(self.counts[buckets[0]]), None
-        if self.space.max_loss < math.inf:  # else there is nothing to look up for each of them
-            only = [o for o in options if self.allowed(_with(found.choice, buckets, o))]
+        only = self.affordable(found.choice, buckets) if self.space.max_loss < math.inf else None
         factors = self.factors(found.choice, buckets)
         steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only,
                                           -math.inf, factors)
-        for option, step_s, factor in zip(options, steps, factors or repeat(1.0), strict=False):
+        for option, (step_s, factor) in enumerate(zip(steps, factors or repeat(1.0), strict=False)):
             if step_s * factor <= limit * (1 + EQUAL) and (only is None or option in only):
                 choice = _with(found.choice, buckets, option)
                 if choice != found.choice:
