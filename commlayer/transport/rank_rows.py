@@ -32,10 +32,14 @@ class RowChannel:
         self._told.append(Rows(self, what))
         return self._told[-1]
 
-    def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, list[torch.Tensor]]:
-        """Begins to give everybody's row to all."""
+    def open(self) -> None:
+        """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
         if self._group is None:
             self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+
+    def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, list[torch.Tensor]]:
+        """Begins to give everybody's row to all."""
+        self.open()
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.members.world)]
         with named(what):
