@@ -34,6 +34,7 @@ from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.optim import family_of
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.model_job import check_dense
+from commlayer.runtime.write_gradients import write_gradient
 
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
@@ -80,9 +81,13 @@ class HookState:
         self._step: list[_Part] = []
         self._lane: Lane | None = None
         self._attached: AttachedModel | None = None
+        self._unused_here: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters that this rank has not used in the last pass, with averages that are for them all the same."""
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
         """What DDP wraps, where that is known: then parameters have the names under which plans are made."""
+        self._views = False
+        """Whether its gradients lie in its buckets."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
@@ -90,10 +95,11 @@ class HookState:
         """One bucket of DDP's; its future completes when the whole step is in."""
         if self._error is not None:
             raise self._error
-        self._check(bucket)
-        device = bucket.buffer().device
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        self._check(parameters, buffer)
+        device = buffer.device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        part = _Part(bucket.parameters(), bucket.gradients(), bucket.buffer(), future)
+        part = _Part(parameters, bucket.gradients(), buffer, future)
         self._step.append(part)
         last = bucket.is_last()
         if last:
@@ -131,15 +137,15 @@ class HookState:
         """The ranks that average."""
         return self._process_group or dist.group.WORLD
 
-    def _check(self, bucket: GradBucket) -> None:
+    def _check(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
         """Before anything of it is taken. What is wrong holds for the pass and all that follow."""
         try:
-            if self._lane is not None and any(id(p) not in self._numbers for p in bucket.parameters()):
+            if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
                 raise ValueError("this HookState belongs to another model, or the model has other parameters than in its first "
                                  "backward pass: make a HookState for each DistributedDataParallel module")
-            if bucket.buffer().layout != torch.strided:
+            if buffer.layout != torch.strided:
                 self._find_module()
-                check_dense(name_of(bucket.parameters()[0], self.module), bucket.buffer())
+                check_dense(name_of(parameters[0], self.module), buffer)
         except ValueError as error:
             self._latch(error)
             raise
@@ -175,7 +181,7 @@ class HookState:
     def _find_module(self) -> None:
         """Which module this is registered with, hence what parameters are called and which ranks take part."""
         if (ddp := wrapper_of(self)) is not None:
-            self.module = ddp.module
+            self.module, self._views = ddp.module, ddp.gradient_as_bucket_view
             self._process_group = self._process_group or ddp.process_group
 
     def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -213,11 +219,17 @@ class HookState:
         try:
             # A pass that DDP was already going to reduce when local steps began is the first of them.
             if (loop := self._averaging()) is not None and not loop.count_local():
-                gradients: list[torch.Tensor | None] = [None] * len(self._numbers)
-                for part in step:
-                    for p, gradient in zip(part.parameters, part.gradients, strict=True):
-                        gradients[self._numbers[id(p)]] = gradient
-                loop.average([g if loop.has_gradient(n) else None for n, g in enumerate(gradients)], lambda: gradients)
+                brought = {self._numbers[id(p)]: (p, gradient) for part in step
+                           for p, gradient in zip(part.parameters, part.gradients, strict=True)}
+                gradients = [brought[n][1] if n in brought else None for n in range(len(self._numbers))]
+                here = [g if loop.has_gradient(n) else None for n, g in enumerate(gradients)]
+
+                def targets() -> list[torch.Tensor | None]:
+                    used = loop.worker.used() if loop.worker.late else []
+                    self._unused_here = [brought[n] for n, anyone in enumerate(used) if anyone and here[n] is None]
+                    return gradients
+
+                loop.average(here, targets)
                 loop.observe()
         except BaseException as error:
             self._latch(error)
@@ -234,9 +246,17 @@ class HookState:
             self._attached.check(self._latch)
         if self._error is not None:
             raise self._error
-        if (loop := self._averaging()) is not None and not loop.local and torch._C._current_graph_task_id() >= 0:
+        if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:
             # Behind DDP's own end of the pass, which puts averages into `.grad`.
-            torch.autograd.Variable._execution_engine.queue_callback(loop.written)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._written, loop))
+
+    def _written(self, loop: StepLoop) -> None:
+        """DDP leaves a parameter alone that no rank has used in this pass; a late result for it is of an earlier one."""
+        for p, average in self._unused_here:
+            write_gradient(p, average, keep=self._views)
+        self._unused_here.clear()
+        if not loop.local:
+            loop.written()
 
     def _latch(self, error: BaseException) -> None:
         self._error = self._error or error

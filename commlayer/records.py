@@ -108,7 +108,9 @@ class Why(Record, frozen=True):
     reason: str
     runner_up: str = ""
     runner_up_s: float = 0.0
-    """How much longer the whole step would take with the runner-up."""
+    """How much longer the whole step would take with the runner-up. Less than 0: shorter, where more of them are needed."""
+    runner_up_later: float = 0.0
+    """By what part later a loss would come with it, cautiously; 0 where the planner counted steps alike."""
 
 
 def over_server(path: str) -> bool:

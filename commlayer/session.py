@@ -214,7 +214,7 @@ def switch(session: Session, plan: Plan) -> None:
 
 def _switch(connection: Connection, plan: Plan) -> None:
     go_over(connection, plan)
-    connection.auto = False  # a plan that somebody asked for is kept
+    connection.terms.auto = False  # a plan that somebody asked for is kept
     assert connection.worker is not None
     connection.worker.recorder.switch(on=False)
 

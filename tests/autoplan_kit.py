@@ -82,7 +82,7 @@ class Rank:
     def step(self, seconds: float = 1.0, *news: Any, times: int = 1) -> list[Action]:
         """What is done behind the last of so many steps."""
         for _ in range(times):
-            actions = self.feed(StepOver(seconds, Meanwhile(self.in_force, news)))
+            actions = self.feed(StepOver(self.state.step + 1, seconds, Meanwhile(self.in_force, news)))
             news = ()
         return actions
 

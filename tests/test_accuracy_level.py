@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from commlayer.compressors import parse, wrap
 from commlayer.job.accuracy import codec_level
 from commlayer.job.accuracy.codec_level import AccuracyLimits, LevelDecision, LevelState
-from commlayer.job.accuracy.comparison_cost import steps_between, steps_until_paid
 from commlayer.job.accuracy.loss_trend import LossRise, LossTrend
+from commlayer.job.spacing import steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 from commlayer.records import Spec
 from commlayer.runtime.gradient_comparison import dots
@@ -196,7 +196,7 @@ def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: l
 def test_misuse_is_one_line() -> None:
     with pytest.raises(ValueError, match="level 2: allowed is 0.001 to 1, within 0 to 1"):
         codec_level.begin(2.0)
-    with pytest.raises(ValueError, match="comparing takes 1 s, a step 0 s"):
+    with pytest.raises(ValueError, match="it takes 1 s, a step 0 s"):
         steps_between(1.0, 0.0)
     with pytest.raises(ValueError, match="spent -1 s"):
         steps_until_paid(-1.0, 1.0, 1.0, 1.0)

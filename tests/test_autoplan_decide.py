@@ -91,6 +91,17 @@ def test_decisions_are_pure() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_steps_that_it_does_not_hear_of_are_none_of_those_that_it_waits_for(rank: int) -> None:
+    made, did = Rank(rank), dict[int, list[Action]]()
+    heard = [*range(101, 101 + WARM_STEPS + 1), *range(900, 900 + MEASURED_STEPS)]  # a warm-up, and a plan of somebody's
+    for step in heard:
+        if actions := made.feed(StepOver(step, 1.0, Meanwhile(made.in_force, ()))):
+            did[step] = actions
+    assert did == {100 + WARM_STEPS: [RecordSteps()], heard[-1]: [Measure()]}
+    assert made.state.step == heard[-1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
     made = Rank(rank)
     did = {step: actions for step in range(1, FIRST_PLANNING + 1) if (actions := made.step())}
@@ -327,7 +338,8 @@ class Together:
         for number, rank in enumerate(self.ranks):
             rank.now = now + number  # clocks differ
         shared: tuple[SharesMoved, ...] = (SharesMoved(part),) if part else ()
-        self.feed([StepOver(s, Meanwhile(rank.in_force, (*shared, *(self.news(found) if not i and found is not None else ()))))
+        self.feed([StepOver(rank.state.step + 1, s, Meanwhile(
+                       rank.in_force, (*shared, *(self.news(found) if not i and found is not None else ()))))
                    for i, (rank, s) in enumerate(zip(self.ranks, seconds, strict=True))])
 
 

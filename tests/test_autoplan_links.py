@@ -26,7 +26,7 @@ from commlayer.observe.link_watch import PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Line
 from commlayer.records import digest
 from commlayer.transport.members import Members
-from commlayer.transport.rank_rows import spacing
+from commlayer.transport.rank_rows import RowChannel
 
 WORLD, SERVERS = 2, 2
 HIGH_BPS, LOW_BPS = 8e7, 5e6
@@ -125,7 +125,8 @@ def test_all_ranks_go_over_to_another_plan_when_links_become_slow_and_when_they_
 
 def tell_in_turn(rank: int, world: int, slow: list[list[bool]]) -> list[list[float]]:
     """Of each step, the words that are acted upon after it: (step of the row, step of the act)."""
-    looks, acted = StepReports(Members(), 20.0), list[list[float]]()
+    channel = RowChannel(Members(), 20.0)
+    looks, acted = StepReports(channel.rows()), list[list[float]]()
     try:
         for step, flags in enumerate(slow):
             looks.step(10.0)
@@ -136,14 +137,10 @@ def tell_in_turn(rank: int, world: int, slow: list[list[bool]]) -> list[list[flo
         looks.heard()
         return acted
     finally:
-        looks.close()
+        channel.close()
 
 
 def test_rows_are_acted_upon_at_once_only_where_all_wait_for_them() -> None:
     slow = [[False, False], [True, True], [True, False], [False, True], [True, True], [False, False]]
     told = pool(WORLD).call(tell_in_turn, WORLD, slow)
     assert told[0] == told[1] == [[0, 1], [1, 1], [2, 3], [3, 4], [4, 4]]
-
-
-def test_rows_cost_a_hundredth_of_the_time() -> None:
-    assert [spacing(cost, step) for cost, step in ((0.0, 1.0), (0.001, 0.1), (0.001, 0.03), (0.001, 0.0001))] == [1, 1, 4, 64]

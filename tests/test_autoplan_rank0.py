@@ -280,14 +280,14 @@ def test_that_a_plan_is_stale_is_among_a_sessions_events_and_decisions() -> None
     for action in (Report(event), Say(event.reason), Describe(basis_of(START), (0.3, 0.1))):
         auto.carry_out(action)
     assert (connection.events, connection.decisions) == ([event], [f"step 0: {event.reason}"])
-    assert (connection.basis, connection.price) == (basis_of(START), (0.3, 0.1))
+    assert (connection.terms.basis, connection.terms.price) == (basis_of(START), (0.3, 0.1))
 
 
 def test_what_the_script_allows_is_asked_on_its_own_thread() -> None:
     """It tries the optimizer, and the generator that a trial puts back is that of dropout, too."""
     connection, asked = Connection(), []
     connection.plan = START
-    connection.forbids = lambda way: asked.append((way, threading.current_thread())) or ""
+    connection.terms.forbids = lambda way: asked.append((way, threading.current_thread())) or ""
     auto = AutoPlan(connection, JOB)
     auto._replanner.measured(Measurements(JOB, [], [], Grouped(Line(0.0), Line(0.0))))
     auto.carry_out(StartPlanning(START, None, LINKS, 1.0))
@@ -315,7 +315,7 @@ def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
 
 
 def harder(rank: Rank, times: float) -> list[Any]:
-    return rank.feed(StepOver(0.5, Meanwhile(rank.in_force, (), times)))
+    return rank.feed(StepOver(rank.state.step + 1, 0.5, Meanwhile(rank.in_force, (), times)))
 
 
 def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> None:

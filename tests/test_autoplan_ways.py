@@ -88,15 +88,15 @@ def test_forward_overlap_is_exact() -> None:
 
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = Connection()
-    connection.optimizer = "adam"
+    connection.terms.optimizer = "adam"
     policy = loss_limits.policy_of(connection)
     assert (policy.optimizer, policy.exact, policy.forward) == ("adam", False, False)
-    connection.asked = Asked(exact=True)
+    connection.terms.asked = Asked(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
     policy = loss_limits.policy_of(connection)
     assert (policy.exact, policy.forward) == (True, False)
-    connection.asked, connection.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
+    connection.terms.asked, connection.terms.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
     assert loss_limits.policy_of(connection).exact
 
 
@@ -104,7 +104,7 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
 def test_results_come_in_behind_a_step_only_where_the_script_said_so(asked: Asked) -> None:
     """A script that reads `.grad` behind backward(), or adds two averaged passes up, must find averages there."""
     connection = Connection()
-    connection.asked = asked
+    connection.terms.asked = asked
     policy = loss_limits.policy_of(connection)
     assert policy.forward is (asked.overlap == "forward")
     assert policy.staleness is False
@@ -127,7 +127,7 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Samplers refuse local steps: a plan that came by itself must not end a script."""
     connection = Connection()
-    connection.weighed = own
+    connection.terms.weighed = own
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert loss_limits.policy_of(connection, rows).exact is (own or others)
 
@@ -137,7 +137,7 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
     assert made.profile is not None
     assert made.policy is not None
     assert loss_limits.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss
-    connection.max_loss = 0.02
+    connection.terms.max_loss = 0.02
     profile, policy = loss_limits.bounded(connection, made.profile, made.policy)
     assert (profile, policy.max_loss) == (made.profile, 0.02)
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
 from commlayer.job.shares.driver import Controller
 from commlayer.job.shares.state import latest
+from commlayer.job.spacing import row_spacing
 from commlayer.runtime.stopwatch import Lap
-from commlayer.transport.row_spacing import spacing
 
 WORLD = 3
 EPOCHS = 3
@@ -262,7 +262,7 @@ def test_alone_it_only_hands_out() -> None:
 
 
 def test_how_often_it_may_measure() -> None:
-    assert [spacing(cost_s, 0.1) for cost_s in (0.0, 0.0005, 0.001, 0.0011, 0.01, 99.0)] == [1, 1, 1, 2, 10, 64]
+    assert [row_spacing(cost_s, 0.1) for cost_s in (0.0, 0.0005, 0.001, 0.0011, 0.01, 99.0)] == [1, 1, 1, 2, 10, 64]
 
 
 def test_a_row_holds_the_last_two_times_of_one_share() -> None:

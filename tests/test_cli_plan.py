@@ -318,7 +318,7 @@ def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
     console = Console(width=width, markup=False, highlight=False)
     for parts, whole in (
         ([plantables.by_decision(made, job, width)],
-         [big.codec, *big.path.split(), "such as", *(["would be"] if width > 100 else [])]),
+         [big.codec, *big.path.split(), "such as", *(["dense, a"] if width > 100 else [])]),
         (plantables.explanation(explain(made, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
         (plantables.difference(diff(made, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
         (plantables.curve(curve, width), ["v100", *(word for point in curve.points for word in point.codec.split())]),

@@ -305,7 +305,7 @@ def watched(made: Plan) -> tuple[Connection, kit.Rig]:
 def test_automatic_planning_begins_behind_a_warmup() -> None:
     connection, rig = watched(plan(warmup=5))
     with rig:
-        connection.auto = True
+        connection.terms.auto = True
         auto = AutoPlan(connection, rig.job)
         for step, looked in ((0, 0), (4, 0), (5, 1)):
             rig.workers[0].step = step

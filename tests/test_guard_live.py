@@ -259,14 +259,14 @@ def left_to_it_then_asked_for(run: Run) -> Any:
     coarse = default_plan(job_of(model), codec="topk(ratio=0.01)", path="service", servers=SERVERS, ranks_per_node=1,
                           fuse_nbytes=2048, cut_nbytes=4096)
     commlayer.switch(session, coarse)
-    session.inspect.connection.auto = True  # as if it had been found by itself
+    session.inspect.connection.terms.auto = True  # as if it had been found by itself
     steps(60)
     before, said = levels(), len(session.inspect.decisions())
     asked = default_plan(job_of(model), codec="topk(ratio=0.001)", path="service", servers=SERVERS, ranks_per_node=1,
                          fuse_nbytes=2048, cut_nbytes=4096)
     commlayer.switch(session, asked)
     steps(20)
-    return before, levels(), session.inspect.decisions()[said:], session.inspect.connection.floor
+    return before, levels(), session.inspect.decisions()[said:], session.inspect.connection.terms.floor
 
 
 # ---- where no budget is named
@@ -285,7 +285,7 @@ def equal_magnitudes(run: Run, usual: bool) -> Any:
     asked = default_plan(job_of(model), codec=str(wrap(parse("topk(ratio=0.1)"))), path="service", servers=SERVERS,
                          ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 20)
     commlayer.switch(session, asked)
-    connection.auto = True  # as if it had found that plan itself
+    connection.terms.auto = True  # as if it had found that plan itself
     for observer in list(session._driver.observers.at(Place.AUTO_PLAN)):
         session._driver.observers.remove(observer)
     for step in range(80):
@@ -298,7 +298,7 @@ def equal_magnitudes(run: Run, usual: bool) -> Any:
             loss = (model[0].weight * signs).mean()
         loss.backward()
         optimizer.step()
-    return connection.harder, session.inspect.decisions()
+    return connection.terms.harder, session.inspect.decisions()
 
 
 @pytest.mark.parametrize("usual", [True, False])
@@ -373,12 +373,12 @@ def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path)
     assert loss_limits.codecs(connection) == list(DEFAULT_CODECS)
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
     assert loss_limits.bounded(connection, profile, policy) == (profile, policy)
-    connection.floor = 0.04
+    connection.terms.floor = 0.04
     assert loss_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
     bounded = loss_limits.bounded(connection, profile, policy)[1]
     assert set(bounded.codecs) == {"identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)"}
     tuner_loss.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
-    connection.loss, connection.max_loss = str(tmp_path / "loss.json"), 0.025
+    connection.terms.loss, connection.terms.max_loss = str(tmp_path / "loss.json"), 0.025
     measured, bound = loss_limits.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}

@@ -30,7 +30,7 @@ def rising(run: Run, asked: bool) -> Any:
         model(torch.ones(2, 12)).sum().backward()
         commlayer.switch(session, default_plan(job_of(model), codec="int8(block=32)", path="service", servers=SERVERS,
                                                ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096))
-        session.inspect.connection.auto = not asked
+        session.inspect.connection.terms.auto = not asked
         before_s = session.stats()["guard_s"]
         for step in range(130):
             model.zero_grad()

@@ -218,17 +218,51 @@ def there_and_back(s: Script) -> None:
             plain(s)
 
 
+def thrown_away_at_other_weights(s: Script) -> None:
+    """Old debts go along with averages that are thrown away, in a step whose weights nobody knew beforehand."""
+    first = s.session.inspect.plan
+    assert first is not None
+    for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
+                              ranks_per_node=first.ranks_per_node, fuse_nbytes=2048, cut_nbytes=4096), first):
+        commlayer.switch(s.session, plan)
+        s.session.weight([64.0, 32.0][s.rank])
+        s.backward(put=0.0, salt=1)
+        s.optimizer.zero_grad()
+        s.session.weight(1.0)
+        plain(s)
+
+
+def owed_by_another_rank(s: Script) -> None:
+    """Other ranks of the nodes code what these owe, in a step whose weights nobody knew beforehand; at last without codecs."""
+    first = s.session.inspect.plan
+    assert first is not None
+    turned = msgspec.structs.replace(first, buckets=tuple(
+        msgspec.structs.replace(b, owner=first.ranks_per_node - 1 - b.owner) for b in first.buckets))
+    served = any("service" in b.path or "net.push" in b.path for b in first.buckets)
+    bare = msgspec.structs.replace(turned, buckets=tuple(
+        msgspec.structs.replace(b, codec="identity()", down="", shape=()) for b in turned.buckets)) if served else first
+    for plan in (turned, first, bare, first):
+        commlayer.switch(s.session, plan)
+        for n, mine in enumerate(([3.0, 5.0], [2.0, 4.0])):
+            s.session.weight(mine[s.rank], sum(mine) if n else None)
+            s.backward(put=mine[s.rank] * WORLD / sum(mine))
+            s.apply()
+        s.session.weight(1.0)
+
+
 EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
     plain, unused, used_here_alone, probe, probe_with_zeros, step_without_clearing, skips, weights, added_up, gathered,
-    there_and_back,
+    there_and_back, thrown_away_at_other_weights, owed_by_another_rank,
 )}
 
 
-LEFT_OUT = {name: {"skips", "weights"} for name in LOCAL} | {"forward": {"skips"}}
+WEIGHTS = {"weights", "thrown_away_at_other_weights", "owed_by_another_rank"}
+LEFT_OUT = {name: {"skips"} | WEIGHTS for name in LOCAL} | {"forward": {"skips"}}
 """Where a rank skips alone, the others' steps count; and a round has one weight for all of its steps."""
-LEFT_OUT["delayed"] = {"skips", "probe", "probe_with_zeros", "step_without_clearing", "there_and_back"}
+LEFT_OUT["delayed"] = {"skips", "probe", "probe_with_zeros", "step_without_clearing", "there_and_back",
+                       "thrown_away_at_other_weights"}
 """What a pass is put in for comes a step later: no pass is for nobody."""
-LEFT_OUT["overlapped"] = {"skips", "weights", "there_and_back"}
+LEFT_OUT["overlapped"] = {"skips", "there_and_back"} | WEIGHTS
 """A plan of single steps does not divide into turns."""
 
 
@@ -257,6 +291,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str) -> list[tup
     ("module, forward", "topk, shards", 2), ("ddp, rounds", "topk, shards", 2), ("module, overlapped", "int8, shards", 2),
     ("module, delayed", "topk, late all", 1), ("module, delayed", "topk, late some", 2),
     ("module, delayed", "int8, late all", 2), ("module, delayed", "topk, shards, late some", 2),
+    ("ddp, delayed", "topk, late all", 1), ("ddp, view, delayed", "int8, late some", 2),
 ])
 def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int) -> None:
     with pool_kit.Servers(WORLD, 2) as servers:

@@ -44,7 +44,7 @@ ROOMS = {
 }
 """Folders inside a part, from the bottom up: each imports those before it."""
 ABOVE_ROUTES = {
-    "intake", "worker", "unapplied", "abandoned_step", "gradient_comparison", "hooks", "outstanding", "plan_handover",
+    "intake", "worker", "unapplied", "gradient_comparison", "hooks", "outstanding", "plan_handover",
     "write_gradients",
 }
 """Modules of runtime/ that drive a worker, or are it. Routes know none of them, and of these only three know a route."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -148,6 +149,36 @@ def test_it_is_monotone_in_the_ratio_and_in_local_steps(
     assert all(0 <= e <= h + 1e-9 for e, h in zip(easy, hard, strict=True))
     assert easy.high >= easy.steps
     assert easy.loss_high >= easy.loss
+
+
+SPARSE_RATIOS, STEPS_APART = (1.0, 0.1, 0.03, 0.01, 1e-4), (1, 2, 4, 16)
+
+
+@pytest.mark.parametrize("where", [{}, {"overlap": "round"}, {"late": True}], ids=["plain", "overlapped", "late"])
+def test_every_small_table_is_monotone_within_and_beyond_what_was_measured(where: dict[str, Any]) -> None:
+    """Of two ratios and two counts of local steps each figure is small, larger, or the same as others, or was not measured."""
+    places = [(ratio, every) for ratio in (0.1, 0.01) for every in (1, 4)]
+    for figures in product((0.0, 1.0, 3.0, None), repeat=4):
+        table = tuple(row(f"topk(ratio={ratio})", figure, codes="updates", every=every, **where)
+                      for (ratio, every), figure in zip(places, figures, strict=True) if figure is not None)
+        assert_monotone(table, "topk(ratio={})", Recipe("adam", "updates", **where))
+
+
+@pytest.mark.parametrize("codec", ["topk(ratio={})", "randomk(ratio={})", "dgc(ratio={})", "int4()", "onebit()"])
+def test_the_shipped_table_is_monotone(codec: str) -> None:
+    for optimizer in ("sgd", "adam", ""):
+        for where in ({}, {"overlap": "round"}, {"late": True}):
+            assert_monotone(shipped_rows(), codec, Recipe(optimizer, "updates", **where))
+
+
+def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -> None:
+    """From each point to the next harder one in either way."""
+    found = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
+             for r in SPARSE_RATIOS for every in STEPS_APART}
+    for (r, every), here in found.items():
+        easier = [found[e, every] for e in SPARSE_RATIOS if e > r][-1:] + [found[r, e] for e in STEPS_APART if e < every][-1:]
+        for other in easier:
+            assert all(o <= h + 1e-9 for o, h in zip(other, here, strict=True)), (r, every, other, here, rows)
 
 
 @given(ROWS)

@@ -38,14 +38,14 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
-        session.inspect.connection.auto = True  # as if somebody were looking for a plan
+        session.inspect.connection.terms.auto = True  # as if somebody were looking for a plan
         trace.trace_once(session.inspect.connection, session.inspect.observers, file, planning=True)
         for done in range(steps):
             what = changes.get(done)
             if what == "basis" and rank == 0:
-                session.inspect.connection.basis = basis_of(session)
+                session.inspect.connection.terms.basis = basis_of(session)
             if what == "basis of three" and rank == 0:
-                session.inspect.connection.basis = basis_of(session, "3xcpu@10g")
+                session.inspect.connection.terms.basis = basis_of(session, "3xcpu@10g")
             if what == "switch":
                 assert session.inspect.plan is not None
                 commlayer.switch(session, msgspec.structs.replace(session.inspect.plan, step_s=1.0))

@@ -15,10 +15,10 @@ from transport_kit import PATIENCE_S, data, soon
 
 from commlayer.errors import PeerLost
 from commlayer.transport.framing import HEADER_NBYTES
-from commlayer.transport.links import CHUNK_NBYTES, HostLink, ShapedLinks
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.shaped import Shaped, shaped
+from commlayer.transport.shaped_links import CHUNK_NBYTES, HostLink, ShapedLinks
 
 KB = 1000 - HEADER_NBYTES
 """A body that makes a frame of 1000 bytes: one second on a link of 8 kb/s."""
@@ -146,7 +146,7 @@ def test_links_are_shared_through_their_file(tmp_path: Path) -> None:
     links = ShapedLinks(path, hosts)
     assert links.send(0, 10.0, 1000) == 11.0
     program = f"""
-from commlayer.transport.links import *
+from commlayer.transport.shaped_links import *
 links = ShapedLinks({str(path)!r}, [HostLink(8e3, 8e3)])
 print([links.send(0, 10.0, 1000) for _ in range(50)][-1])
 """

@@ -51,7 +51,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
     training.seen = []
     training.train(1)
     made, ways, gone, count = training.connection, list[str](), list[str](), [0]
-    made.auto = True
+    made.terms.auto = True
     for way in sorted(allowed_ways(made)):
         ways += [NAMES[way], "gradients"]
 

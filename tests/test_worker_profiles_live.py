@@ -56,7 +56,7 @@ def script(
 
         connection = run.sessions[0].inspect.connection
         connection.on_shares.append(lambda part: heard.append((sampler.step, part)))
-        connection.price = price if rank == 0 else None
+        connection.terms.price = price if rank == 0 else None
         controller = Controller(run.sessions[0], sampler, every=1, measure=seconds, **fields)
         found = controller.profile(wrapped, loss_of, loader)
     first = dict(sampler.announced[1])

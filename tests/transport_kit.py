@@ -28,10 +28,10 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.faulty import faulty
 from commlayer.transport.hello import Admit, Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.links import HostLink, ShapedLinks
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Header, Kind, Message, Transport, key
 from commlayer.transport.shaped import shaped
+from commlayer.transport.shaped_links import HostLink, ShapedLinks
 from commlayer.transport.tcp import Address, Settings, TcpTransport
 
 PATIENCE_S = 30.0

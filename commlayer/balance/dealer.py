@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from commlayer.balance.handout import Averaging, Handout, drawn_batches
+from commlayer.balance.handout import Averaging, Handout, HandsOut, drawn_batches
 from commlayer.balance.ledger import text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, scaled
 from commlayer.errors import RecordError
@@ -27,7 +27,7 @@ class DealerState(Record, frozen=True):
     schedule: list[Announcement]
 
 
-class Dealer:
+class Dealer(HandsOut):
     """Deals a stream's items to the workers, `batch` of them a step. `fraction` and `last` as those of Sampler."""
 
     def __init__(self, stream: Iterable[Any], batch: int, *, shares: Sequence[int] | Mapping[int, int], rank: int,
@@ -39,14 +39,6 @@ class Dealer:
         self._schedule = SharesSchedule(checked_shares(shares, batch, least))
         self._handout = Handout()
         self.step = self._read = self._dealt = 0
-
-    @property
-    def fraction(self) -> float:
-        return self._handout.fraction
-
-    @property
-    def last(self) -> bool:
-        return self._handout.last
 
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int]) -> None:
         """From that step on these shares hold; all workers hear it before they come to that step."""

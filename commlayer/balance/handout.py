@@ -134,3 +134,19 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
 
 def _steps(session: Averaging | None) -> float:
     return 0.0 if session is None else session.stats().get("steps", 0.0)
+
+
+class HandsOut:
+    """What a loop's body asks of whoever hands it batches."""
+
+    _handout: Handout
+
+    @property
+    def fraction(self) -> float:
+        """What the loss of the batch at hand is to be multiplied by: its part of this worker's weight in the step."""
+        return self._handout.fraction
+
+    @property
+    def last(self) -> bool:
+        """Whether the batch at hand is this worker's last of the step, after which the optimizer steps."""
+        return self._handout.last

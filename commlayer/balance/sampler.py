@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from commlayer.balance.course import KEEP_STEPS, Course
-from commlayer.balance.handout import Averaging, DrawnBatch, Handout, drawn_batches, split
+from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
 from commlayer.balance.ledger import Ledger, text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
 from commlayer.balance.shuffle import Permutation
@@ -41,7 +41,7 @@ class SamplerState(Record, frozen=True):
     """How many workers it was made for; 0 where nobody said."""
 
 
-class Sampler:
+class Sampler(HandsOut):
     """This worker's batches of indices. What a step of all workers uses is the same whatever each has drawn ahead."""
 
     def __init__(
@@ -85,16 +85,6 @@ class Sampler:
     def drawn(self) -> int:
         """The first step that this worker has not drawn yet: shares may be announced for it and later ones."""
         return self._ahead.step
-
-    @property
-    def fraction(self) -> float:
-        """What the loss of the batch at hand is to be multiplied by: its part of this worker's weight in the step."""
-        return self._handout.fraction
-
-    @property
-    def last(self) -> bool:
-        """Whether the batch at hand is this worker's last of the step, after which the optimizer steps."""
-        return self._handout.last
 
     @property
     def samples(self) -> int:

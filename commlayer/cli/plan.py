@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ import typer
 from msgspec import structs
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
@@ -101,9 +104,7 @@ def explain(
     _refuse(made, inputs.job)
     told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     planfiles.write_json(json, records.encode(told).decode())
-    console = plantables.console_of()
-    for part in plantables.explanation(told, console.width):
-        console.print(part)
+    _print(lambda width: plantables.explanation(told, width))
 
 
 @app.command()
@@ -122,8 +123,7 @@ def diff(
     job = plan_file.inputs_of(before).job if beside.is_file() else None
     told = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
     planfiles.write_json(json, records.encode(told).decode())
-    for part in plantables.difference(told, str(before), str(after)):
-        plantables.console_of().print(part)
+    _print(lambda _: plantables.difference(told, str(before), str(after)))
     raise typer.Exit(0 if told.equal else 1)
 
 
@@ -172,9 +172,7 @@ def whatif(
 
         draw(curve, plot)
     planfiles.write_json(json, records.encode(curve).decode())
-    console = plantables.console_of()
-    for part in plantables.curve(curve, console.width):
-        console.print(part)
+    _print(lambda width: plantables.curve(curve, width))
 
 
 @app.command()
@@ -217,6 +215,15 @@ def init(
         raise ValueError(f"{out} exists: name another file")
     planfiles.write({out: EXAMPLE})
     typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
+
+
+def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
+    """`parts`: of a page of that width."""
+    from commlayer.cli.plantables import console_of
+
+    console = console_of()
+    for part in parts(console.width):
+        console.print(part)
 
 
 def _codec_problem(text: str) -> str:

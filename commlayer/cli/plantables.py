@@ -14,7 +14,7 @@ from commlayer.planner.verbs.beside import Beside
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
 from commlayer.planner.verbs.whatif import Curve, break_even, way_of
-from commlayer.records import Bucket, Job, Plan
+from commlayer.records import Bucket, Job, Plan, Why
 
 PIPE_WIDTH = 120
 BAR = 30
@@ -140,8 +140,7 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
     if why is not None:
         yield f"because: {why.reason}"
         if why.runner_up:
-            longer = f"{ms(why.runner_up_s)} ms longer" if why.runner_up_s >= SEEN_S else "as long"
-            yield f"runner-up: {why.runner_up}: the step would be {longer}"
+            yield f"runner-up: {why.runner_up}: {with_runner_up(why)}"
     what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange take"
     yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
            f"of which computing {ms(told.compute_s)}")
@@ -156,6 +155,23 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
         made.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
                      bar(span.start_s / end, span.end_s / end, bar_of(width)))
     yield made
+
+
+def with_runner_up(why: Why) -> str:
+    """
+    >>> with_runner_up(Why(0.1, 8, "", "x", 0.003, 0.02)), with_runner_up(Why(0.1, 8, "", "x", 1e-9))
+    ('a loss would come 2 % later, the step be 3.0 ms longer', 'the step would be as long')
+    >>> with_runner_up(Why(0.1, 8, "", "x", -0.003, -0.02))
+    'a loss would come 2 % sooner, which is too little to leave the finer for it; the step would be 3.0 ms shorter'
+    """
+    how = "shorter" if why.runner_up_s < 0 else "longer"
+    step = f"{ms(abs(why.runner_up_s))} ms {how}" if abs(why.runner_up_s) >= SEEN_S else "as long"
+    if not why.runner_up_later:
+        return f"the step would be {step}"
+    part = f"a loss would come {100 * abs(why.runner_up_later):.2g} %"
+    if why.runner_up_later < 0:
+        return f"{part} sooner, which is too little to leave the finer for it; the step would be {step}"
+    return f"{part} later, the step be {step}"
 
 
 def bar_of(width: int) -> int:

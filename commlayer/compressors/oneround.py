@@ -38,11 +38,11 @@ def accumulator(total: torch.Tensor) -> dict[str, Any]:
     return {"sum": total, "flagged": [False]}
 
 
-class OneRound(msgspec.Struct, frozen=True):
-    """Payload and result have one format, and emitting is coding the sum: `emit` is `start` with the server's state."""
+class Named(msgspec.Struct, frozen=True):
+    """What every codec that is no wrapper says of itself."""
 
     name: ClassVar[str] = ""
-    rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
+    rounds: ClassVar[tuple[Round, ...]] = ()
     biased: ClassVar[bool] = False
     keeps: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
@@ -53,6 +53,12 @@ class OneRound(msgspec.Struct, frozen=True):
     @property
     def id(self) -> int:
         return payload.CODEC_IDS[self.name]
+
+
+class OneRound(Named, frozen=True):
+    """Payload and result have one format, and emitting is coding the sum: `emit` is `start` with the server's state."""
+
+    rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
 
     def bound(self, spec: Spec) -> int:
         raise NotImplementedError

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
-
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
-from commlayer.compressors.oneround import spell
+from commlayer.compressors.codec import Buffer, Cut, Out, State
+from commlayer.compressors.oneround import Named
 
 if TYPE_CHECKING:
     import torch
@@ -19,21 +17,10 @@ if TYPE_CHECKING:
 HEADER = payload.HEADER_NBYTES
 
 
-class SeveralRounds(msgspec.Struct, frozen=True):
+class SeveralRounds(Named, frozen=True):
     """Keeps nothing back itself; error feedback asks it for what it sent."""
 
-    name: ClassVar[str] = ""
-    rounds: ClassVar[tuple[Round, ...]] = ()
     biased: ClassVar[bool] = True
-    keeps: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
-
-    def __str__(self) -> str:
-        return spell(self)
-
-    @property
-    def id(self) -> int:
-        return payload.CODEC_IDS[self.name]
 
     def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> Any:
         """What `put` adds: the checked body, or None of a flagged payload. Changes nothing."""

@@ -24,12 +24,11 @@ import msgspec
 from commlayer.config import Config, child_environment
 from commlayer.control import piping
 from commlayer.control.heartbeat_child import state
-from commlayer.control.parent import END
 from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
 # The child must run the package that this process runs, installed or not, whatever lies in the current directory.
-RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.control.process import main; main()"
+RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.control.server_process import main; main()"
 TAIL_LINES = 15
 GRACE_S = 5.0
 
@@ -90,7 +89,7 @@ class Embedded:
         process = self._process
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
-            process.stdin.write(END)
+            process.stdin.write(piping.END)
             process.stdin.close()
         if state(self.pid) in ("T", "t"):
             process.kill()  # it is stopped, and heeds nothing else

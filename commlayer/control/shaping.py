@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from commlayer.errors import RecordError
 from commlayer.records import View
-from commlayer.transport.links import HostLink, ShapedLinks
 from commlayer.transport.protocol import SERVER_BASE, Transport
 from commlayer.transport.shaped import shaped
+from commlayer.transport.shaped_links import HostLink, ShapedLinks
 
 ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or empty for none"
 

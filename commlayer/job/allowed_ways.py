@@ -26,7 +26,8 @@ def allowed_ways(connection: Connection) -> set[str]:
 
 def forbidden_ways(connection: Connection) -> dict[str, str]:
     """Of each of `WAYS`, why a planner may not choose it; "" if it may. This rank's view: ranks tell each other theirs."""
-    return {way: _asked_otherwise(connection, way) or connection.forbids(way) or connection.useless(way) for way in WAYS}
+    terms = connection.terms
+    return {way: _asked_otherwise(connection, way) or terms.forbids(way) or terms.useless(way) for way in WAYS}
 
 
 def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
@@ -48,7 +49,7 @@ def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
 
 def _asked_otherwise(connection: Connection, way: str) -> str:
     """What the script has said at attach() holds for every plan."""
-    asked = connection.asked
+    asked = connection.terms.asked
     if way == "forward" and (asked.updates or asked.overlap == "round"):
         return f"attach() was told {asked}"
     if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):

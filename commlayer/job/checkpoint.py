@@ -156,7 +156,7 @@ def load(connection: Connection, directory: Path) -> None:
 
 def _take_plan(connection: Connection, folder: Path) -> None:
     """Where nobody asked for a plan, goes over to that of the save: the run that saved may have changed it since it began."""
-    if not connection.auto:
+    if not connection.terms.auto:
         return
     saved: Plan | None = None
     with together(connection.groups, "load()"), checkpoint_files.reading(folder.parent):

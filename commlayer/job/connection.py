@@ -21,14 +21,14 @@ from commlayer.control.server_codecs import expected_nbytes
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.fault import FaultVerdict
-from commlayer.job.stepped import Stepped
-from commlayer.job.ways import Asked, Forbids
+from commlayer.job.optimizer_memory import Stepped
+from commlayer.job.plan_terms import PlanTerms
 from commlayer.observe import StalePlan
-from commlayer.planner.model.cluster import Basis
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
+from commlayer.transport.rank_rows import RowChannel
 
 log = logging.getLogger("commlayer")
 
@@ -51,20 +51,13 @@ class Connection:
     attribute                              changed by
     =====================================  ====================================================================
     rank, world, groups, uplink, embedded  connect(), once
-    waits, loss, max_loss                  connect(), once
-    asked, forbids, optimizer              connect(), once
-    useless                                whoever steps: module_driver.py
+    rows, waits, terms                     connect(), once
     plan, worker                           connect(), switch()
-    basis                                  connect(), switch(); autoplan/, for the plan that it has chosen
-    auto                                   connect(); a session, whose user asks for a plan
     local                                  exchange_schedule.py
-    weighed                                step_loop.py
-    floor, harder                          accuracy/
-    price                                  autoplan/
+    stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
-    stepped                                whoever steps: module_driver.py
     bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
     """
@@ -72,36 +65,17 @@ class Connection:
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self.groups: Groups | None = None
+        self.rows: RowChannel | None = None
+        """What observers (observers.py) of all ranks tell each other, in their order."""
         self.uplink: Uplink | None = None
         self.embedded: list[Embedded] = []
         self.plan: Plan | None = None
         self.worker: Worker | None = None
         self.waits = Waits()
-        self.asked = Asked()
-        """What attach() was told of how steps are exchanged; it holds for every plan."""
-        self.optimizer = ""
-        """The family of the script's, as far as anybody knows."""
-        self.forbids: Forbids = lambda _: ""
-        """Why a plan cannot go a way here: see allowed_ways.py."""
-        self.useless: Forbids = lambda _: ""
-        """Why it would gain nothing, for whoever chooses."""
+        self.terms = PlanTerms()
+        """What its plans have to heed."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
-
-        self.weighed = False
-        """Whether the script has ever said what this rank's batch weighs, as samplers and controllers do."""
-
-        self.auto = False
-        """Whether the plan was left to commlayer."""
-        self.basis: Basis | None = None
-        """On rank 0: what the plan in force was made from, where that is known."""
-        self.price: tuple[float, float] | None = None
-        """On rank 0: seconds of communication under the plan in force, and the part of computing that hides it."""
-        self.loss, self.max_loss, self.floor = "", 0.0, 0.0
-        """The loss model's file, the budget (0: none was named), and the level (runtime/codec_floor.py) below which the guard
-        allows no codec."""
-        self.harder = 1.0
-        """How many times the excess of steps that is usual under a codec this model needs, as the guard has seen."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""

@@ -21,9 +21,9 @@ from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import OptimizerHooks
+from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
-from commlayer.job.stepped import Stepped
 from commlayer.job.ways import Asked, Forbids
 from commlayer.optim import Outer
 from commlayer.runtime.hooks import Hooks
@@ -47,7 +47,7 @@ class DDPWays:
         self._connection, self._names = connection, [name for name, _ in named]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
         connection.stepped = Stepped(self._parameters, self._optimizer, self._outer)
-        connection.useless = useless_of(connection, None, clips=False)
+        connection.terms.useless = useless_of(connection, None, clips=False)
         return ExchangeSchedule(
             self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self._outer, connection=connection,
             observers=observers, deadline_s=self._deadline_s, share=self._share_buffers)

@@ -43,7 +43,7 @@ class ForwardOverlap:
         """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
         self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
-        waits = loop.connection.asked.overlap != "forward"  # then its script may read gradients as under any other plan
+        waits = loop.connection.terms.asked.overlap != "forward"  # then its script may read gradients as under any other plan
         self._marks = [GradientMark.of(name, p, partial(self._final, number) if waits else None)
                        for number, (name, p) in enumerate(named)]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}

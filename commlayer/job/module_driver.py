@@ -21,9 +21,9 @@ from commlayer.job.exchange_schedule import ExchangeSchedule
 from commlayer.job.forward_overlap import ForwardOverlap
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import OptimizerHooks
+from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_loop import StepLoop
-from commlayer.job.stepped import Stepped
 from commlayer.optim import Outer
 from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
@@ -65,7 +65,7 @@ class ModuleDriver:
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         if connection.worker is not None:
             connection.stepped = Stepped(self._parameters, optimizer, outer)
-            connection.useless = useless_of(connection, scaler, clips=clips)
+            connection.terms.useless = useless_of(connection, scaler, clips=clips)
             connection.after_switch.append(self._enter)
             connection.bring_in.append(self._complete)
             connection.on_close.append(self._drop)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 import zlib
 from collections import deque
@@ -25,11 +24,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from commlayer.config import Config
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
+from commlayer.job.spacing import steps_between
 from commlayer.runtime.ended import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
-from commlayer.transport.rank_rows import Rows
 
 log = logging.getLogger("commlayer")
 
@@ -37,8 +36,6 @@ COST_MOST = 0.001
 """Part of the training time that digests may take, where the setting leaves it open."""
 FIRST, LEAST, MOST = 100, 10, 10_000
 """Steps of a round: the first, whose costs nobody knows yet, and the limits of later ones."""
-CLOSE_S = 2.0
-"""How long an end waits for rows that are on their way."""
 NAMED = 3
 """So many tensors are named in one line."""
 HEAD = 5
@@ -60,7 +57,7 @@ def spacing(cost_s: float, step_s: float) -> int:
     >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
     (40, 10000, 10)
     """
-    return min(MOST, max(LEAST, math.ceil(cost_s / (COST_MOST * step_s)))) if step_s > 0 else FIRST
+    return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else FIRST
 
 
 class ParameterDrift:
@@ -74,7 +71,8 @@ class ParameterDrift:
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._fixed = max(0, config.drift_steps)
         self._span, self._place = self._fixed or FIRST, 0
-        self._rows: Rows | None = None
+        assert connection.rows is not None
+        self._rows = connection.rows.rows("parameters' digests")
         self._began = time.perf_counter()
         self._cost_s = 0.0
         self._costs_s: deque[float] = deque(maxlen=5)
@@ -95,17 +93,15 @@ class ParameterDrift:
             self._ids = {id(tensor) for tensor in self._tensors}
 
     def __call__(self) -> None:
-        if self._rows is None and self._place + 1 == self._span:  # not at the start, which has enough to do
-            self._rows = self._group()
         begin = time.perf_counter()
-        if self._rows is not None and self._rows.under_way:
-            self._hear(self._rows)
+        if self._rows.under_way:
+            self._hear()
         low, high = (len(self._pieces) * place // self._span for place in (self._place, self._place + 1))
         for piece in self._pieces[low:high]:
             self._digests.add(piece)
         self._place += 1
-        if self._place == self._span and self._rows is not None:
-            self._tell(self._rows)
+        if self._place == self._span:
+            self._tell()
         self._cost_s += time.perf_counter() - begin
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -114,27 +110,20 @@ class ParameterDrift:
             self._steps += 1
             self._places = zlib.crc32(self._place.to_bytes(4, "little"), self._places)
 
-    def _group(self) -> Rows:
-        made = self._connection
-        assert made.groups is not None
-        rows = Rows(made.groups.members, made.groups.timeout_s, "parameters' digests")
-        made.on_close.append(lambda: rows.close(CLOSE_S))
-        return rows
-
-    def _tell(self, rows: Rows) -> None:
+    def _tell(self) -> None:
         now = time.perf_counter()
         self._costs_s.append(self._cost_s)
         cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # what else the machine does only adds
-        rows.start(float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
-                   *map(float, self._digests.take()))
+        self._rows.start(float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
+                         *map(float, self._digests.take()))
         self._began, self._cost_s, self._place = now, 0.0, 0
         self._steps = self._places = 0
 
-    def _hear(self, rows: Rows) -> None:
+    def _hear(self) -> None:
         worker = self._connection.worker
         assert worker is not None
         try:
-            heard = rows.read()
+            heard = self._rows.read()
             if not self._fixed:
                 self._span = spacing(max(row[1] for row in heard), min(row[2] for row in heard))
             self._compare_steps(heard)

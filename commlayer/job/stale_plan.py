@@ -65,7 +65,7 @@ class StalePlanWatch:
         step_s = time.perf_counter() - self._ended
         plan = made.plan
         warming = plan is not None and made.worker is not None and made.worker.step < plan.warmup
-        self._state, stale = decide(self._state, None if made.auto or warming else plan, made.steps, step_s)
+        self._state, stale = decide(self._state, None if made.terms.auto or warming else plan, made.steps, step_s)
         if stale is not None:
             made.events.append(stale)
             said = f"step {stale.step}: {stale.reason}; {REMEDY}"

@@ -26,6 +26,7 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.initial_sync import align as align_tensors
 from commlayer.transport import secret
 from commlayer.transport.groups import Groups
+from commlayer.transport.rank_rows import RowChannel
 
 NOTICE_HEARTBEATS = 3
 """After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
@@ -49,9 +50,9 @@ def connect(
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
     made = Connection()
-    made.asked, made.forbids = asked, forbids
-    made.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
-    made.optimizer, made.loss, made.max_loss = optimizer, config.loss, config.max_loss
+    made.terms.asked, made.terms.forbids = asked, forbids
+    made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
+    made.terms.optimizer, made.terms.loss, made.terms.max_loss = optimizer, config.loss, config.max_loss
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
     grouped, per_node = met.members is not None, met.per_node
@@ -68,14 +69,16 @@ def connect(
     try:
         if grouped:
             made.groups = Groups(per_node, config.deadline_s, device, met.members)
+            made.rows = RowChannel(made.groups.members, config.deadline_s)
+            made.on_close.append(made.rows.close)
             align_tensors(align, made.groups, config.join_deadline_s)
-        made.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
+        made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
         if met.note and made.rank == 0:
             made.say(met.note)
         nodes = made.world // per_node
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
             requested_plan.settle(plan, job, config, made.world, per_node, updates=asked.updates, optimizer=optimizer),
-            made.basis, nodes, made.say), whole), asked), made.groups)
+            made.terms.basis, nodes, made.say), whole), asked), made.groups)
         check_plan(made.plan, job, nodes, per_node, device, forbids)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)

@@ -27,7 +27,6 @@ from commlayer.job.observers import Observer, Observers, Place
 from commlayer.job.parameter_drift import drift_of
 from commlayer.job.stale_plan import watch_of
 from commlayer.job.trace import trace_once
-from commlayer.runtime.abandoned_step import abandon
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.model_job import learning_rate, loss_scale
 from commlayer.runtime.worker import Worker
@@ -90,10 +89,13 @@ class StepLoop:
         worker.rate = learning_rate(self._optimizer, worker.rate)
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
-        """That parameter's gradient is final for this step."""
-        if not self.local:
-            self.begin()
-            self.worker.ready(number, gradient)
+        """That parameter's gradient is final for this step. Called for each: as little as can be happens here."""
+        worker = self.connection.worker
+        assert worker is not None
+        if self._schedule is None or self.connection.local is None:
+            if worker.begins():
+                self._units(worker)
+            worker.ready(number, gradient)
 
     def has_gradient(self, number: int) -> bool:
         """Whether this pass has added to that parameter's gradient, as far as anybody sees."""
@@ -161,14 +163,14 @@ class StepLoop:
         if not self.local:
             if self._use is not None:
                 self._use.end()
-            abandon(self.worker, self.deadline_s)
+            self.worker.abandon(self.deadline_s)
 
     # ---- between two steps
 
     def weigh(self, n: float, total: float | None) -> None:
         """See Session.weight."""
         worker, local = self.connection.worker, self.connection.local
-        self.connection.weighed = True
+        self.connection.terms.weighed = True
         if worker is not None:
             (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
 

@@ -46,7 +46,7 @@ def _go_over(
     made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
     _check_between(made, old, groups)
-    agreed = agreed_plan(lambda: stepping(_given(plan), made.asked), groups)
+    agreed = agreed_plan(lambda: stepping(_given(plan), made.terms.asked), groups)
     said = ""
     if old.plan.steps_locally and not agreed.steps_locally and not _remember_alike(made, groups):
         agreed, said = _updates_still(agreed, old.step, by_itself=by_itself)
@@ -54,11 +54,11 @@ def _go_over(
     with together(groups, "switch()"):
         if agreed.servers > servers:
             raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
-        if by_itself and made.weighed and agreed.steps_locally and not old.plan.steps_locally:
+        if by_itself and made.terms.weighed and agreed.steps_locally and not old.plan.steps_locally:
             raise ValueError("plan: has local steps, and the script weighs shares of each step's batch: only a plan "
                              "that it asks for takes them")
         per_node = groups.ranks_per_node
-        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.forbids)
+        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.terms.forbids)
     for act in made.before_switch:
         act()
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
@@ -76,7 +76,7 @@ def _go_over(
         if told and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
-    made.plan, made.basis = agreed, None
+    made.plan, made.terms.basis = agreed, None
     if made.stepped is None:
         hand_over(old, new)
     else:

@@ -119,14 +119,14 @@ class Tracer:
 
     def _stands(self) -> bool:
         """Whether the plan in force is to be traced; all ranks together say the same."""
-        if not self._planning or not self._connection.auto:
+        if not self._planning or not self._connection.terms.auto:
             return True
         if self._done < self._ask:
             return False
         self._ask = self._done + min(self._done, MOST_GAP)
         groups = self._connection.groups
         assert groups is not None
-        word = torch.tensor([self._connection.basis is not None], dtype=torch.int64, device=groups.device)
+        word = torch.tensor([self._connection.terms.basis is not None], dtype=torch.int64, device=groups.device)
         groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
         return bool(word) or self._done >= LATEST_STEP
 
@@ -155,7 +155,7 @@ def write(connection: Connection, path: Path, ranks: Sequence[Sequence[RecordedS
     assert plan is not None
     nodes = connection.world // plan.ranks_per_node
     prediction, note = _predicted(connection, nodes)
-    origin = origins(connection.basis.plan) if prediction and connection.basis else [b.id for b in plan.buckets]
+    origin = origins(connection.terms.basis.plan) if prediction and connection.terms.basis else [b.id for b in plan.buckets]
     seen = [
         Seen(rank // plan.ranks_per_node, [[*_events(step, origin)] for step in steps]) for rank, steps in enumerate(ranks)
     ]
@@ -167,16 +167,16 @@ def write(connection: Connection, path: Path, ranks: Sequence[Sequence[RecordedS
 
 def _name(connection: Connection, plan: Plan) -> str:
     """The plan's digest as its reader knows it: a file's from `plan make`, else from what was said of it."""
-    basis = connection.basis
-    return digest(plan if connection.auto or basis is None else basis.plan)
+    basis = connection.terms.basis
+    return digest(plan if connection.terms.auto or basis is None else basis.plan)
 
 
 def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, str]:
     """The prediction, or why there is none."""
-    if connection.basis is None:
+    if connection.terms.basis is None:
         return None, "nothing is predicted: what the plan was made from is not known here"
     try:
-        prediction = predict(connection.basis)
+        prediction = predict(connection.terms.basis)
     except ValueError as error:
         return None, f"nothing is predicted: {error}"
     if len(prediction.by_node) != nodes:

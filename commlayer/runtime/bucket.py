@@ -25,6 +25,8 @@ from commlayer.runtime.shared_buffers import SharedBuffers
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
+SMALL_NUMEL = 1 << 14
+"""Elements of a slice, on average, up to which a call for each costs more than a second pass over all."""
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
 
@@ -150,6 +152,8 @@ class WorkerBucket:
         self.started = self.done = False
         self.finite = True
         self.weight, self.used = 0.0, 0
+        self.scaled: float | torch.Tensor = 1.0
+        """What y has been multiplied by since it came back."""
         self.spent = 0
         """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
         self.abandoned = ""
@@ -205,7 +209,7 @@ class WorkerBucket:
 
     def read_used(self) -> None:
         """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
-        if any(source is None for source in self.sources) or (self.agreed is not None and self.served):
+        if self.used != self.all_slices or (self.agreed is not None and self.served):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def read_result(self) -> None:
@@ -242,7 +246,8 @@ class WorkerBucket:
         return nbytes
 
     def restart(self, total: float) -> int:
-        """Round 0 anew, as parts of another total weight than that first taken."""
+        """Round 0 anew, as parts of another total weight than that first taken. So are debts of other ranks of this node, which
+        x holds, too; each of them carries on what is missing (`carry_on`)."""
         x = self.coded_x
         self.codec.undo(self.state, x)
         carried = 0.0 if self.carried is None else self.carried.to(x.device)
@@ -275,11 +280,18 @@ class WorkerBucket:
         self.finite = bool(torch.isfinite(self.y).all())
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = y times factor, in one pass; None leaves out a slice. Buffers stay what they are if y is not finite."""
+        """targets = y times factor; None leaves out a slice. Buffers stay what they are if y is not finite. To be called
+        once."""
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
             return
-        for view, target in self.layout.pairs(targets, self.views_y):
+        pairs = self.layout.pairs(targets, self.views_y)
+        if self.numel <= SMALL_NUMEL * len(pairs):
+            self.y.mul_(factor)
+            self.scaled = factor
+            torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
+            return
+        for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
 
     def debts(self) -> list[Debt]:
@@ -296,15 +308,21 @@ class WorkerBucket:
             return
         self.sound = self.finite
         self.unapplied = self.all_slices & ~self.used if finite else self.all_slices
-        if self.carried is not None and finite and (left := 1.0 - self._paid()):
-            self.carry = torch.zeros_like(self.carried)
-            add_where(self.carry, self.carried * left, cut_of(self.slices, self.used))
+        if finite:
+            self.carry_on(self.used)
+
+    def carry_on(self, slices: int) -> None:
+        """Of these slices' average, applied: what went along has reached the mean but for a part, which goes with the next."""
+        if self.carried is not None and (left := 1.0 - self._paid()):
+            rest = torch.zeros_like(self.carried)
+            add_where(rest, self.carried * left, cut_of(self.slices, slices))
+            self.carried = self.carried - rest  # a part that is taken back yet
+            self.carry = rest if self.carry is None else self.carry + rest
 
     def _paid(self) -> float:
-        """The part of what was carried that reached the mean: all of it, if all workers weighed what was taken for granted."""
-        if self.served:
-            return 1.0 if self.in_means else self.total / self.weight
-        return self.total / max(float(self.tail_y[-1]), TINY)
+        """The part of what was carried that reached the mean: all of it, where all workers weighed what this one took for
+        granted, or where it has coded again. Other ranks of its node took what they did."""
+        return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
 
     @property
     def all_slices(self) -> int:

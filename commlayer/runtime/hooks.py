@@ -44,19 +44,19 @@ class Hooks:
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def final(parameter: torch.Tensor) -> None:
-            if self._active():
-                self._enter()
-                if parameter.grad is None:
-                    raise RuntimeError(TAKEN.format(tuple(parameter.shape)))
-                self._ready(number, parameter.grad)
+            graph = torch._C._current_graph_task_id()
+            if graph != self._graph:  # it is a new pass; within one, that has been asked
+                if not self._active():
+                    return
+                self._enter(graph)
+            if parameter.grad is None:
+                raise RuntimeError(TAKEN.format(tuple(parameter.shape)))
+            self._ready(number, parameter.grad)
 
         return final
 
-    def _enter(self) -> None:
+    def _enter(self, graph: int) -> None:
         """Once per backward pass: asks to be called at its end."""
-        graph = torch._C._current_graph_task_id()
-        if graph == self._graph:
-            return
         if _inside_checkpoint():
             raise RuntimeError(REENTRANT)
         worker = self._worker()

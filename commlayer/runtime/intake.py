@@ -57,7 +57,8 @@ class Intake:
                 "checkpointing with use_reentrant=True does this; pass use_reentrant=False"
             )
         self._seen[tensor] = self.begun = True
-        self._step.recorder.tensor(tensor)
+        if self._step.recorder.on:
+            self._step.recorder.tensor(tensor)
         self._feed(tensor, gradient)
 
     def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
@@ -72,7 +73,8 @@ class Intake:
 
     def _feed(self, tensor: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            check_dense(self._job.tensors[tensor].name, gradient)
+            if gradient.layout is not torch.strided:
+                check_dense(self._job.tensors[tensor].name, gradient)
             if not gradient.is_contiguous() and self.cut(tensor):
                 gradient = gradient.contiguous()
         if not self._opened:

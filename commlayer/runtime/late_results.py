@@ -103,6 +103,7 @@ class LateResult:
             dropped = bucket.all_slices
         bucket.unapplied = dropped | bucket.all_slices & ~bucket.used
         self._add(bucket.used & ~bucket.unapplied)
+        bucket.carry_on(bucket.used & ~bucket.unapplied)
         bucket.take_back()
 
     def _add(self, slices: int) -> None:
@@ -158,13 +159,12 @@ class LateResult:
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
-    def debts(self, weight: float, members: int) -> list[Debt]:
-        """What is kept, as something that each worker owes in proportion to its weight."""
+    def debts(self, members: int) -> list[Debt]:
+        """What is kept, as something that all workers owe alike: what they weigh now may not be what they weighed then."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
-        worth = 1.0 if self._bucket.in_means else members / self.weight
-        return list(spread(self._bucket.slices, 0, self.x * (worth * weight / self.weight)))
+        return list(spread(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint, with nothing under way or unread."""
@@ -220,9 +220,9 @@ class LateResults:
         for result in self.of.values():
             result.take()
 
-    def debts(self, weight: float, members: int) -> list[tuple[WorkerBucket, Debt]]:
-        """What is kept, as debts of a worker of that weight."""
-        return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(weight, members)]
+    def debts(self, members: int) -> list[tuple[WorkerBucket, Debt]]:
+        """What is kept, as debts of one of so many workers."""
+        return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(members)]
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint, with nothing under way."""

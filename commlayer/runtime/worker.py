@@ -113,7 +113,8 @@ class Worker(Unapplied):
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         """The gradient of that tensor is final for this step. It is read until `finish` returns."""
-        self.check()
+        if self.now.error is not None:
+            self.check()
         self._intake.ready(tensor, gradient)
 
     def _open(self) -> None:
@@ -190,6 +191,17 @@ class Worker(Unapplied):
         self._judge(finite=finite)
         self.counters.steps += 1
         self._next(computes=computes)
+
+    def abandon(self, deadline_s: float) -> None:
+        """This worker broke the step off (an exception in its backward pass): it is dropped on all, who wait for it until then
+        as for anybody who is late. How they learn of it: see broken_step.py. Runs when its next pass begins."""
+        self.units.broken = True
+        try:
+            self.finish([None] * len(self.job.tensors), deadline_s)
+        except StepAbandoned as error:
+            log.warning("%s", error)
+        finally:
+            self.units.broken = False
 
     def _drop(self, reason: str) -> None:
         """The step is none, on any rank."""

@@ -29,3 +29,11 @@ def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
     return found
+
+
+def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> None:
+    """Into `.grad`, if it is not there already. `keep`: it may lie where `average` does."""
+    if p.grad is None:
+        p.grad = average if keep else average.clone()
+    elif p.grad.data_ptr() != average.data_ptr():
+        p.grad.detach().copy_(average)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,26 +12,62 @@ import torch.distributed as dist
 from commlayer.errors import CommError
 from commlayer.transport.members import Members
 from commlayer.transport.pending import Pending, named
-from commlayer.transport.row_spacing import spacing as spacing
+
+CLOSE_S = 2.0
+"""How long an end waits for rows that are on their way."""
+
+
+class RowChannel:
+    """A group of its own, on CPUs, so that rows neither wait for gradients nor change their order. Made with the first row.
+
+    Who tells rows takes `rows` of it. All ranks begin exchanges in one order, of whatever these are.
+    """
+
+    def __init__(self, members: Members, timeout_s: float) -> None:
+        self.members, self.timeout_s = members, timeout_s
+        self._group: Any = None
+        self._told: list[Rows] = []
+
+    def rows(self, what: str = "measured times") -> Rows:
+        self._told.append(Rows(self, what))
+        return self._told[-1]
+
+    def open(self) -> None:
+        """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
+        if self._group is None:
+            self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+
+    def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, list[torch.Tensor]]:
+        """Begins to give everybody's row to all."""
+        self.open()
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.members.world)]
+        with named(what):
+            work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+        return Pending(work, what, on_device=False), rows
+
+    def close(self, patience_s: float = CLOSE_S) -> None:
+        for rows in self._told:
+            if rows.under_way:
+                # Others may still need what this rank has to say of its last step.
+                with contextlib.suppress(CommError):
+                    rows.read(patience_s)
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None  # its threads end with the last reference, in this process: in one that is forked that would hang
 
 
 class Rows:
-    """A group of its own, on CPUs, so that rows neither wait for gradients nor change their order. One exchange at a time."""
+    """What somebody tells over a channel. One exchange at a time."""
 
-    def __init__(self, members: Members, timeout_s: float, what: str = "measured times") -> None:
-        self.rank, self.world, self._timeout_s = members.rank, members.world, timeout_s
-        self._what = f"exchange of {what}"
-        self._group = members.group(timeout_s=timeout_s, backend="gloo")
+    def __init__(self, channel: RowChannel, what: str) -> None:
+        self._channel, self._what = channel, f"exchange of {what}"
         self._pending: Pending | None = None
         self._all: list[torch.Tensor] = []
 
     def start(self, *row: float) -> None:
         """All ranks call it together, with rows of one length."""
-        mine = torch.tensor(row, dtype=torch.float64)
-        self._all = [torch.empty_like(mine) for _ in range(self.world)]
-        with named(self._what):
-            work = dist.all_gather(self._all, mine, group=self._group, async_op=True)
-        self._pending = Pending(work, self._what, on_device=False)
+        self._pending, self._all = self._channel.gather(row, self._what)
 
     @property
     def under_way(self) -> bool:
@@ -40,14 +77,5 @@ class Rows:
         """The rows that were started last, in rank order."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        pending.wait(time.monotonic() + (self._timeout_s if patience_s is None else patience_s))
+        pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s))
         return [row.tolist() for row in self._all]
-
-    def close(self, patience_s: float | None = None) -> None:
-        if self.under_way:
-            # Others may still need what this rank has to say of its last step.
-            with contextlib.suppress(CommError):
-                self.read(patience_s)
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None  # its threads end with the last reference, in this process: in one that is forked that would hang

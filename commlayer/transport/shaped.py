@@ -15,9 +15,9 @@ from typing import NamedTuple
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.transport import framing, mailbox
 from commlayer.transport.framing import HEADER_NBYTES
-from commlayer.transport.links import CHUNK_NBYTES, Clock, MonotonicClock, ShapedLinks
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport
+from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, MonotonicClock, ShapedLinks
 
 _WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
 """Carriers keep BYE to themselves, so that this receive ends only with the peer."""

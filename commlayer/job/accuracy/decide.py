@@ -16,7 +16,6 @@ from msgspec import structs
 
 from commlayer.job.accuracy import codec_level
 from commlayer.job.accuracy.codec_level import AccuracyLimits, LevelState
-from commlayer.job.accuracy.comparison_cost import TIME_PART, steps_between, steps_until_paid
 from commlayer.job.accuracy.loss_trend import LossRise
 from commlayer.job.accuracy.state import (
     FEWEST,
@@ -33,7 +32,8 @@ from commlayer.job.accuracy.state import (
     PlanLevels,
     Tell,
 )
-from commlayer.job.accuracy.usual import harder
+from commlayer.job.accuracy.usual_training import harder
+from commlayer.job.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 
 LOCALLY = 0.2

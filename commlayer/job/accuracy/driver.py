@@ -27,7 +27,7 @@ from commlayer.job.accuracy.state import (
     PlanLevels,
     Tell,
 )
-from commlayer.job.accuracy.usual import least_usual, typical_cosine
+from commlayer.job.accuracy.usual_training import least_usual, typical_cosine
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
 from commlayer.loss_budget import BUDGET
@@ -46,11 +46,11 @@ def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
     if connection.worker is None or connection.groups is None:
         return None
     named = bool(config.max_loss or config.loss)
-    if config.guard == "off" or (config.guard == "auto" and not (named or connection.auto)):
+    if config.guard == "off" or (config.guard == "auto" and not (named or connection.terms.auto)):
         return None
-    by_budget = named or not connection.auto
+    by_budget = named or not connection.terms.auto
     # A budget that nobody named judges no loss, unless the guard was asked for by name.
-    budget = connection.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
+    budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
     return AccuracyGuard(connection, AccuracyLimits(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
 
 
@@ -63,7 +63,11 @@ class AccuracyGuard:
     ) -> None:
         """`by_budget`: bounds follow from the limits; otherwise they are what is usual under the codecs in force."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
+        assert connection.rows is not None
         self._steps = 0
+        self._rows = connection.rows.rows("what compressing loses")
+        self._told: tuple[int, Plan] | None = None
+        """After how many steps rows were told last, and of which plan."""
         self._own = OwnMeasurements(time.perf_counter())
         self._piece: Piece | None = None
         self._state = decide.begin(limits, self._take())
@@ -75,27 +79,30 @@ class AccuracyGuard:
     @property
     def acts(self) -> bool:
         """Or only says what it sees: a plan that somebody asked for is theirs to change."""
-        return self._mode == "act" or (self._mode == "auto" and self._connection.auto)
+        return self._mode == "act" or (self._mode == "auto" and self._connection.terms.auto)
 
     @property
     def idle(self) -> bool:
         """A plan that somebody asked for since, where nothing was named to hold it to: on all ranks alike."""
-        return self._mode == "auto" and not self._by_budget and not self._connection.auto
+        return self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
 
     # ---- at the end of a step's exchange
 
     def looks(self) -> bool:
         """Whether `look` will have something to do."""
         # A piece of a plan that is no longer in force is of buckets that nobody sends.
-        due = self._piece is not None or decide.due(self._state, self._steps)
-        return due and self._in_force is self._plan and not self.idle
+        return (self._piece is not None or self._due) and self._in_force is self._plan and not self.idle
+
+    @property
+    def _due(self) -> bool:
+        """Whether all ranks compare in the step under way. What was told last is heard first."""
+        return decide.due(self._state, self._steps) and not self._rows.under_way
 
     def look(self) -> None:
         """Compares, where it is time to. CommError, latched in the worker, if another rank is gone."""
-        due = decide.due(self._state, self._steps)
         if not self.looks():
             return
-        worker, begin_s = self._worker, time.perf_counter()
+        due, worker, begin_s = self._due, self._worker, time.perf_counter()
         try:
             exact = None if self._piece is None else self._look_here(worker, self._piece)
             if due:
@@ -116,30 +123,26 @@ class AccuracyGuard:
         return exact
 
     def _compare(self, exact: torch.Tensor | None) -> None:
-        """All ranks together: compares the sum, tells what each has seen, and decides."""
+        """All ranks together: compares the sum, and tells what each has seen."""
         groups, begin_s, summed = self._groups, time.perf_counter(), Dots()
         if self._piece is not None and exact is not None:
             summed = gradient_comparison.everywhere(self._piece, exact, groups, self._deadline_s)
-        row = self._own.row(summed, time.perf_counter() - begin_s, begin_s)
-        told = groups.gather_all(torch.tensor(row.numbers(), dtype=torch.float64, device=groups.device)).tolist()
-        rows = [GradientError.of(numbers) for numbers in told]
-        if decide.telling(rows):
-            self._own.fade(decide.fade(self._state))
-        self._state, actions = decide.decide(self._state, rows, self._steps, acts=self.acts)
-        self._carry_out(actions)
+        self._rows.start(*self._own.row(summed, time.perf_counter() - begin_s, begin_s).numbers())
+        self._told = self._steps, self._plan
         self._own.compared(time.perf_counter() - begin_s)
 
     # ---- between two steps
 
     def after_step(self) -> None:
-        """Counts it, goes over to another plan if the last comparison asked for that, and prepares the next look."""
+        """Counts it, goes over to another plan if what was told a step ago asks for that, and prepares the next look."""
         self._steps += 1
         self._own.step_over(time.perf_counter())
+        self._hear()
         entered = self._take() if self._in_force is not self._plan else None
         self._state, changes = decide.after_step(self._state, self._steps, acts=self.acts, entered=entered)
         self._carry_out(changes)
         begin_s, self._piece = time.perf_counter(), None
-        if self.idle:
+        if self.idle or self._rows.under_way:
             return
         self._state, look = decide.next_look(self._state, self._steps)
         if look is not None:
@@ -147,6 +150,23 @@ class AccuracyGuard:
             prepared_s = time.perf_counter() - begin_s
             self._own.prepared(prepared_s)
             self._worker.counters.guard_s += prepared_s  # a worker hands its counters on to the next
+
+    def _hear(self) -> None:
+        """What all ranks have told behind the step before, and what follows. Of a plan that was left since, nothing does."""
+        if self._told is None or self._told[0] + 1 == self._steps:
+            return
+        (told, plan), self._told = self._told, None
+        try:
+            rows = [GradientError.of(row) for row in self._rows.read()]
+        except CommError as error:
+            self._worker.latch(error)
+            self._worker.check()
+        if plan is not self._in_force:
+            return
+        if decide.telling(rows):
+            self._own.fade(decide.fade(self._state))
+        self._state, actions = decide.decide(self._state, rows, told, acts=self.acts)
+        self._carry_out(actions)
 
     # ---- what was decided
 
@@ -158,9 +178,9 @@ class AccuracyGuard:
                     if self._connection.rank == 0:
                         log.log(logging.WARNING if warning else logging.INFO, "step %d: %s", self._steps, text)
                 case BoundPlanner(level):
-                    self._connection.floor = level
+                    self._connection.terms.floor = level
                 case Harder(times):
-                    self._connection.harder = max(self._connection.harder, times)  # a finer plan shows less of it
+                    self._connection.terms.harder = max(self._connection.terms.harder, times)  # a finer plan shows less of it
                 case ChangeCodecs(change):
                     self._change(change)
 
@@ -187,7 +207,7 @@ class AccuracyGuard:
         self._own.new_plan()
         watched = [b.planned for b in self._watched]
         bounds = (0.0, 0.0) if self._by_budget else least_usual(watched)
-        typical = typical_cosine(watched) if self._connection.optimizer == "adam" else 0.0
+        typical = typical_cosine(watched) if self._connection.terms.optimizer == "adam" else 0.0
         return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != self._plan.buckets, *bounds, typical)
 

@@ -86,7 +86,7 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
 
 
 def _step_over(state: State, fact: StepOver) -> Decided:
-    state, actions = _meanwhile(structs.replace(state, step=state.step + 1), fact.meanwhile)
+    state, actions = _meanwhile(_later(state, fact.step), fact.meanwhile)
     if state.lead is not None and fact.seconds:
         lead, more = decide_rank0.step_over(state.lead, fact.seconds, state.step, _in_force(state))
         state, actions = _with(state, lead), [*actions, *more]
@@ -101,6 +101,14 @@ def _step_over(state: State, fact: StepOver) -> Decided:
     if isinstance(phase, Watching) and not state.keep:
         return state, [*actions, Hear()]
     return state, actions
+
+
+def _later(state: State, step: int) -> State:
+    """Steps that it has not heard of, of a warm-up or under somebody else's plan, are none of those that it waits for."""
+    phase, missed = state.phase, max(0, step - state.step - 1)
+    if missed and isinstance(phase, Warming | Measuring):
+        phase = structs.replace(phase, until=phase.until + missed)
+    return structs.replace(state, step=step, phase=phase)
 
 
 def _meanwhile(state: State, fact: Meanwhile) -> Decided:

@@ -66,7 +66,7 @@ def auto_of(connection: Connection) -> AutoPlan | None:
     """For a job whose plan was left to commlayer and which has a network to plan for: one of several nodes."""
     worker, groups = connection.worker, connection.groups
     single = groups is None or groups.world == groups.ranks_per_node
-    if not connection.auto or worker is None or groups is None or single or not worker.plan.servers:
+    if not connection.terms.auto or worker is None or groups is None or single or not worker.plan.servers:
         return None
     return AutoPlan(connection, worker.job)
 
@@ -96,7 +96,7 @@ class AutoPlan:
         """`steps` have ended since the last time. CommError, latched in the worker, if another rank is gone."""
         worker = self._connection.worker
         assert worker is not None
-        if not (self._connection.auto or self._state.keep):
+        if not (self._connection.terms.auto or self._state.keep):
             return  # somebody has asked for a plan since
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
@@ -105,7 +105,7 @@ class AutoPlan:
             self._reports.step(step_s)
         self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
-            self._feed(StepOver(step_s, self._meanwhile()))
+            self._feed(StepOver(self._connection.steps, step_s, self._meanwhile()))
         except CommError as error:
             worker.latch(error)
             worker.check()
@@ -147,7 +147,7 @@ class AutoPlan:
             case Report():
                 made.events.append(action.event)
             case Describe():
-                made.basis, made.price = action.basis, action.price
+                made.terms.basis, made.terms.price = action.basis, action.price
             case Pace():
                 pace(made, action.links)
             case Afresh():
@@ -180,8 +180,8 @@ class AutoPlan:
         self._replanner.measured(measurements)
         self._feed(Measured(tuple(links_of(made, measurements.rows)), measurements.step_s))
         if self._reports is None and not self._state.keep:
-            groups = self._groups()
-            self._reports = StepReports(groups.members, groups.timeout_s, meter_of(made))
+            assert made.rows is not None
+            self._reports = StepReports(made.rows.rows(), meter_of(made))
             made.on_close.append(self._reports.close)
 
     def _hear(self) -> None:
@@ -247,7 +247,7 @@ class AutoPlan:
         while self._news:
             news.append(self._news.popleft())
         assert made.plan is not None
-        return Meanwhile(InForce(made.plan, made.basis, made.price), tuple(news), made.harder)
+        return Meanwhile(InForce(made.plan, made.terms.basis, made.terms.price), tuple(news), made.terms.harder)
 
     def _groups(self) -> Groups:
         assert self._connection.groups is not None

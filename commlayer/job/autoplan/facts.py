@@ -69,6 +69,8 @@ class Meanwhile(Record, frozen=True):
 class StepOver(Record, frozen=True):
     """A step has ended on this rank."""
 
+    step: int
+    """How many have, since the start of the job."""
     seconds: float
     """Since the step before ended; 0 for the first."""
     meanwhile: Meanwhile

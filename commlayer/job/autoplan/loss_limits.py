@@ -20,7 +20,7 @@ from commlayer.runtime import codec_floor
 
 def codecs(connection: Connection) -> list[str]:
     """Those that are worth measuring."""
-    return codec_floor.at_least(connection.floor, loss_budget.names(_model(connection), _budget(connection)))
+    return codec_floor.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
 def remembers(connection: Connection) -> bool:
@@ -33,32 +33,32 @@ def policy_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> P
     refuses the plan."""
     ways = allowed_ways(connection)
     # Shares of a batch weigh the gradients of each step: samplers and controllers refuse local steps.
-    shared = connection.weighed or any(row.weighed for row in rows)
+    shared = connection.terms.weighed or any(row.weighed for row in rows)
     return Policy(
-        devices=("cpu",), optimizer=connection.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
+        devices=("cpu",), optimizer=connection.terms.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
         # Scripts read and add up what backward() leaves in `.grad`: there averages are missing where results come in during the
         # next forward pass, and old ones are put in place of what has gathered where results are late.
-        forward="forward" in ways and connection.asked.overlap == "forward", staleness=False,
+        forward="forward" in ways and connection.terms.asked.overlap == "forward", staleness=False,
     )
 
 
 def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
     """Within the budget, by losses that the user measured or else by the shipped ones; and no codec below the guard's floor."""
     model = _model(connection)
-    if model is not None or connection.max_loss:
+    if model is not None or connection.terms.max_loss:
         policy = structs.replace(policy, max_loss=_budget(connection))
     if model is not None:
         profile, policy = loss_budget.priced(profile, policy, model)
-    if not connection.floor:
+    if not connection.terms.floor:
         return profile, policy
     known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    fine = tuple(name for name in known if codec_floor.level(parse(name)) >= connection.floor * codec_floor.EQUAL)
+    fine = tuple(name for name in known if codec_floor.level(parse(name)) >= connection.terms.floor * codec_floor.EQUAL)
     return profile, structs.replace(policy, codecs=fine)
 
 
 def _budget(connection: Connection) -> float:
-    return connection.max_loss or loss_budget.BUDGET
+    return connection.terms.max_loss or loss_budget.BUDGET
 
 
 def _model(connection: Connection) -> LossModel | None:
-    return tuner_loss.read(Path(connection.loss)) if connection.loss else None
+    return tuner_loss.read(Path(connection.terms.loss)) if connection.terms.loss else None

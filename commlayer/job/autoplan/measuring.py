@@ -55,7 +55,7 @@ def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
     collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     step_s = median(s.marks["end"] for s in steps)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *probed(connection, (1 - GROUPS_SHARE) * probe_s),
-                          connection.weighed)
+                          connection.terms.weighed)
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, gathered(connection, row), collectives,
                         energy_of(worker))
 
@@ -70,6 +70,7 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
             for s in bucket.slices:
                 parts.append(bucket.y[at : at + s.numel].double().square().sum())
                 at += s.numel
-            found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), torch.stack(parts).cpu())
+            energy = torch.stack(parts).cpu() / float(bucket.scaled) ** 2
+            found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
     whole = float(found.sum())
     return tuple(found.tolist()) if 0.0 < whole < math.inf else ()

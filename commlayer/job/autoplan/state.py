@@ -146,7 +146,7 @@ class State(Record, frozen=True):
     keep: bool = False
     """Looks for plans and changes none."""
     step: int = 0
-    """Steps that have ended."""
+    """The last that it heard of."""
     in_force: InForce | None = None
     links: Links | None = None
     """None before the first measuring."""

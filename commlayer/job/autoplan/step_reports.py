@@ -11,20 +11,17 @@ import time
 from collections import deque
 
 from commlayer.job.autoplan.facts import StepReport
+from commlayer.job.spacing import row_spacing
 from commlayer.observe import Direction, InterfaceCounters
-from commlayer.transport.members import Members
-from commlayer.transport.rank_rows import Rows, spacing
-
-CLOSE_S = 2.0
-"""How long an end waits for rows that are on their way."""
+from commlayer.transport.rank_rows import Rows
 
 
 class StepReports:
     """All ranks make one together and call it after the same steps: `step`, `heard`, then `tell` if it is `due`."""
 
-    def __init__(self, members: Members, timeout_s: float, meter: InterfaceCounters | None = None) -> None:
+    def __init__(self, rows: Rows, meter: InterfaceCounters | None = None) -> None:
         """`meter` on the rank that reads its node's counters."""
-        self._rows, self._meter = Rows(members, timeout_s), meter
+        self._rows, self._meter = rows, meter
         self._since: list[float] = []
         self._held: list[StepReport] = []
         self._every, self._left = 1, 1
@@ -77,10 +74,9 @@ class StepReports:
 
     def _read(self) -> list[StepReport]:
         rows = [StepReport(*row) for row in self._rows.read()]
-        self._every = spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
+        self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return rows
 
     def close(self) -> None:
-        self._rows.close(CLOSE_S)
         if self._meter is not None:
             self._meter.close()

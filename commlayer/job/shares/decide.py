@@ -20,7 +20,7 @@ from commlayer.balance.models import Cubic, Line
 from commlayer.balance.solution import FREE, Communication
 from commlayer.errors import CommError
 from commlayer.job.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
-from commlayer.transport.row_spacing import spacing
+from commlayer.job.spacing import row_spacing
 
 if TYPE_CHECKING:
     from commlayer.balance.opening import Opening
@@ -89,7 +89,7 @@ def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[Sh
     if decision is not None:
         actions.insert(0, Announce(decision))
         state = state._replace(announced=(*state.announced, decision))
-    every = spacing(max(row.cost_s for row in rows), step_s) if state.every_given is None else state.every
+    every = row_spacing(max(row.cost_s for row in rows), step_s) if state.every_given is None else state.every
     return state._replace(balancer=balancer, every=every), tuple(actions)
 
 

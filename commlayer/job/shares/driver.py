@@ -27,7 +27,7 @@ from commlayer.job.shares.own_times import OwnTimes
 from commlayer.job.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.measure.batch_trials import LossOf
 from commlayer.session import Session
-from commlayer.transport.rank_rows import Rows
+from commlayer.transport.rank_rows import RowChannel, Rows
 
 if TYPE_CHECKING:  # it loads solvers, which jobs that do not profile do without
     from commlayer.balance.opening import Opening
@@ -157,7 +157,7 @@ class Controller:
         assert self._rows is not None
         if self._measure is not None:
             self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
-        price = self.session.inspect.connection.price or (0.0, 0.0)
+        price = self.session.inspect.connection.terms.price or (0.0, 0.0)
         row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=decide.checksum(state))
         with self._explained():
             self._rows.start(*row)
@@ -206,8 +206,10 @@ class Controller:
         """All ranks tell each other what they start from. `step`: the one that is over."""
         sampler, connection = self.sampler, self.session.inspect.connection
         assert connection.groups is not None
-        self._rows = Rows(connection.groups.members, connection.groups.timeout_s)
-        connection.on_close.append(self._rows.close)
+        # Of its own: what a script calls stands in no order to what is told behind a step.
+        channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
+        connection.on_close.append(channel.close)
+        self._rows = channel.rows()
         from_step, shares = sampler.announced
         line = self._line or Line(1.0)
         self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),

@@ -23,7 +23,7 @@ from commlayer.measure.batch_trials import LossOf, Trial, batches_of
 from commlayer.session import Session
 from commlayer.transport.members import Members
 from commlayer.transport.protocol import peer_name
-from commlayer.transport.rank_rows import Rows
+from commlayer.transport.rank_rows import RowChannel, Rows
 
 SLACK_S = 60.0
 """What others may take longer than the limit: a batch that had begun, starting up."""
@@ -51,8 +51,9 @@ def together(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         found, first = [run()], _free(sampler)
     else:
-        with contextlib.closing(Rows(_members(session), limit_s + SLACK_S, "profiles")) as rows:
-            found, first = _exchanged(rows, run, session, sampler)
+        with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
+            channel.open()
+            found, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
     begun = opening(found, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
                     communication=communication, shares_of=shares_of)

@@ -159,7 +159,7 @@ class Curves:
 
 
 class _Grid:
-    """Monotone values at all places where an x and a y cross; lines between them, and the last slope beyond the last."""
+    """Monotone values at all places where an x and a y cross, and lines between them."""
 
     def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
         self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
@@ -179,8 +179,19 @@ class _Grid:
                 self._at[x, y] = value
 
     def __call__(self, point: Point) -> float:
+        """Beyond the last x or y as steep as before it, and no less so than what is easier: else lines that begin apart could
+        cross, and what is harder would cost less."""
         x, y = point
-        return _along(self._ys, y, [_along(self._xs, x, [self._at[a, b] for a in self._xs]) for b in self._ys])
+        rows: list[float] = []
+        steepest = 0.0
+        for b in self._ys:
+            row = [self._at[a, b] for a in self._xs]
+            slope = _last_slope(self._xs, row)
+            steepest = max(steepest, slope)
+            rows.append(_along(self._xs, x, row) + (steepest - slope) * max(0.0, x - self._xs[-1]))
+        slope = _last_slope(self._ys, rows)
+        easier = [_last_slope(self._ys, [self._at[a, b] for b in self._ys]) for a in self._xs if a <= x]
+        return _along(self._ys, y, rows) + (max([slope, *easier]) - slope) * max(0.0, y - self._ys[-1])
 
 
 def _along(places: list[float], at: float, values: list[float]) -> float:
@@ -192,6 +203,10 @@ def _along(places: list[float], at: float, values: list[float]) -> float:
         return values[i]
     slope = (values[i] - values[i - 1]) / (places[i] - places[i - 1])
     return values[i - 1] + slope * (at - places[i - 1])
+
+
+def _last_slope(places: list[float], values: list[float]) -> float:
+    return (values[-1] - values[-2]) / (places[-1] - places[-2]) if len(places) > 1 else 0.0
 
 
 def _raised(points: Points) -> Points:

@@ -137,10 +137,7 @@ class _Search:
         return self.found(self.space.schedule.run(list(choice)), choice)
 
     def found(self, step_s: float, choice: tuple[int, ...]) -> ChoiceFound:
-        return self.weighed(step_s, self.loss(choice), choice)
-
-    def weighed(self, step_s: float, loss: float, choice: tuple[int, ...]) -> ChoiceFound:
-        return ChoiceFound(step_s, loss, sum(map(getitem, self.space.burden, choice)), choice, self.excess(choice))
+        return ChoiceFound(step_s, self.loss(choice), sum(map(getitem, self.space.burden, choice)), choice, self.excess(choice))
 
     def loss(self, choice: Sequence[int]) -> float:
         return sum(map(getitem, self.space.loss, choice))
@@ -157,6 +154,12 @@ class _Search:
 
     def allowed(self, choice: Sequence[int]) -> bool:
         return self.loss(choice) <= self.within
+
+    def affordable(self, choice: Sequence[int], buckets: Sequence[int]) -> list[int]:
+        """The options with which for all these buckets the choice is within the budget."""
+        rest = self.loss(choice) - sum([self.space.loss[b][choice[b]] for b in buckets])
+        each = zip(*[self.space.loss[b] for b in buckets], strict=True)
+        return [option for option, losses in enumerate(each) if rest + sum(losses) <= self.within]
 
     def keep(self, found: ChoiceFound, choice: tuple[int, ...]) -> ChoiceFound:
         """The better of the two, where the other is within the budget."""
@@ -200,15 +203,15 @@ class _Search:
 
     def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float, most: int) -> Iterator[ChoiceFound]:
         """With each option in turn for all these buckets, within budget and limit: the `most` cheapest of them, or more."""
-        choices = [_with(found.choice, buckets, option) for option in range(self.counts[buckets[0]])]
-        losses = list(map(self.loss, choices))
-        only = None if self.space.max_loss == math.inf else [o for o, loss in enumerate(losses) if loss <= self.within]
+        only = self.affordable(found.choice, buckets) if self.space.max_loss < math.inf else None
         factors = self.factors(found.choice, buckets)
         steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only,
                                           -math.inf, factors)
-        for choice, loss, step_s, factor in zip(choices, losses, steps, factors or repeat(1.0, len(steps)), strict=True):
-            if step_s * factor <= limit * (1 + EQUAL) and choice != found.choice and loss <= self.within:
-                yield self.weighed(step_s, loss, choice)
+        for option, (step_s, factor) in enumerate(zip(steps, factors or repeat(1.0), strict=False)):
+            if step_s * factor <= limit * (1 + EQUAL) and (only is None or option in only):
+                choice = _with(found.choice, buckets, option)
+                if choice != found.choice:
+                    yield self.found(step_s, choice)
 
     # ---- local improvement
 

@@ -42,74 +42,121 @@ def explained(plan: Plan, entry: LayoutCandidate, cluster: Cluster) -> Plan:
     return structs.replace(plan, buckets=buckets, step_s=step_s, free_s=free_s, **steps)
 
 
-class Verdict(NamedTuple):
-    """The step with a bucket as it is, with its runner-up, dense and coded as well as each can be; and bytes an element."""
+class Price(NamedTuple):
+    """Of a plan with one of its buckets so or so."""
 
-    now_s: float
+    step_s: float
+    to_loss_s: float
+    """Seconds to a loss for each step that dense training needs; where steps all count alike, the step's."""
+
+
+NEVER = Price(math.inf, math.inf)
+
+
+class Verdict(NamedTuple):
+    """A bucket as it is, with its runner-up, dense and coded as well as each can be; and bytes an element."""
+
+    now: Price
     runner_up: str
-    runner_up_s: float
-    dense_s: float
-    coded_s: float | None
+    runner: Price
+    dense: Price
+    coded: Price | None
     nbytes: float
 
 
 def _verdict(b: int, entry: LayoutCandidate) -> Verdict:
-    mine, now = entry.useful[b], entry.found.choice[b]
-    found = entry.found
-    others = [o for o in range(len(mine)) if o != now]
-    dense, coded = ([o for o in others if (entry.options[mine[o]].codec == DENSE) is such] for such in (True, False))
-    dense_s, coded_s = _shortest(b, dense, entry), _shortest(b, coded, entry)
-    runner_s, runner = min([each for each in (dense_s, coded_s) if each[0] < math.inf], default=(found.step_s, -1))
+    mine, place = entry.useful[b], entry.found.choice[b]
+    now = Price(entry.found.step_s / entry.local_steps, entry.found.price / entry.local_steps)
+    others = [o for o in range(len(mine)) if o != place]
+    dense, coded = (_best(b, [o for o in others if (entry.options[mine[o]].codec == DENSE) is such], entry)
+                    for such in (True, False))
+    runner = min((each for each in (dense, coded) if each is not None and each[0] != NEVER), default=None, key=_to_loss)
+    here = now, place
     if entry.chosen(b).codec == DENSE:
-        dense_s = min(dense_s, (found.step_s, now))
+        dense = min(here, dense or here, key=_to_loss)
     else:
-        coded_s = min(coded_s, (found.step_s, now))
-    steps, now_s = entry.local_steps, found.step_s / entry.local_steps
-    return Verdict(now_s, str(entry.options[mine[runner]]) if runner >= 0 else "", runner_s / steps - now_s,
-                   dense_s[0] / steps if dense_s[1] >= 0 else now_s, coded_s[0] / steps if coded_s[1] >= 0 else None,
-                   entry.ways.template(mine[now]).nbytes)
+        coded = min(here, coded or here, key=_to_loss)
+    return Verdict(now, "" if runner is None else str(entry.options[mine[runner[1]]]), now if runner is None else runner[0],
+                   now if dense is None else dense[0], None if coded is None else coded[0],
+                   entry.ways.template(mine[place]).nbytes)
 
 
-def _shortest(b: int, among: list[int], entry: LayoutCandidate) -> tuple[float, int]:
-    """The step with one of these options for the bucket; -1 where there are none. As short as what was chosen is enough."""
-    limit_s, enough_s = LOOKED_AT * entry.found.step_s, entry.found.step_s * (1 + SAME)
-    steps = entry.space.schedule.sweep(list(entry.found.choice), [b], limit_s, math.nan, 1, among, enough_s)
-    return min([(steps[o], o) for o in among], default=(math.inf, -1))
+def _to_loss(found: tuple[Price, int]) -> tuple[float, int]:
+    return found[0].to_loss_s, found[1]
+
+
+def _best(b: int, among: list[int], entry: LayoutCandidate) -> tuple[Price, int] | None:
+    """With the best of these options for the bucket; None where there are none. What is as good as what was chosen is enough,
+    and what is far from it is not told exactly."""
+    found, excess = entry.found, entry.space.excess
+    if not among:
+        return None
+    factors = None
+    if excess is not None:
+        rest = 1 + found.excess - excess[b][found.choice[b]]
+        factors = [rest + more for more in excess[b]]
+    steps = entry.space.schedule.sweep(list(found.choice), [b], LOOKED_AT * found.price, math.nan, 1, among,
+                                       found.price * (1 + SAME), factors)
+    each = [(Price(steps[o] / entry.local_steps, steps[o] / entry.local_steps * (factors[o] if factors else 1.0)), o)
+            for o in among]
+    return min(each, key=_to_loss)
 
 
 def _why(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Timeline) -> Why:
+    now, runner = verdict.now, verdict.runner
     return Why(
         seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
         nbytes=round(verdict.nbytes * bucket.numel), reason=_reason(bucket, verdict, entry, timeline),
-        runner_up=verdict.runner_up, runner_up_s=verdict.runner_up_s,
+        runner_up=verdict.runner_up, runner_up_s=runner.step_s - now.step_s,
+        runner_up_later=runner.to_loss_s / now.to_loss_s - 1 if entry.ways.steps_count else 0.0,
     )
 
 
 def _reason(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Timeline) -> str:
-    now_s, dense_s, coded_s = verdict.now_s, verdict.dense_s, verdict.coded_s
+    now, dense, coded = verdict.now, verdict.dense, verdict.coded
     if entry.inputs.job.tensors[bucket.slices[0].tensor].buffer:
         return "running statistics are sent as they are"
     if entry.inputs.job.tensors[bucket.slices[0].tensor].dtype == DOUBLE:
         return "float64 is kept by an all-reduce alone"
+    count = entry.ways.steps_count
     if bucket.codec != DENSE:
-        if dense_s > now_s * (1 + SAME):
-            return f"dense, the step would be {longer(dense_s - now_s)}"
-        return "takes load off the links at no cost to the step"
-    if coded_s is None:
+        if dense.to_loss_s > now.to_loss_s * (1 + SAME):
+            return f"dense, {against(now, dense, count=count)}"
+        return "takes load off the links at no cost to the " + ("time to a loss" if count else "step")
+    if coded is None:
         return "no codec is allowed or worth trying at this size"
-    if coded_s > now_s * (1 + SAME):
-        return f"coded, the step would be {longer(coded_s - now_s)}"
+    if not math.isclose(coded.step_s, now.step_s, rel_tol=SAME):
+        return f"coded, {against(now, coded, count=count)}"
     hidden = timeline.done_s[bucket.id] <= timeline.compute_s
     return "its transfer is hidden behind computing" if hidden else "coding it would not shorten the step: others end later"
 
 
+def against(now: Price, other: Price, *, count: bool) -> str:
+    """What would be otherwise. `count`: steps are not all worth the same.
+
+    >>> against(Price(1.0, 1.5), Price(1.2, 1.6), count=True), against(Price(1.0, 1.0), Price(1.2, 1.2), count=False)
+    ('the step would be 200 ms longer, and a loss come 6.7 % later', 'the step would be 200 ms longer')
+    >>> against(Price(1.0, 1.0), Price(0.9, 1.5), count=True)
+    'the step would be 100 ms shorter, but a loss come 50 % later'
+    >>> against(Price(1.0, 1.0), Price(0.9, 0.99), count=True)
+    'a loss would come 1 % sooner, too little for a coarser codec'
+    >>> against(Price(1.0, 1.0), NEVER, count=True), against(Price(1.0, 1.0), NEVER, count=False)
+    ('a loss would take more than twice as long', 'the step would be more than twice as long')
+    """
+    if other == NEVER:
+        return f"{'a loss would take' if count else 'the step would be'} more than twice as long"
+    more_s, later = other.step_s - now.step_s, other.to_loss_s / now.to_loss_s - 1
+    if count and later <= 0:
+        return f"a loss would come {-100 * later:.2g} % sooner, too little for a coarser codec"
+    step = f"the step would be {longer(more_s)}"
+    return f"{step}, {'and' if more_s > 0 else 'but'} a loss come {100 * later:.2g} % later" if count else step
+
+
 def longer(seconds: float) -> str:
     """
-    >>> longer(0.01234), longer(math.inf)
-    ('12.3 ms longer', 'more than twice as long')
-    >>> longer(17.8)
-    '17,800 ms longer'
+    >>> longer(0.01234), longer(-17.8)
+    ('12.3 ms longer', '17,800 ms shorter')
     """
-    if not seconds < math.inf:
-        return "more than twice as long"
-    return f"{seconds * 1e3:,.0f} ms longer" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms longer"
+    how = "shorter" if seconds < 0 else "longer"
+    ms = abs(seconds) * 1e3
+    return f"{ms:,.0f} ms {how}" if ms >= 100 else f"{ms:.3g} ms {how}"

@@ -83,8 +83,8 @@ class ServerExchange:
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
         answer.on_done(lambda handle: self._answered(way, r, handle, begin))
+        step.counters.sent_nbytes += len(body)  # ahead of it: the step may be over as soon as it is sent
         self._transport.send(server, header, body).on_done(self._sent)
-        step.counters.sent_nbytes += len(body)
 
     def _sent(self, handle: Handle) -> None:
         if (error := handle.error()) is not None:

@@ -23,7 +23,6 @@ from commlayer.config import Config, host_port, join_host, read_config, reconnec
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.control.parent import follow_parent
 from commlayer.errors import CommError, line_of
 
 log = logging.getLogger("commlayer")
@@ -70,7 +69,7 @@ def run(config: Config, part: Part) -> None:
             control, near = coordinator.address, coordinator.near
             orphaned = functools.partial(coordinator.orphaned, part.parent)
         if part.parent:
-            follow_parent(part.parent, end, orphaned)
+            piping.follow_parent(part.parent, end, orphaned)
         if part.sums:
             _choose_tensors(config)
             # Here, since it loads numpy, which a coordinator does without.

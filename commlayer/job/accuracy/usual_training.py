@@ -21,13 +21,13 @@ TOPK = ((0.001, 0.05, 60.0, 0.08), (0.003, 0.11, 27.1, 0.17), (0.01, 0.23, 6.3, 
 OTHERS = {"onebit": (0.19, 5.3), "int4": (0.98, 0.13), "int8": (0.99, 0.02), "fp16": (0.99, 0.02), "bf16": (0.99, 0.02)}
 UNKNOWN = (0.05, 60.0)
 """Where nobody looked."""
-
-
 STEEPNESS = 1.5
 """The excess of steps goes with this power of what is lost of a gradient's direction, 1 - cosine squared: between models under
 the same codec, with Adam. With SGD it does not (docs/tuning.md)."""
 MOST = 2.0
 """As far as models were seen to differ."""
+
+Row = tuple[float, float, float, float]
 
 
 def usual(codec: str) -> tuple[float, float]:
@@ -73,9 +73,6 @@ def harder(cosine: float, typical: float) -> float:
     """
     lost, usually = 1.0 - max(0.0, cosine) ** 2, 1.0 - typical**2
     return min(MOST, max(1.0, math.pow(lost / max(usually, 1e-6), STEEPNESS)))
-
-
-Row = tuple[float, float, float, float]
 
 
 def _around(ratio: float) -> tuple[Row, Row, float]:
