@@ -109,11 +109,21 @@ def _key(way: Way) -> _Key:
     return way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
 
 
+def _told(way: Way) -> bool:
+    """Whether rows have words for it."""
+    return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer
+
+
+def with_outer(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
+    """As `rows`, of ways with DiLoCo's outer optimizer alone. No plan says such a one, so no planner is to look these up."""
+    return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == "diloco"})
+
+
 def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
     """By combination, workers and task."""
     groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
     for way, one in found.items():
-        if way.ratio_over == "bucket" and way.fragments == 1:
+        if _told(way):
             groups.setdefault(_key(way), {}).setdefault(way.workers, {}).setdefault(way.task, []).append(one)
     return groups
 
@@ -178,7 +188,7 @@ def _of_task(found: Mapping[Way, Cost], task: str, optimizer: str) -> dict[Way, 
     """The mean over seeds, by the way with seed 0."""
     by: dict[Way, list[float]] = {}
     for way, one in found.items():
-        if (way.task, way.optimizer, way.ratio_over, way.fragments) == (task, optimizer, "bucket", 1) and way.workers > 1:
+        if (way.task, way.optimizer) == (task, optimizer) and _told(way) and way.workers > 1:
             by.setdefault(structs.replace(way, seed=0), []).append(one.steps)
     return {way: fmean(each) for way, each in by.items()}
 

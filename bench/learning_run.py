@@ -33,6 +33,8 @@ WARMUP = 20
 means the same: factors are read from the second half."""
 CUT_NBYTES = 1 << 16
 MOMENTUM = 0.9
+OUTERS = {"": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
+"""Plain averaging; and what DiLoCo takes, with Nesterov's momentum."""
 
 
 class Way(Record, frozen=True):
@@ -52,6 +54,8 @@ class Way(Record, frozen=True):
     fragments: int = 1
     rate: float = 0.0
     """The optimizer's; 0: the task's own."""
+    outer: str = ""
+    """What an exchange does with the mean change: one of `OUTERS`."""
 
     @property
     def dense(self) -> Way:
@@ -60,7 +64,7 @@ class Way(Record, frozen=True):
 
     @property
     def updates(self) -> bool:
-        return self.codes == "updates" or self.every > 1 or self.overlap == "round"
+        return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
 
 
 def train(way: Way, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
@@ -138,7 +142,7 @@ class _Local:
         plan = plan_of(way, task.model)
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
         # An exchange that is brought in right behind its beginning is one that does not overlap with steps.
-        self._locals = [LocalSteps(list(model.parameters()), way.every, Outer(), StepWeights(1.0, None),
+        self._locals = [LocalSteps(list(model.parameters()), way.every, OUTERS[way.outer], StepWeights(1.0, None),
                                    fragments=way.fragments, overlap=True) for model in self._models]
 
     def step(self, batches: Sequence[Batch], part: float) -> None:

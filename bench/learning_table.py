@@ -68,9 +68,14 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
     alone = [(way, one.steps) for way, one in learning_factors.alone(curves)]
     for optimizer, name in NAMES.items():
         if each := sorted(steps for way, steps in alone if way.optimizer == optimizer):
-            factor = f"{median(each):.2f} times as many steps, the median of {len(each)} tasks"
+            factor = f"{median(each):.2f} times as many steps, the median of {len(each)} trainings"
             lines += [f"One worker alone, with {name}: {factor}.", ""]
-    told = learning_factors.held_out(learning_factors.costs(curves))
+    found = learning_factors.costs(curves)
+    if outer := learning_factors.with_outer(found):
+        lines += ["**With an outer optimizer**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
+                  "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+                  *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in outer), ""]
+    told = learning_factors.held_out(found)
     heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
     lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
               *map(_foretold, told)]
