@@ -35,18 +35,20 @@ Tell = Callable[[str], None]
 
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
-           optimizer: str = "") -> Plan:
+           optimizer: str = "", forward: bool = False) -> Plan:
     """A plan for so many ranks. What settings say of its ratios counts; where they say nothing, what the plan says itself.
 
-    `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it.
+    `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it. `forward`: results come
+    in during the next forward pass.
     """
-    made = _made(plan, job, config, world, per_node, updates, optimizer)
+    made = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward)
     if config.ratio_over != "bucket":
         made = structs.replace(made, ratio_over=config.ratio_over)
     return structs.replace(made, warmup=config.warmup) if config.warmup else made
 
 
-def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, updates: bool, optimizer: str) -> Plan:
+def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool, optimizer: str,
+          forward: bool) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -62,7 +64,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, update
     servers = nodes if config.servers == "each" else 1
     return planner.default_plan(
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
-        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
     )
 
 

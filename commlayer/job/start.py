@@ -57,9 +57,9 @@ def connect(
     grouped, per_node = met.members is not None, met.per_node
     if met.members is not None:
         made.rank, made.world = met.members.rank, met.members.world
+    how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward"}
     if not grouped and not config.join:
-        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=asked.updates, optimizer=optimizer),
-                              whole), asked)
+        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -74,8 +74,8 @@ def connect(
             made.say(met.note)
         nodes = made.world // per_node
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
-            requested_plan.settle(plan, job, config, made.world, per_node, updates=asked.updates, optimizer=optimizer),
-            made.basis, nodes, made.say), whole), asked), made.groups)
+            requested_plan.settle(plan, job, config, made.world, per_node, **how), made.basis, nodes, made.say), whole), asked),
+            made.groups)
         check_plan(made.plan, job, nodes, per_node, device, forbids)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
