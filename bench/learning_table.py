@@ -10,7 +10,6 @@ import hashlib
 import sys
 from statistics import median
 
-import msgspec
 import torch
 
 from bench import Unmeasurable, learning, learning_factors, report
@@ -19,7 +18,7 @@ from bench.learning_run import Way
 from bench.learning_store import Store
 from commlayer.files import write_whole
 from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance
+from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 
 PAGE = report.ROOT / "docs" / "learning.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
@@ -39,13 +38,6 @@ def table(store: Store, date: str) -> LearningTable:
         tasks=tuple(sorted({way.task for way in curves})), torch=str(torch.__version__),
         code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16],
     ), rows)
-
-
-def written(made: LearningTable) -> bytes:
-    """A line for each row, so that a change can be read."""
-    head = msgspec.json.encode(made.provenance).decode()
-    lines = ",\n".join(msgspec.json.encode(row).decode() for row in made.rows)
-    return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
 def page(text: str, made: LearningTable, store: Store) -> str:

@@ -51,7 +51,7 @@ class Connection:
     attribute                              changed by
     =====================================  ====================================================================
     rank, world, groups, uplink, embedded  connect(), once
-    waits, loss, max_loss                  connect(), once
+    waits, loss, learning, max_loss        connect(), once
     asked, forbids, optimizer              connect(), once
     useless                                whoever steps: module_driver.py
     plan, worker                           connect(), switch()
@@ -97,9 +97,9 @@ class Connection:
         """On rank 0: what the plan in force was made from, where that is known."""
         self.price: tuple[float, float] | None = None
         """On rank 0: seconds of communication under the plan in force, and the part of computing that hides it."""
-        self.loss, self.max_loss, self.floor = "", 0.0, 0.0
-        """The loss model's file, the budget (0: none was named), and the level (runtime/codec_floor.py) below which the guard
-        allows no codec."""
+        self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
+        """The loss model's file, that of what ways cost in steps (empty: the shipped table), the budget (0: none was named),
+        the level (runtime/codec_floor.py) below which the guard allows no codec."""
         self.harder = 1.0
         """How many times the excess of steps that is usual under a codec this model needs, as the guard has seen."""
 

@@ -110,9 +110,10 @@ def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
 
 def _first_codec(config: Config, recipe: Recipe) -> str:
     """What "auto" begins with. A loss model is read on rank 0 alone."""
+    rows = machines.learning_rows(config.learning)  # what is wrong with that file is said before anything starts
     if config.loss:
         model = tuner_loss.read(Path(config.loss))
         return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)
     if not config.max_loss:
         return FINE[0]
-    return next((codec for codec in FINE if excess(machines.learning_rows(), codec, recipe).loss_high <= config.max_loss), FREE)
+    return next((codec for codec in FINE if excess(rows, codec, recipe).loss_high <= config.max_loss), FREE)

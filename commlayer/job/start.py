@@ -51,7 +51,7 @@ def connect(
     made = Connection()
     made.asked, made.forbids = asked, forbids
     made.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
-    made.optimizer, made.loss, made.max_loss = optimizer, config.loss, config.max_loss
+    made.optimizer, made.loss, made.learning, made.max_loss = optimizer, config.loss, config.learning, config.max_loss
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
     grouped, per_node = met.members is not None, met.per_node
