@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from bench import report
-from bench.virtual_workers import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo import proxies
+from commlayer.measure.virtual_workers import VirtualWorkers
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
 from commlayer.runtime.model_job import job_of

@@ -15,10 +15,10 @@ import torch
 from msgspec import structs
 
 from bench import energy_models, report
-from bench.virtual_workers import VirtualWorkers
 from commlayer import planner
 from commlayer.compressors import payload
 from commlayer.compressors.wrapper import Wrapper
+from commlayer.measure.virtual_workers import VirtualWorkers
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.model_job import job_of
 

@@ -31,6 +31,11 @@ FIRST: tuple[dict[str, Any], ...] = (
     {"codec": "int8()"},
     {"codec": INT4, "late": True},
 )
+ROUND: dict[str, Any] = {"overlap": "round"}
+LONG: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n} | how for n in (32, 64) for how in (ROUND, DENSE))
+"""Rounds so long that a run of 240 steps has few of them."""
+OUTER: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n, "outer": "diloco"} | how for n, how in (
+    (32, DENSE), (16, DENSE), (64, DENSE), (32, ROUND), (4, DENSE)))
 SECOND: tuple[dict[str, Any], ...] = (
     {"every": 4},
     {"codes": "updates"},
@@ -79,12 +84,14 @@ SEEDS = 3
 
 def campaign() -> Iterator[Way]:
     yield from _everywhere((*FIRST, ALONE), 0)
+    yield from _everywhere(LONG, 0)
+    yield from _everywhere(OUTER, 0)
     yield from _everywhere(SECOND, 0)
     yield from _everywhere(FIRST, 1)
     yield from _everywhere(tuple(way | {"workers": n} for n in (8, 2) for way in CROWDS), 0)
     yield from rates()
     for seed in range(1, SEEDS):
-        yield from _everywhere((*FIRST, ALONE, *SECOND), seed)
+        yield from _everywhere((*FIRST, ALONE, *LONG, *OUTER, *SECOND), seed)
 
 
 def rates() -> Iterator[Way]:

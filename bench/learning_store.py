@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     mark: str
     curve: tuple[float, ...]
-    """Validation losses; NaN from where weights were no numbers."""
+    """Validation losses; NaN from where they were no numbers, or without end."""
 
 
 class _Head(Record, frozen=True):
@@ -80,7 +80,7 @@ class Store:
 
     def add(self, way: Way, run: Run) -> None:
         self.runs[way] = run
-        curve = tuple(None if math.isnan(loss) else float(f"{loss:.5g}") for loss in run.curve)
+        curve = tuple(None if not math.isfinite(loss) else float(f"{loss:.5g}") for loss in run.curve)
         fields = {name: value for name, value in msgspec.to_builtins(way).items() if value != _DEFAULTS.get(name)}
         line = json.dumps({"way": fields, "mark": run.mark, "curve": curve}, separators=(",", ":"))
         head = b"" if self.path.exists() and self.path.stat().st_size else msgspec.json.encode(HEAD) + b"\n"

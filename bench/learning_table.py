@@ -10,7 +10,6 @@ import hashlib
 import sys
 from statistics import median
 
-import msgspec
 import torch
 
 from bench import Unmeasurable, learning, learning_factors, report
@@ -19,7 +18,7 @@ from bench.learning_run import Way
 from bench.learning_store import Store
 from commlayer.files import write_whole
 from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance
+from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 
 PAGE = report.ROOT / "docs" / "learning.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
@@ -39,13 +38,6 @@ def table(store: Store, date: str) -> LearningTable:
         tasks=tuple(sorted({way.task for way in curves})), torch=str(torch.__version__),
         code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16],
     ), rows)
-
-
-def written(made: LearningTable) -> bytes:
-    """A line for each row, so that a change can be read."""
-    head = msgspec.json.encode(made.provenance).decode()
-    lines = ",\n".join(msgspec.json.encode(row).decode() for row in made.rows)
-    return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
 def page(text: str, made: LearningTable, store: Store) -> str:
@@ -68,9 +60,14 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
     alone = [(way, one.steps) for way, one in learning_factors.alone(curves)]
     for optimizer, name in NAMES.items():
         if each := sorted(steps for way, steps in alone if way.optimizer == optimizer):
-            factor = f"{median(each):.2f} times as many steps, the median of {len(each)} tasks"
+            factor = f"{median(each):.2f} times as many steps, the median of {len(each)} trainings"
             lines += [f"One worker alone, with {name}: {factor}.", ""]
-    told = learning_factors.held_out(learning_factors.costs(curves))
+    found = learning_factors.costs(curves)
+    if outer := learning_factors.with_outer(found):
+        lines += ["**With an outer optimizer**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
+                  "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+                  *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in outer), ""]
+    told = learning_factors.held_out(found)
     heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
     lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
               *map(_foretold, told)]

@@ -68,7 +68,7 @@ def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
     """attach() with identity: by planned all-reduce, or through the summation service on every rank's node."""
     model = make()
     world = dist.get_world_size()
-    cut = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
+    cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
     plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
                                 ranks_per_node=1, **cut)
     session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})

@@ -119,13 +119,15 @@ class Config(Record, frozen=True):
     time. The same on all ranks."""
     loss: Text = ""
     """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
+    learning: Text = ""
+    """A table that `commlayer tune --learning` wrote: what ways cost in steps on your own task, in place of the shipped one."""
     shape: Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
 
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
-ALIKE_SET = ("join", "trace", "loss")
+ALIKE_SET = ("join", "trace", "loss", "learning")
 """Settings that must be there on all ranks or on none, whatever they are."""
 
 

@@ -15,7 +15,8 @@ from commlayer.balance.tuner_loss import LossModel
 from commlayer.errors import RecordError
 from commlayer.planner.model import cluster as model
 from commlayer.planner.model.cluster import Basis, Node, Policy, Profile
-from commlayer.planner.tables.machines import learning_rows
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables.machines import learning_rows, profile_from_tables
 from commlayer.planner.verbs.text_formats import remedy
 from commlayer.records import SCHEMA, Bucket, Plan
 
@@ -26,18 +27,22 @@ class PlanFileInputs(model.PlanInputs, frozen=True):
     loss: LossModel | None = None
     """What codecs cost in quality, as measured on the user's own task; else learning rows say it."""
 
+    learning: tuple[LearningRow, ...] = ()
+    """What ways cost in steps, as measured there, too; else the profile says it, or the shipped table."""
+
     def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
         """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
-        if self.loss is None:
-            return None if self.profile is None else _learnt(self.profile), self.policy
         policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
+        if self.loss is None:
+            if self.profile is None and not self.learning:
+                return None, self.policy
+            return self._learnt(self.profile or profile_from_tables(cluster)), self.policy
         profile = self.profile or loss_budget.tables(cluster, self.loss, policy.max_loss)
-        return loss_budget.priced(_learnt(profile), policy, self.loss)
+        return loss_budget.priced(self._learnt(profile), policy, self.loss)
 
-
-def _learnt(profile: Profile) -> Profile:
-    """With the shipped table of what ways of training cost in steps, where it has none of its own."""
-    return profile if profile.learning else structs.replace(profile, learning=learning_rows())
+    def _learnt(self, profile: Profile) -> Profile:
+        """With the user's own rows of what ways of training cost in steps, else the profile's, else the shipped table's."""
+        return structs.replace(profile, learning=self.learning or profile.learning or learning_rows())
 
 
 def text_of(path: str | Path, what: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import commlayer
+from commlayer.records import Plan
 
 
 class Net(nn.Module):
@@ -65,13 +66,15 @@ class Training:
 
     def __init__(
         self, rank: int, address: str, overlap: str | None, *, optimizer: str = "sgd", codec: str = "topk(ratio=0.1)",
-        model: nn.Module | None = None, scaler: Any = None, max_norm: float | None = None, **fields: Any,
+        model: nn.Module | None = None, scaler: Any = None, max_norm: float | None = None, given: Plan | None = None,
+        **fields: Any,
     ) -> None:
+        """`given`: in place of the codec."""
         self.rank, self.model = rank, model or Net()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5 + 0.5 ** (1 + step / 50))
         where: dict[str, Any] = {"join": address} if address else {}
-        plan: Any = codec if codec == "auto" else commlayer.compressors.parse(codec)
+        plan: Any = given or (codec if codec == "auto" else commlayer.compressors.parse(codec))
         self.session = commlayer.attach(
             self.model, self.optimizer, plan=plan, overlap=overlap, scaler=scaler, max_norm=max_norm,
             config=pool_kit.quick(**where, **fields))

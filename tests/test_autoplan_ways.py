@@ -90,24 +90,35 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = Connection()
     connection.terms.optimizer = "adam"
     policy = loss_limits.policy_of(connection)
-    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", False, False)
+    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", False, True)
     connection.terms.asked = Asked(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
     policy = loss_limits.policy_of(connection)
-    assert (policy.exact, policy.forward) == (True, False)
+    assert (policy.exact, policy.forward) == (True, True)
     connection.terms.asked, connection.terms.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
     assert loss_limits.policy_of(connection).exact
 
 
-@pytest.mark.parametrize("asked", [Asked(), Asked(exact=True), Asked(codes="gradients"), Asked(overlap="forward")])
-def test_results_come_in_behind_a_step_only_where_the_script_said_so(asked: Asked) -> None:
-    """A script that reads `.grad` behind backward(), or adds two averaged passes up, must find averages there."""
+@pytest.mark.parametrize(("asked", "may"), [
+    (Asked(), True), (Asked(exact=True), True), (Asked(codes="gradients"), True), (Asked(overlap="forward"), True),
+    (Asked(codes="updates"), False), (Asked(every=4, overlap="round"), False),
+])
+def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(asked: Asked, may: bool) -> None:
+    """Whoever reads `.grad` meanwhile waits (tests/test_forward_unasked.py); of a step before it would be another."""
     connection = Connection()
     connection.terms.asked = asked
     policy = loss_limits.policy_of(connection)
-    assert policy.forward is (asked.overlap == "forward")
+    assert policy.forward is may
     assert policy.staleness is False
+    connection.terms.forbids = lambda way: "DistributedDataParallel ends backward() only when" if way == "forward" else ""
+    assert not loss_limits.policy_of(connection).forward
+
+
+def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
+    made, leaves = replan._best(inputs("100/100Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    assert (made.overlap, leaves) == ("forward", "")
+    assert made.step_s < replan._best(inputs("100/100Mb", exact=True), plan_of(0.0, "int4()"))[0].step_s
 
 
 @pytest.mark.parametrize("late", [None, False])

@@ -15,10 +15,9 @@ from runtime_kit import Rig, on_ranks, step
 
 import bench.__main__ as program
 from bench import Unmeasurable, learning, learning_campaign, learning_run
-from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
+from bench.learning_run import LOOKS, OUTERS, Way, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
-from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.model_job import job_of
 
@@ -51,7 +50,7 @@ def over_loopback(way: Way) -> list[torch.Tensor]:
             task, worker = tasks[rank], rig.workers[rank]
             parameters = list(task.model.parameters())
             optimizer, feed = optimizer_of(way, task.model, RATE), task.batches(rank, way.workers)
-            local = LocalSteps(parameters, way.every, Outer(), StepWeights(1.0, None), overlap=way.overlap == "round")
+            local = LocalSteps(parameters, way.every, OUTERS[way.outer], StepWeights(1.0, None), overlap=way.overlap == "round")
             for i in range(STEPS):
                 optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / learning_run.WARMUP)
                 loss = task.loss(task.model, next(feed))
@@ -94,6 +93,7 @@ def virtual(way: Way, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     {"codec": "topk(ratio=0.05)", "codes": "updates"},
     {"codec": "int4()", "every": 4},
     {"codec": "topk(ratio=0.05)", "every": 2, "overlap": "round"},
+    {"codec": "int4()", "every": 4, "outer": "diloco"},
 ], ids=lambda fields: " ".join(map(str, fields.values())))
 def test_what_it_trains_is_what_workers_train(
     fields: dict[str, Any], optimizer: str, monkeypatch: pytest.MonkeyPatch,
@@ -124,6 +124,9 @@ def test_the_campaign_names_each_training_once_and_all_have_a_dense_one() -> Non
     assert {structs.replace(way, task="", optimizer="") for way in first} >= {
         Way("", "", "int4()"), Way("", "", "int4()", every=16), Way("", "", "topk(ratio=0.001)"), Way("", "", "onebit()")}
     assert set(learning_campaign.quick()) <= set(ways)
+    long = {(way.every, way.overlap, way.outer) for way in ways if way.every > 16}
+    assert long == {(n, overlap, "") for n in (32, 64) for overlap in ("", "round")} | {
+        (32, "", "diloco"), (32, "round", "diloco"), (64, "", "diloco")}
 
 
 def failing(*_: Any, **__: Any) -> list[float]:
@@ -172,8 +175,8 @@ def test_marks_tell_ways_and_tasks_apart() -> None:
 
 def test_nan_is_kept(store: Path) -> None:
     way = Way("mlp", "sgd")
-    Store(store).add(way, Run("m", (1.0,) * (LOOKS - 1) + (math.nan,)))
-    assert math.isnan(Store(store).runs[way].curve[-1])
+    Store(store).add(way, Run("m", (1.0,) * (LOOKS - 2) + (math.inf, math.nan)))
+    assert all(map(math.isnan, Store(store).runs[way].curve[-2:]))
     assert Store(store).runs[way].curve[0] == 1.0
 
 

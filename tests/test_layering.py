@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     # runtime executes and control decides: what they need of each other is handed in above them.
     **{part: BOTTOM | MIDDLE | {part} for part in UPPER},
     **dict.fromkeys(FILES_OF_PLANS, BOTTOM | MIDDLE | FILES_OF_PLANS),
-    "measure": BOTTOM | MIDDLE | {"runtime", "measure"},
+    # It measures both: what a step takes, and what is learnt from what servers make of payloads.
+    "measure": BOTTOM | MIDDLE | UPPER | {"measure"},
     **dict.fromkeys(SURFACE, BELOW | SURFACE),
     **dict.fromkeys(TOP, BELOW | SURFACE | TOP),
 }

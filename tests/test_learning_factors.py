@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from bench import Unmeasurable, learning_table
-from bench.learning_factors import LEAST_TASKS, MOST, Cost, alone, cost, costs, held_out, rows
+from bench.learning_factors import LEAST_TASKS, MOST, Cost, alone, cost, costs, held_out, rows, with_outer
 from bench.learning_run import LOOKS, STEPS, Way
 from bench.learning_store import Run, Store
 from commlayer.codec_name import named
@@ -117,6 +117,10 @@ def test_of_several_numbers_of_workers_there_is_the_worst_too() -> None:
 
 def test_what_rows_cannot_say_is_in_none() -> None:
     assert rows(measured("topk(ratio=0.01)", 1.0, ratio_over="plan") | measured("int4()", 1.0, fragments=2, every=4)) == ()
+    outer = measured("int4()", 1.5, every=32, outer="diloco")
+    assert rows(outer) == ()
+    shown = with_outer(outer | measured("int4()", 1.0, every=32))
+    assert [(row.every, row.steps, row.runs) for row in shown] == [(32, 1.65, 4)]
 
 
 def test_tasks_of_one_order_foretell_each_other() -> None:

@@ -8,19 +8,23 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from commlayer import records
 from commlayer.compressors import parse, wrap
-from commlayer.planner import default_plan, verify, verify_alone
+from commlayer.planner import default_plan, simulate, verify, verify_alone
+from commlayer.planner.model.cluster import Cluster, Link, Node
 from commlayer.planner.model.default_plan import (
     COLLECTIVE_NBYTES,
     ELEMENT_NBYTES,
     FIRST_COLLECTIVE_NBYTES,
     SPREAD_NBYTES,
     cut,
+    shared,
     spread,
 )
-from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 50_000), st.just(20_000_000))
@@ -119,6 +123,51 @@ def test_no_host_gets_more_than_one_size_above_the_least_loaded(sizes: list[int]
 
 def test_equal_loads_are_filled_from_the_lowest_number() -> None:
     assert spread([5, 1, 1, 5, 5], 3) == [0, 1, 2, 1, 2]
+
+
+def gpt(width: int = 192, layers: int = 4) -> Job:
+    """A small transformer whose layers take equally long; 0.1 s forward, 0.2 s backward."""
+    shapes = [("letters", (90, width)), ("places", (64, width))]
+    for i in range(layers):
+        shapes += [(f"{i}.{name}", shape) for name, shape in (
+            ("before", (width,)), ("between", (width,)), ("qkv", (3 * width, width)), ("qkv.bias", (3 * width,)),
+            ("out", (width, width)), ("out.bias", (width,)), ("up", (4 * width, width)), ("up.bias", (4 * width,)),
+            ("down", (width, 4 * width)), ("down.bias", (width,)))]
+    shapes += [("norm", (width,)), ("head", (90, width))]
+    place = [int(name.split(".")[0]) + 1 if "." in name else 0 if name in ("letters", "places") else layers + 1
+             for name, _ in shapes]
+    each = layers + 2
+    timing = Timing(tuple(0.2 * (each - i) / each for i in place), tuple(0.1 * i / each for i in place), 0.2, 0.1)
+    return Job(tuple(TensorInfo(name, shape) for name, shape in shapes), timing=timing)
+
+
+@pytest.mark.parametrize(("bps", "part"), [(1e8, 0.65), (5e7, 0.7)])
+def test_where_layers_wait_for_results_little_goes_with_the_first_ones(bps: float, part: float) -> None:
+    """By predicted timelines, over four homes: of what the next forward pass cannot hide so much is left."""
+    job, link = gpt(), Link(bps, bps, 0.0075)
+    homes = Cluster(tuple(Node(f"home-{i}", 1, "cpu", link) for i in range(4)), reachable=False)
+    exposed, together = [], []
+    for forward in (False, True):
+        plan = default_plan(job, codec="int4()", path="service", servers=4, ranks_per_node=1, fuse_nbytes=1 << 20,
+                            cut_nbytes=4 << 20, forward=forward)
+        found = simulate(structs.replace(plan, overlap="forward"), job, homes, profile_from_tables(homes))
+        exposed.append(found.step_s - 0.3)
+        together.append(max(b.numel for b in plan.buckets if any(s.tensor == 0 for s in b.slices)))
+    assert exposed[1] < part * exposed[0]
+    assert together[1] < 0.25 * together[0]
+    large = job_of(*[1 << 22] * 40)
+    one, other = (plan_of(large, fuse_nbytes=1 << 20, cut_nbytes=4 << 20, forward=forward) for forward in (False, True))
+    assert one == other, "of a large model what is fused is a small part anyway"
+
+
+def test_servers_get_about_equal_parts_whatever_the_order_of_sizes() -> None:
+    """As of a small transformer: many matrices of one size, and a few larger buckets of what is small."""
+    sizes = [8, 8, 8, 8, 22, 8, 8, 8, 8, 28, 8, 8, 8, 8, 19]
+    for order in (sizes, sizes[::-1], sorted(sizes)):
+        chosen = shared(order, 4)
+        loads = [sum(size for size, host in zip(order, chosen, strict=True) if host == h) for h in range(4)]
+        assert max(loads) < 1.12 * sum(order) / 4
+    assert shared([5] * 6, 3) == [0, 1, 2, 0, 1, 2], "what is ready first keeps all of them busy"
 
 
 @pytest.mark.parametrize(("fields", "line"), [

@@ -216,6 +216,16 @@ def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[fl
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("most", [2, 16, 64])
+def test_as_many_local_steps_are_searched_as_were_measured(most: int) -> None:
+    machines = at(2e5)
+    profile = learnt(machines)
+    rows = [row for row in profile.learning if row.every <= most]
+    rows += [structs.replace(row, every=n) for row in rows for n in (32, 64) if row.every == 16 and n <= most]
+    made = plan(toy_job(), machines, structs.replace(profile, learning=tuple(rows)), structs.replace(FREE, optimizer="adam"))
+    assert made.local_steps == most
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("most", [1, 2, 0])
 def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimizer: str, most: int) -> None:
@@ -224,14 +234,14 @@ def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimize
         policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
         made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
         assert verify(made, toy_job()) == []
-        assert made.local_steps <= (most or other_ways.MOST_LOCAL_STEPS)
+        assert made.local_steps <= (most or 64)
 
 
 @pytest.mark.parametrize("policy", [
     structs.replace(FREE, max_local_steps=most, forward=forward) for most in (0, 1, 2, 6) for forward in (False, True)
 ])
 def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
-    for recipe in other_ways._recipes(Recipe(), policy, True):
+    for recipe in other_ways._recipes(Recipe(), policy, True, 64):
         overlap: Any = recipe.overlap
         made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap)
         assert verify_alone(made) == [], recipe

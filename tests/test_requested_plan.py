@@ -63,7 +63,7 @@ ROWS = (row("sgd", "int4()", 0.0), row("sgd", "int8()", 0.0), row("adam", "int4(
 def test_auto_begins_within_its_budget_without_a_loss_model(
     optimizer: str, max_loss: float, codec: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machines, "learning_rows", lambda: ROWS)
+    monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
     made = requested_plan.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
     assert {str(named(b.codec).core) for b in made.buckets} == {codec}
 

@@ -21,6 +21,7 @@ PLAN = Path("plan.json")
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")]
 Loss = Annotated[str, typer.Option(help="What `commlayer tune` measured: --max-loss 0.005 is half a per cent.", metavar="FILE")]
+Learning = Annotated[str, typer.Option(help="What `commlayer tune --learning` measured of your own task.", metavar="FILE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its inputs beside it.", metavar="FILE")]
 
 
@@ -36,6 +37,7 @@ def make(
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
     max_loss: Annotated[float | None, typer.Option(help="By what part the loss may rise at equal steps: 0.01 is 1 %.")] = None,
     loss: Loss = "",
+    learning: Learning = "",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd, else the worse of both counts.", metavar="NAME")] = "",
     objective: Annotated[str, typer.Option(help="loss: seconds to a loss; step: of a step, whatever it learns.")] = "loss",
     exact: Annotated[bool, typer.Option("--exact", help="Synchronous SGD up to coding: no local steps, none late.")] = False,
@@ -69,7 +71,8 @@ def make(
                    objective=planfiles.objective_named(objective), optimizer=planfiles.optimizer_named(optimizer), exact=exact,
                    forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps,
                    staleness=staleness or None)
-    inputs = plan_file.PlanFileInputs(job, machines, measured, asked, planfiles.loss_named(loss))
+    inputs = plan_file.PlanFileInputs(job, machines, measured, asked, planfiles.loss_named(loss),
+                                      planfiles.learning_named(learning))
     costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)
     if out is not None:
@@ -136,6 +139,7 @@ def whatif(
     nodes: Annotated[str, typer.Option(help='So many nodes like the last: "2,4,8".', metavar="COUNTS")] = "",
     gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
     loss: Loss = "",
+    learning: Learning = "",
     plot: Annotated[Path | None, typer.Option(help="Draw the curve there, too.", metavar="PNG")] = None,
     json: Json = None,
 ) -> None:
@@ -160,6 +164,8 @@ def whatif(
     inputs = plan_file.inputs_of(plan)
     if loss:
         inputs = structs.replace(inputs, loss=planfiles.loss_named(loss))
+    if learning:
+        inputs = structs.replace(inputs, learning=planfiles.learning_named(learning))
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
     others = tuple(structs.replace(inputs.cluster.nodes[0], device=name) for name in _listed(gpu))
     curve = what_if(

@@ -15,8 +15,10 @@ from commlayer.balance.tuner_loss import LossModel
 from commlayer.files import write_whole
 from commlayer.plan_file import text_of
 from commlayer.planner.model.cluster import Cluster, Profile
+from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables import jobs
+from commlayer.planner.tables.learning import rows_in
 from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, profile_of
 from commlayer.records import Job
 
@@ -87,6 +89,10 @@ def objective_named(name: str) -> Literal["loss", "step"]:
 
 def loss_named(file: str) -> LossModel | None:
     return tuner_loss.read(Path(file)) if file else None
+
+
+def learning_named(file: str) -> tuple[LearningRow, ...]:
+    return rows_in(Path(file)) if file else ()
 
 
 def check_json(path: Path | None) -> None:

@@ -12,6 +12,7 @@ import typer
 from commlayer.balance import tuner, tuner_loss
 from commlayer.balance.tuner_space import CODECS, SearchSpace, Settings, default_space, spelled
 from commlayer.balance.tuner_store import Search, Store, TuningTrial
+from commlayer.cli import tune_learning
 from commlayer.cli.loading import function_of
 
 BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
@@ -29,8 +30,16 @@ def tune(
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a second call goes on there.")] = Path("tune.jsonl"),
     out: Annotated[Path, typer.Option(help="The loss model that plans are made with.")] = Path("loss.json"),
+    learning: Annotated[Path | None, typer.Option(
+        help="Instead: train the task in each way, and write there what each costs in steps.", metavar="FILE")] = None,
+    steps: Annotated[int, typer.Option(help="Of each training, with --learning.")] = 240,
+    seeds: Annotated[int, typer.Option(help="Trainings of each way, with --learning.")] = 1,
 ) -> None:
     """Find the fastest settings within a loss budget, by short proxy runs."""
+    if learning is not None:
+        tune_learning.run(task, learning, codec, ratio, _numbers("--local-steps", local_steps, "4,16"), staleness=staleness,
+                          steps=steps, seeds=seeds)
+        return
     if trials < 1:
         raise ValueError(f"--trials {trials}: allowed is 1 or more")
     if not 0 < budget <= 100:

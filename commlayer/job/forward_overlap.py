@@ -22,11 +22,14 @@ import torch
 from torch import nn
 
 from commlayer.errors import CommError, StepAbandoned
+from commlayer.job.module_hook import ModuleHook
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.job.step_loop import StepLoop
 from commlayer.optim.pieces import Group, step_piece, values_of
+from commlayer.runtime.deferred_state import defer_state, undefer_state
 from commlayer.runtime.deferred_tensor import defer, undefer
-from commlayer.runtime.gradient_mark import GradientMark
+from commlayer.runtime.gradient_mark import GradientMark, Marks
+from commlayer.runtime.other_names import gradient_held, hooked_behind_adding, weight_held
 from commlayer.runtime.outstanding import Outstanding
 
 log = logging.getLogger("commlayer")
@@ -43,9 +46,9 @@ class ForwardOverlap:
         """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
         self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
-        waits = loop.connection.terms.asked.overlap != "forward"  # then its script may read gradients as under any other plan
-        self._marks = [GradientMark.of(name, p, partial(self._final, number) if waits else None)
-                       for number, (name, p) in enumerate(named)]
+        # Where nobody asked for it, a script may use gradients as under any other plan.
+        self._waits = loop.connection.terms.asked.overlap != "forward"
+        self._marks = Marks(named, self._final if self._waits else None)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
         self._lock = threading.RLock()
@@ -55,7 +58,7 @@ class ForwardOverlap:
         """Parameters whose update is still to come, and the hyperparameters of their step."""
         self._held: list[int] = []
         """Parameters without their average in the optimizer's step that runs."""
-        self._stepping = self._unobserved = False
+        self._stepping = self._unobserved = self._shared = False
         self._stepped: set[int] = set()
         self._gone: set[int] = set()
         """Parameters whose averages were thrown away before the optimizer had them."""
@@ -73,14 +76,14 @@ class ForwardOverlap:
         for module in model.modules():
             held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if (mine := [numbers[id(tensor)] for tensor in held if id(tensor) in numbers]) and module is not model:
-                hook = _ModuleHook(partial(self._before_module, mine), compiled=False)
+                hook = ModuleHook(partial(self._before_module, mine), compiled=False)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         # Compiled code calls no modules: what it reads is waited for ahead of it.
-        whole = _ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
+        whole = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
         self._steps.join(self._around)
         self._handles += [
             model.register_forward_pre_hook(whole, prepend=True),
-            *(p.register_hook(self._before_adding) for p in self._parameters),
+            *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
             self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
         ]
@@ -104,6 +107,9 @@ class ForwardOverlap:
     def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
         """Everything is on its way; nobody waits."""
         with self._lock:
+            # Alike on all ranks or not: what is waited for here is observed where the others do.
+            whole = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
+            self._shared = False
             # Buffers under another name, which is not deferred: they are read and written by who sends and receives them.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
             self._loop.hand_in(tensors)
@@ -113,6 +119,8 @@ class ForwardOverlap:
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
                 defer(buffer, partial(self._need, (number,)))
+            if whole:
+                self.end()
 
     # ---- the optimizer's step
 
@@ -124,13 +132,14 @@ class ForwardOverlap:
             except BaseException:
                 self._stepping = False  # there will be no step
                 raise
+            undefer_state(self._optimizer)
 
     def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Takes what is in, and keeps the rest from the optimizer."""
         if self._out is None:
             return
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._later or self._clips or closure is not None:
+        if self._later or self._clips or closure is not None or self._steps.others:
             self._take(self._out.wait_all)
             return
         self._take(self._out.arrived)
@@ -160,12 +169,15 @@ class ForwardOverlap:
                 for number in sorted(numbers):
                     self._later[number] = values
                     self._parameters[number].grad = self._marks[number]
-                    if not defer(self._parameters[number], partial(self._need, (number,))):
+                    if weight_held(self._parameters[number]) or not defer(
+                            self._parameters[number], partial(self._need, (number,))):
                         exposed.append(number)
             if not self._whole_called:
                 exposed += sorted(held - self._seen)
             self._whole_called = False
             self._need(exposed)
+            if self._later:
+                defer_state(self._optimizer, self._bring_in)
 
     # ---- the forward pass
 
@@ -197,10 +209,12 @@ class ForwardOverlap:
 
     # ---- the end of a step
 
-    def _before_adding(self, _gradient: torch.Tensor) -> None:
+    def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
         """Inside a backward pass: a gradient is about to be added to `.grad`."""
         if self._out is not None or self._unobserved:
             self.look()
+        if self._waits and not self._shared:
+            self._shared = gradient_held(p)
 
     def look(self) -> None:
         """The last step is over, and observers have looked at it."""
@@ -220,11 +234,16 @@ class ForwardOverlap:
                 self._end()
             return True
 
-    def _final(self, number: int) -> torch.Tensor:
-        """Somebody reads that gradient: the step is as without overlap from here on."""
-        self.end()
+    def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
+        """Somebody reads that gradient: if it is of the step on its way, that is as without overlap from here on."""
+        with self._lock:
+            if self._out is not None and not self._out.complete(number) and (
+                    mark is self._marks[number] or mark.value is self._out.averages[number]):
+                self.end()
         p = self._parameters[number]
-        return torch.zeros_like(p) if p.grad is None or p.grad is self._marks[number] else p.grad
+        found = p.grad if mark.value is None else mark.value
+        return torch.zeros_like(p) if found is None or found is mark else found
+
 
     def _end_if_over(self) -> None:
         if self._out is not None and self._out.over and not self._stepping:
@@ -251,6 +270,8 @@ class ForwardOverlap:
             act()
 
     def _forget(self) -> None:
+        undefer_state(self._optimizer)
+        self._marks.let_go()
         self._out = None
         self._later.clear()
         self._stepped.clear()
@@ -299,6 +320,7 @@ class ForwardOverlap:
             self._gone.add(number)
         if p.grad is mark:
             p.grad = average.zero_() if mark.zeroed and average is not None else average
+        self._marks.became(number, average)
 
     def _apply(self, numbers: Sequence[int]) -> None:
         """Makes the updates that their step has left open."""
@@ -322,6 +344,7 @@ class ForwardOverlap:
             p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
             assert average is not None
             p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
+            self._marks.became(number, average)
             del self._later[number]
         self._stepped.update(numbers)
         self._out.worker.spent(numbers)
@@ -333,9 +356,10 @@ class ForwardOverlap:
         assert self._out is not None
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
             undefer(p)
+            own = self._out.averages[number]
             if p.grad is mark:
-                own = self._out.averages[number]
                 p.grad = own.zero_() if mark.zeroed and own is not None else own
+            self._marks.became(number, own)
         for buffer in self._buffers:
             undefer(buffer)
         self._forget()
@@ -369,20 +393,3 @@ class ForwardOverlap:
             self._abandon()
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = None if p.grad is mark else p.grad
-
-
-class _ModuleHook:
-    """Calls `act` ahead of a module's forward, in compiled code if that is wanted. In copies of the module it does nothing."""
-
-    def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
-        self._act, self._compiled = act, compiled
-
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        if self._act is not None and (self._compiled or not torch.compiler.is_compiling()):
-            self._act()
-
-    def __deepcopy__(self, _memo: Any) -> _ModuleHook:
-        return _ModuleHook()
-
-    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
-        return _ModuleHook, ()

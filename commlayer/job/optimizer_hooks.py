@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch.optim import optimizer as torch_optimizer
+
+from commlayer.runtime.other_names import ours
+
 Call = Callable[[Any, Sequence[Any], dict[str, Any]], None]
 
 
@@ -35,6 +39,12 @@ class OptimizerHooks:
         self._members: list[Around] = []
         self._handles: list[Any] = []
         self._stepping = False
+
+    @property
+    def others(self) -> bool:
+        """Whether somebody else is called ahead of steps, who may look at gradients there."""
+        called = (self._optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks)
+        return not all(ours(hook) for hooks in called for hook in hooks.values())
 
     def join(self, around: Around) -> None:
         self._members.append(around)

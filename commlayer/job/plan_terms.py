@@ -5,7 +5,7 @@ attribute                changed by
 =======================  ====================================================================
 asked, forbids           start.py, once
 optimizer, loss          start.py, once
-max_loss                 start.py, once
+max_loss, learning       start.py, once
 auto                     start.py; a session, whose user asks for a plan
 useless                  whoever steps: module_driver.py, ddp_ways.py
 weighed                  step_loop.py
@@ -37,9 +37,9 @@ class PlanTerms:
         """The family of the script's, as far as anybody knows."""
         self.weighed = False
         """Whether the script has ever said what this rank's batch weighs, as samplers and controllers do."""
-        self.loss, self.max_loss, self.floor = "", 0.0, 0.0
-        """The loss model's file, the budget (0: none was named), and the level (runtime/codec_floor.py) below which the guard
-        allows no codec."""
+        self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
+        """The loss model's file, that of what ways cost in steps (empty: the shipped table), the budget (0: none was named), and
+        the level (runtime/codec_floor.py) below which the guard allows no codec."""
         self.harder = 1.0
         """How many times the excess of steps that is usual under a codec this model needs, as the guard has seen."""
         self.basis: Basis | None = None

@@ -35,18 +35,20 @@ Tell = Callable[[str], None]
 
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
-           optimizer: str = "") -> Plan:
+           optimizer: str = "", forward: bool = False) -> Plan:
     """A plan for so many ranks. What settings say of its ratios counts; where they say nothing, what the plan says itself.
 
-    `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it.
+    `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it. `forward`: results come
+    in during the next forward pass.
     """
-    made = _made(plan, job, config, world, per_node, updates, optimizer)
+    made = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward)
     if config.ratio_over != "bucket":
         made = structs.replace(made, ratio_over=config.ratio_over)
     return structs.replace(made, warmup=config.warmup) if config.warmup else made
 
 
-def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, updates: bool, optimizer: str) -> Plan:
+def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool, optimizer: str,
+          forward: bool) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -62,7 +64,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, update
     servers = nodes if config.servers == "each" else 1
     return planner.default_plan(
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
-        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
     )
 
 
@@ -108,9 +110,10 @@ def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
 
 def _first_codec(config: Config, recipe: Recipe) -> str:
     """What "auto" begins with. A loss model is read on rank 0 alone."""
+    rows = machines.learning_rows(config.learning)  # what is wrong with that file is said before anything starts
     if config.loss:
         model = tuner_loss.read(Path(config.loss))
         return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)
     if not config.max_loss:
         return FINE[0]
-    return next((codec for codec in FINE if excess(machines.learning_rows(), codec, recipe).loss_high <= config.max_loss), FREE)
+    return next((codec for codec in FINE if excess(rows, codec, recipe).loss_high <= config.max_loss), FREE)

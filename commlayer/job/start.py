@@ -52,15 +52,16 @@ def connect(
     made = Connection()
     made.terms.asked, made.terms.forbids = asked, forbids
     made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
-    made.terms.optimizer, made.terms.loss, made.terms.max_loss = optimizer, config.loss, config.max_loss
+    made.terms.optimizer, made.terms.max_loss = optimizer, config.max_loss
+    made.terms.loss, made.terms.learning = config.loss, config.learning
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
     grouped, per_node = met.members is not None, met.per_node
     if met.members is not None:
         made.rank, made.world = met.members.rank, met.members.world
+    how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward"}
     if not grouped and not config.join:
-        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, updates=asked.updates, optimizer=optimizer),
-                              whole), asked)
+        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -77,8 +78,8 @@ def connect(
             made.say(met.note)
         nodes = made.world // per_node
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
-            requested_plan.settle(plan, job, config, made.world, per_node, updates=asked.updates, optimizer=optimizer),
-            made.terms.basis, nodes, made.say), whole), asked), made.groups)
+            requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
+        ), whole), asked), made.groups)
         check_plan(made.plan, job, nodes, per_node, device, forbids)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)

@@ -2,13 +2,15 @@
 
 It has the gradient's shape, type and device, so that it can stand there, and can be cleared as `zero_grad()` does it. Whatever
 else reads or writes it gets one line that says why there is nothing yet, instead of half an average; or waits for all of it,
-where the script did not ask for overlap.
+where the script did not ask for overlap. Such a script may hold on to it as to any gradient, also when other steps have been.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -26,15 +28,17 @@ class GradientMark(torch.Tensor):
 
     owner: str
     zeroed: bool
-    final: Callable[[], torch.Tensor] | None
+    final: Callable[[GradientMark], torch.Tensor] | None
+    value: torch.Tensor | None
+    """What it stood for, now that it does not."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all that it is used for comes by __torch_dispatch__
 
     @staticmethod
-    def of(name: str, p: torch.Tensor, final: Callable[[], torch.Tensor] | None = None) -> GradientMark:
+    def of(name: str, p: torch.Tensor, final: Callable[[GradientMark], torch.Tensor] | None = None) -> GradientMark:
         """`final` waits for what is to stand there, for a script that knows nothing of all this; None refuses."""
         mark: GradientMark = torch.Tensor._make_wrapper_subclass(
             GradientMark, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device)
-        mark.owner, mark.zeroed, mark.final = name, False, final
+        mark.owner, mark.zeroed, mark.final, mark.value = name, False, final, None
         return mark
 
     def fresh(self) -> GradientMark:
@@ -46,41 +50,76 @@ class GradientMark(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _aten.zero_.default:
+        if func is _aten.zero_.default and args[0].value is None:
             args[0].zeroed = True
             return args[0]
         if func is _aten._foreach_zero_.default:
-            marks = [t for t in args[0] if isinstance(t, GradientMark)]
+            marks = [t for t in args[0] if isinstance(t, GradientMark) and t.value is None]
             for mark in marks:
                 mark.zeroed = True
-            if others := [t for t in args[0] if not isinstance(t, GradientMark)]:
+            if others := [_final(t) for t in args[0] if not any(t is mark for mark in marks)]:
                 torch._foreach_zero_(others)
             return None
         if func in _KEEPS:
             return args[0]
-        flat = [*args, *(each for arg in args if isinstance(arg, list | tuple) for each in arg), *(kwargs or {}).values()]
-        if (mark := next(t for t in flat if isinstance(t, GradientMark))).final is None:
-            mark._refuse()
         return func(*(_final(arg) for arg in args), **{name: _final(arg) for name, arg in (kwargs or {}).items()})
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        del force
-        self._refuse()
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"<the gradient of {self.owner} is not final>" if self.final is None else repr(_final(self))
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<the gradient of {self.owner} is not final>"
 
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        self._refuse()
+def _past_dispatch(name: str) -> Callable[..., Any]:
+    def use(self: GradientMark, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_final(self), name)(*args, **kwargs)
 
-    def __deepcopy__(self, _memo: Any) -> NoReturn:
-        self._refuse()
+    return use
 
-    def _refuse(self) -> NoReturn:
-        raise ValueError(NOT_FINAL.format(self.owner))
+
+for _name in ("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "is_shared", "share_memory_", "__dlpack__",
+              "__array__", "__reduce_ex__", "__deepcopy__"):
+    # What is done to memory itself does not come by __torch_dispatch__.
+    setattr(GradientMark, _name, _past_dispatch(_name))
 
 
 def _final(value: Any) -> Any:
-    if isinstance(value, GradientMark) and value.final is not None:
-        return value.final()
+    if isinstance(value, GradientMark):
+        if value.final is None:
+            raise ValueError(NOT_FINAL.format(value.owner))
+        return value.final(value)
     return type(value)(map(_final, value)) if isinstance(value, list | tuple) else value
+
+
+class Marks:
+    """Of all parameters, by number."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], final: Callable[[int, GradientMark], torch.Tensor] | None,
+    ) -> None:
+        """`final` gets a parameter's number and a mark of it, and waits for what that stands for."""
+        self._lasts = final is not None
+        self._all = [GradientMark.of(name, p, None if final is None else functools.partial(final, number))
+                     for number, (name, p) in enumerate(named)]
+        self._unheld = self._names()
+
+    def __getitem__(self, number: int) -> GradientMark:
+        return self._all[number]
+
+    def __iter__(self) -> Iterator[GradientMark]:
+        return iter(self._all)
+
+    def became(self, number: int, average: torch.Tensor | None) -> None:
+        """That is in, and whoever has kept the mark has it by that name, too."""
+        if self._lasts:
+            self._all[number].value = average
+
+    def let_go(self) -> None:
+        """The step is over. Those that a script has kept stay what they are now, and others take their places."""
+        held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]
+        for number, mark in enumerate(self._all):
+            if held[number] and mark.value is not None:
+                self._all[number] = GradientMark.of(mark.owner, mark, mark.final)
+            else:
+                mark.value = None
+
+    def _names(self) -> list[int]:
+        return [sys.getrefcount(mark) for mark in self._all]

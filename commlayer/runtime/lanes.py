@@ -1,26 +1,43 @@
-"""A lane: one thread that runs what it is given, in order. Knows nothing of buckets; errors go to a function."""
+"""A lane: one thread that runs what it is given, the most urgent first. Knows nothing of buckets; errors go to a function."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import queue
 import threading
 from collections.abc import Callable
+
+Urgency = tuple[int, ...]
+"""The smaller, the sooner; what is equally urgent runs in the order in which it was put."""
+_LAST: Urgency = (1 << 62,)
 
 
 class Lane:
     """`put(job)` from any thread; jobs run one after the other. A daemon thread: it never holds up the end of a process."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: list[tuple[Urgency, int, Callable[[], None] | None]] = []
+        self._there: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """As many as there are jobs."""
+        self._numbers = itertools.count()
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name=f"commlayer-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def put(self, job: Callable[[], None], urgency: Urgency = ()) -> None:
+        self._put(job, urgency)
+
+    def _put(self, job: Callable[[], None] | None, urgency: Urgency) -> None:
+        heapq.heappush(self._jobs, (urgency, next(self._numbers), job))  # in one piece: it compares numbers, and calls nobody
+        self._there.put(None)
+
+    def _next(self) -> Callable[[], None] | None:
+        self._there.get()
+        return heapq.heappop(self._jobs)[-1]
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             try:
                 job()
             except BaseException as error:
@@ -29,9 +46,9 @@ class Lane:
     def drain(self, timeout_s: float) -> bool:
         """Whether all that was put before has run within that time."""
         passed = threading.Event()
-        self._jobs.put(passed.set)
+        self.put(passed.set, _LAST)
         return passed.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        self._jobs.put(None)
+        self._put(None, _LAST)
         self._thread.join(timeout_s)

@@ -36,9 +36,8 @@ def policy_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> P
     shared = connection.terms.weighed or any(row.weighed for row in rows)
     return Policy(
         devices=("cpu",), optimizer=connection.terms.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
-        # Scripts read and add up what backward() leaves in `.grad`: there averages are missing where results come in during the
-        # next forward pass, and old ones are put in place of what has gathered where results are late.
-        forward="forward" in ways and connection.terms.asked.overlap == "forward", staleness=False,
+        # Late results put old averages in place of what has gathered in `.grad`, which scripts add up.
+        forward="forward" in ways, staleness=False,
     )
 
 

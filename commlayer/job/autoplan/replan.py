@@ -72,7 +72,7 @@ class Replanner:
         worker = self._connection.worker
         cuda = worker is not None and worker.device.type == "cuda"
         job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
-        rows = harder_by(learning_rows(), self._connection.terms.harder)
+        rows = harder_by(learning_rows(self._connection.terms.learning), self._connection.terms.harder)
         alone, policy = loss_limits.bounded(self._connection, structs.replace(self._profile, learning=rows), allowed)
         as_planned = known or at_home(current, homes)
 

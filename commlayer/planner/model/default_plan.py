@@ -18,14 +18,20 @@ FIRST_COLLECTIVE_NBYTES = 1 << 20
 """The first bucket is small, so that sending begins early."""
 SPREAD_NBYTES = 256 << 10
 """Tensors are spread over the servers in parts of at least this: a bucket has its own cost, of some 0.1 ms."""
+FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
+"""What is fused where layers wait for it one by one: such a part of the model, and no less than so much."""
 BUFFER_CODEC = "identity()"
 """Running statistics are few and are averaged as they are."""
 
 
 def default_plan(
     job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
+    forward: bool = False,
 ) -> Plan:
     """One path for every bucket: "service" (spread over `servers` and local ranks by bytes) or "allreduce".
+
+    `forward`: results are waited for layer by layer. Then what is fused is a small part of the model: the first layers'
+    gradients are ready last and needed first, and wait for all that goes with them.
 
     Small neighbours of one dtype are fused up to fuse_nbytes and large tensors cut to at most cut_nbytes; "allreduce"
     uses sizes of its own. Equal arguments give equal plans.
@@ -40,6 +46,8 @@ def default_plan(
     _check(path, servers, ranks_per_node, cut_nbytes)
     name = named(codec)
     most, matrices = name.most_nbytes, path == "service" and name.shaped
+    if forward:
+        fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // FUSED_PARTS))
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
@@ -51,7 +59,7 @@ def default_plan(
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
-    hosts = spread(sizes, servers) if service else [0] * len(sizes)
+    hosts = shared(sizes, servers) if service else [0] * len(sizes)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
@@ -62,6 +70,20 @@ def default_plan(
 
 def _buffer(job: Job, group: Sequence[Slice]) -> bool:
     return job.tensors[group[0].tensor].buffer
+
+
+def shared(sizes: Sequence[int], hosts: int) -> list[int]:
+    """A host for each size, the largest first and equal ones in their order: the one with the least so far. So all have about
+    as much: a step waits for the host that has most.
+
+    >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
+    ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
+    """
+    chosen = [0] * len(sizes)
+    ordered = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    for place, host in zip(ordered, spread([sizes[place] for place in ordered], hosts), strict=True):
+        chosen[place] = host
+    return chosen
 
 
 def spread(sizes: Sequence[int], hosts: int) -> list[int]:

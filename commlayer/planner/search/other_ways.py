@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.planner.model.cluster import Policy
+from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
@@ -22,8 +22,6 @@ WORTH = 0.02
 """By what part such a way must win over the plain one; and over one that is nearer to it."""
 SEARCHED = 3
 """Of those that look best with one option for every bucket, so many are searched in full."""
-MOST_LOCAL_STEPS = 16
-"""Where the policy does not say: as many as were measured."""
 
 
 class Found(NamedTuple):
@@ -47,7 +45,7 @@ def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, P
     if freely if policy.staleness is None else policy.staleness:
         kept += [late for late in _late(plain) if late.loss <= policy.max_loss]
     tried = [LayoutCandidate(entry.inputs, entry.ways, entry.layout, recipe)
-             for recipe in _recipes(entry.recipe, policy, freely)]
+             for recipe in _recipes(entry.recipe, policy, freely, measured_local_steps(entry.inputs.profile))]
     # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
     able = [each for each in tried if each.least_price / each.local_steps < plain.price * (1 - WORTH) and each.kept_budget]
     quick = sorted(able, key=lambda each: each.exact(each.quick))
@@ -64,12 +62,17 @@ def _made(entry: LayoutCandidate, found: ChoiceFound) -> Found:
     return Found(entry.exact(entry.found), entry.found.excess, entry.found.loss, entry.emit(), entry, entry.exact(found))
 
 
-def _recipes(plain: Recipe, policy: Policy, freely: bool) -> list[Recipe]:
-    """Those that the policy allows, the plainest first."""
+def measured_local_steps(profile: Profile) -> int:
+    """Where the policy does not say how many: as many as somebody has measured."""
+    return max((row.every for row in profile.learning), default=1)
+
+
+def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int) -> list[Recipe]:
+    """Those that the policy allows, the plainest first; `most`: local steps, where it does not say."""
     found = [plain._replace(overlap="forward")] if policy.forward else []
     if freely:
         found += [plain._replace(codes="updates")]  # a round of one step has nothing to run beside
-    for every in local_steps(policy.max_local_steps or (MOST_LOCAL_STEPS if freely else 1)):
+    for every in local_steps(policy.max_local_steps or (most if freely else 1)):
         found += [plain._replace(codes="updates", every=every)]
         found += [] if not freely else [plain._replace(codes="updates", every=every, overlap="round")]
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from commlayer.errors import RecordError
 from commlayer.planner.model.learning import LearningRow, row_problem
-from commlayer.records import Record, decode
+from commlayer.records import Record, decode, encode
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("learning.json")
@@ -51,6 +51,25 @@ def read(path: Path) -> LearningTable:
         if wrong := row_problem(row):
             raise RecordError(f"{what}: {wrong}")
     return table
+
+
+def written(made: LearningTable) -> bytes:
+    """As a file: a line for each row, so that a change can be read."""
+    head, lines = encode(made.provenance).decode(), ",\n".join(encode(row).decode() for row in made.rows)
+    return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
+
+
+@functools.cache
+def rows_in(path: Path) -> tuple[LearningRow, ...]:
+    """Those of a table that `commlayer tune --learning` wrote: always the same object."""
+    try:
+        table = read(path)
+    except OSError as error:
+        said = f"{error.strerror}; `commlayer tune TASK --learning {path}` writes one"
+        raise ValueError(f"learning table {path}: {said}") from None
+    if not table.rows:
+        raise ValueError(f"learning table {path}: has no rows; `commlayer tune TASK --learning {path}` measures some")
+    return table.rows
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from commlayer.codec_name import named
@@ -150,8 +151,11 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
     return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, learning=learning_rows())
 
 
-def learning_rows() -> tuple[LearningRow, ...]:
-    """What ways of training cost in steps by the shipped table; none where none is shipped, and then all steps count alike."""
+def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
+    """What ways of training cost in steps: by the user's own table in that file, else the shipped one; none where none is
+    shipped, and then all steps count alike."""
+    if own:
+        return learning.rows_in(Path(own))
     return learning.rows() if learning.SHIPPED.is_file() else ()
 
 

@@ -48,7 +48,7 @@ class NodeRoute(Route):
             if bucket is not one.mine:
                 bucket.undone = 0  # its owner says it with this step's frame
         if one.mine is not None:
-            self._exchange.put(one.mine, self._added(one, issued), self._answered)
+            self._exchange.put(one.mine, self._added(one, issued), self._answered, in_turn=True)
 
     def _added(self, one: InNode, issued: float) -> Callable[[WorkerBucket], float]:
         def added(bucket: WorkerBucket) -> float:

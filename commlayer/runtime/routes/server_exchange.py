@@ -14,7 +14,7 @@ from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.observe import EXCHANGE
 from commlayer.runtime.broken_step import BROKEN
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.lanes import Lane
+from commlayer.runtime.lanes import Lane, Urgency
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
@@ -31,6 +31,8 @@ class _Way(NamedTuple):
 
     bucket: WorkerBucket
     done: Callable[[WorkerBucket], None]
+    urgency: Urgency
+    """On both lanes, as on the wire."""
 
 
 class ServerExchange:
@@ -45,9 +47,15 @@ class ServerExchange:
         self._decode = Lane("decode", step.latch)
         self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
 
-    def put(self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None]) -> None:
-        """Queues the bucket. `done` is called on the decode lane."""
-        self._encode.put(lambda: self._push(_Way(bucket, done), fill))
+    def put(
+        self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None], *, in_turn: bool = False,
+    ) -> None:
+        """Queues the bucket: what the next forward pass needs first is coded first. `done` is called on the decode lane.
+
+        `in_turn`: as put, the same on all ranks of a node, which `fill` calls together.
+        """
+        way = _Way(bucket, done, () if in_turn else (self._step.number, bucket.order))
+        self._encode.put(lambda: self._push(way, fill), way.urgency)
 
     def _push(self, way: _Way, fill: Fill) -> None:
         """Encode lane."""
@@ -97,9 +105,9 @@ class ServerExchange:
             return
         self._step.recorder.add(EXCHANGE, way.bucket.id, begin)
         if handle.message().header.flags & Flag.AGAIN:
-            self._encode.put(lambda: self._code_again(way, handle.message().header.weight))
+            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), way.urgency)
         else:
-            self._decode.put(lambda: self._take(way, r, handle))
+            self._decode.put(lambda: self._take(way, r, handle), way.urgency)
 
     def _code_again(self, way: _Way, total: float) -> None:
         """Encode lane. The workers together weigh something else than this one had taken for granted."""

@@ -1,0 +1,94 @@
+"""`commlayer tune TASK --learning FILE`: what each way costs in steps on a task of the user's. Loads torch only to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from commlayer.cli.loading import function_of
+from commlayer.files import write_whole
+
+if TYPE_CHECKING:
+    from commlayer.measure.learning import Task, Way
+    from commlayer.planner.tables.learning import LearningTable
+
+CODECS = ("int4()", "topk(ratio={ratio})")
+LOCAL_STEPS = (4, 16)
+LEAST_STEPS = 20
+FIELDS = ("model", "optimizer", "batches", "loss", "validation")
+WHAT = f"of a seed that returns a dict of {', '.join(FIELDS)}"
+
+
+def run(
+    name: str, out: Path, codecs: list[str] | None, ratio: str, local_steps: tuple[int, ...], *, staleness: bool, steps: int,
+    seeds: int,
+) -> None:
+    if steps < LEAST_STEPS or seeds < 1:
+        raise ValueError(f"--steps {steps} --seeds {seeds}: allowed are {LEAST_STEPS} steps or more, and a seed or more")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: the folder {out.absolute().parent} does not exist")
+    make = maker(name)
+    from commlayer.measure.own_learning import measured, ways_of
+    from commlayer.planner.tables.learning import written
+
+    count = 0
+
+    def tell(way: Way, loss: float, table: LearningTable | None) -> None:
+        nonlocal count
+        count += 1
+        typer.echo(f"{count:3}  {said(way):56} loss {loss:.4g}")
+        if table is not None:  # as far as it is known: whoever breaks off has that
+            write_whole({out: written(table)})
+
+    several = local_steps if any(n > 1 for n in local_steps) else LOCAL_STEPS
+    ways = list(ways_of(spelled(codecs, ratio), several, late=staleness))
+    table = measured(name, make, ways, tell, steps=steps, seeds=seeds)
+    for row in table.rows:
+        if row.workers == 0:
+            how = f"{row.codec}{', updates' if row.codes == 'updates' and row.every == 1 else ''}"
+            how += (f", every={row.every}" if row.every > 1 else "") + (", overlapped" if row.overlap else "")
+            typer.echo(f"{how + (', a step late' if row.late else ''):56} {row.steps:.2f} times as many steps as dense")
+    typer.echo(f'{len(table.rows)} rows in {out}: commlayer plan make --learning {out}, attach(config={{"learning": "{out}"}})')
+
+
+def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
+    """Each codec that has a ratio at the ends of its range, the larger one first."""
+    from commlayer.compressors import parse
+
+    ends = ["0.1", "0.01"] if codecs is None else ratio.split(":")[::-1]
+    found = []
+    for codec in codecs or CODECS:
+        for end in ends if "{ratio}" in codec else ends[:1]:
+            text = codec.replace("{ratio}", end)
+            try:
+                parse(text)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"--codec: {error}") from None
+            found.append(text)
+    return tuple(found)
+
+
+def maker(name: str) -> Callable[[int], Task]:
+    """By seed, what the user's function says is to be trained."""
+    function = function_of(name, "task", WHAT)
+    from commlayer.measure.learning import Task
+
+    def make(seed: int) -> Task:
+        try:
+            made: Any = function(seed)
+            return Task(*(made[field] for field in FIELDS))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{name}: task({seed}): {type(error).__name__}: {error}; needed is a function {WHAT}") from None
+
+    return make
+
+
+def said(way: Way) -> str:
+    """For a person."""
+    parts = [way.codec, "updates" if way.codes == "updates" else "", f"every={way.every}" if way.every > 1 else "",
+             'overlap="round"' if way.overlap else "", "one step late" if way.late else "",
+             f"seed {way.seed}" if way.seed else ""]
+    return ", ".join(filter(None, parts))

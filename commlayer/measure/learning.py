@@ -1,0 +1,253 @@
+"""One training of a task in a way, by virtual workers in one thread, for what ways cost in steps. Knows no store, no table.
+
+What a way does to weights is the package's own: codecs, residuals, buckets and the server's sums (virtual_workers.py), local
+steps, overlapped rounds and the outer optimizer (runtime/local_steps.py). A test trains the same over loopback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from msgspec import structs
+from torch import nn
+
+from commlayer import planner
+from commlayer.compressors import parse
+from commlayer.compressors.feedback import wrap
+from commlayer.measure.virtual_workers import VirtualWorkers
+from commlayer.optim import Outer
+from commlayer.records import Plan, Record
+from commlayer.runtime.fragments import fragments_of
+from commlayer.runtime.local_steps import LocalSteps, StepWeights
+from commlayer.runtime.model_job import job_of
+
+STEPS, LOOKS = 240, 30
+WARMUP = 20
+"""Steps over which the rate rises from nothing; from then on it stays, so that each step of a curve
+means the same: factors are read from the second half."""
+CUT_NBYTES = 1 << 16
+OUTERS = {"": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
+"""Plain averaging; and what DiLoCo takes, with Nesterov's momentum."""
+
+
+class Way(Record, frozen=True):
+    """What is trained, and how."""
+
+    task: str
+    optimizer: str
+    codec: str = "identity()"
+    """As plans spell it, without error feedback, which it gets where plans add it."""
+    codes: str = "gradients"
+    every: int = 1
+    overlap: str = ""
+    late: bool = False
+    workers: int = 4
+    seed: int = 0
+    ratio_over: Literal["bucket", "plan"] = "bucket"
+    fragments: int = 1
+    rate: float = 0.0
+    """The optimizer's; 0: the task's own."""
+    outer: str = ""
+    """What an exchange does with the mean change: one of `OUTERS`."""
+
+    @property
+    def dense(self) -> Way:
+        """What it is compared with."""
+        return Way(self.task, self.optimizer, workers=self.workers, seed=self.seed)
+
+    @property
+    def updates(self) -> bool:
+        return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
+
+
+class Task(NamedTuple):
+    """What is trained: equal for equal seeds, and made anew for each worker."""
+
+    model: nn.Module
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    """For a model like this one, at the rate that the user would take."""
+    batches: Callable[[int, int], Iterator[Any]]
+    """Of a rank among so many, without end."""
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    validation: Callable[[nn.Module], float]
+
+
+Make = Callable[[int], Task]
+"""By seed."""
+
+
+def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
+    """The validation loss at `looks` places. NaN where weights are no numbers. ValueError for a task that cannot be trained."""
+    task = make(way.seed)
+    if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
+        raise ValueError(f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
+                         "average; take a model without, such as one with LayerNorm or GroupNorm")
+    made = (_Local if way.updates else _Averaged)(way, task, make)
+    feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
+    curve: list[float] = []
+    for step in range(1, steps + 1):
+        made.step([next(feed) for feed in feeds], min(1.0, step / WARMUP))
+        if step * looks % steps < looks:
+            curve.append(float(task.validation(made.learnt())))
+            if not math.isfinite(curve[-1]):
+                return curve + [math.nan] * (looks - len(curve))
+    return curve
+
+
+def losses(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of that batch; one line if the task gives none."""
+    found: Any = task.loss(model, batch)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        raise ValueError(f"task {way.task} returned {type(found).__name__} as its loss, needed is one number with a gradient")
+    return found
+
+
+class _Optimizer:
+    """A task's, with its rates rising at the start."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self._inner = task.optimizer(model)
+        self._rates = [group["lr"] for group in self._inner.param_groups]
+
+    def step(self, part: float) -> None:
+        for group, rate in zip(self._inner.param_groups, self._rates, strict=True):
+            group["lr"] = rate * part
+        self._inner.step()
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+
+def plan_of(way: Way, model: nn.Module) -> Plan:
+    """Buckets of 64 kB over one server."""
+    codec = parse(way.codec)
+    made = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
+                                fuse_nbytes=CUT_NBYTES, cut_nbytes=CUT_NBYTES)
+    return structs.replace(made, ratio_over=way.ratio_over)
+
+
+class _Averaged:
+    """Gradients are averaged, and every worker takes the same step: one model stands for all."""
+
+    def __init__(self, way: Way, task: Task, make: Make) -> None:
+        del make
+        self._way, self._task, self._model = way, task, task.model
+        self._optimizer = _Optimizer(task, self._model)
+        self._workers = VirtualWorkers(job_of(self._model), plan_of(way, self._model), way.workers)
+        self._late: list[torch.Tensor] | None = None
+
+    def step(self, batches: Sequence[Any], part: float) -> None:
+        parameters = list(self._model.parameters())
+        gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, batch), parameters) for batch in batches]
+        mean: list[torch.Tensor] | None = self._workers.average(gradients)[0]
+        if self._way.late:
+            mean, self._late = self._late, mean
+        for i, parameter in enumerate(parameters):
+            parameter.grad = None if mean is None else mean[i]
+        self._optimizer.step(part)
+
+    def learnt(self) -> nn.Module:
+        return self._model
+
+
+class _Local:
+    """Each worker has a model and an optimizer of its own, and their changes are averaged."""
+
+    def __init__(self, way: Way, task: Task, make: Make) -> None:
+        self._way, self._task = way, task
+        self._models = [make(way.seed).model for _ in range(way.workers)]
+        self._optimizers = [_Optimizer(task, model) for model in self._models]
+        plan = plan_of(way, task.model)
+        self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
+        # An exchange that is brought in right behind its beginning is one that does not overlap with steps.
+        self._locals = [LocalSteps(list(model.parameters()), way.every, OUTERS[way.outer], StepWeights(1.0, None),
+                                   fragments=way.fragments, overlap=True) for model in self._models]
+
+    def step(self, batches: Sequence[Any], part: float) -> None:
+        for model, optimizer, local, batch in zip(self._models, self._optimizers, self._locals, batches, strict=True):
+            optimizer.zero_grad()
+            losses(self._task, self._way, model, batch).backward()
+            local.count()
+            optimizer.step(part)
+        if self._locals[0].due:
+            for rank, local in enumerate(self._locals):
+                local.exchange(self._sums.worker(rank), [], 0.0)
+            if not self._way.overlap:
+                for rank, local in enumerate(self._locals):
+                    local.settle(self._sums.worker(rank), [], 0.0)
+
+    def learnt(self) -> nn.Module:
+        """The mean of all workers' weights."""
+        with torch.no_grad():
+            for mine, each in zip(self._task.model.parameters(), zip(*(m.parameters() for m in self._models), strict=True),
+                                  strict=True):
+                mine.copy_(torch.stack(each).mean(0))
+        return self._task.model
+
+
+class _Sums:
+    """What local steps ask of runtime.worker.Worker, of all workers in one thread: a turn is summed when the last begins it."""
+
+    def __init__(self, virtual: VirtualWorkers, plan: Plan, fragments: int) -> None:
+        self._virtual = virtual
+        self._places = fragments_of(plan.buckets, fragments)
+        self.turns = [[plan.buckets[place] for place in places] for places in self._places]
+        self._tensors = [{s.tensor for bucket in turn for s in bucket.slices} for turn in self.turns]
+        self._given: list[dict[int, torch.Tensor]] = [{} for _ in range(virtual.world)]
+        self._mean: dict[int, torch.Tensor] = {}
+
+    def worker(self, rank: int) -> Any:
+        return _Rank(self, rank)
+
+    def give(self, rank: int, tensor: int, change: torch.Tensor) -> None:
+        self._given[rank][tensor] = change.clone()
+        for turn, (places, tensors) in enumerate(zip(self._places, self._tensors, strict=True)):
+            if all(tensors <= given.keys() for given in self._given):
+                for t in tensors:
+                    self._mean[t] = torch.empty_like(change if t == tensor else self._given[0][t])
+                for place in places:
+                    self._virtual.exchange(place, self._given, self._mean)
+                for given in self._given:
+                    for t in tensors:
+                        del given[t]
+                if turn == len(self.turns) - 1:
+                    self._virtual.end()
+
+    def write(self, targets: Sequence[torch.Tensor | None], turn: int) -> None:
+        for tensor in self._tensors[turn]:
+            target = targets[tensor]
+            assert target is not None
+            target.copy_(self._mean[tensor])
+
+
+class _Rank:
+    """One worker, as local steps see it."""
+
+    def __init__(self, sums: _Sums, rank: int) -> None:
+        self._sums, self._rank, self.turns = sums, rank, sums.turns
+        self.scale = self.rate = 1.0
+
+    def ready(self, tensor: int, change: torch.Tensor) -> None:
+        self._sums.give(self._rank, tensor, change)
+
+    def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
+        self._sums.write(targets, turn)
+        return True
+
+    def weigh(self, weight: float, total: float | None) -> None:
+        """All batches weigh the same."""
+
+    def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """A round has begun."""
+
+    def wait(self, deadline_s: float, turn: int = 0) -> None:
+        """It is here."""
+
+    def end(self, *, finite: bool) -> None:
+        """Nothing is taken back."""
+
+    def applied(self, numbers: Sequence[int]) -> None:
+        """All of it."""

@@ -1,0 +1,57 @@
+"""Whether a script holds a tensor by another name than its parameter's, so that nobody hears when it uses it. Knows references.
+
+What is on its way may be read and written by its own name alone: a list of gradients that a script has kept, a flat buffer of
+which they are views, or a copy of `weight.data` taken long ago go past every guard.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def gradient_held(p: torch.Tensor) -> bool:
+    """Of `p.grad`, between two backward passes."""
+    return p.grad is not None and _names_of_gradient(p) > _alone()[0]
+
+
+def weight_held(p: torch.Tensor) -> bool:
+    """Whether another tensor lies in its memory."""
+    return _in_memory(p) > _alone()[1]
+
+
+def hooked_behind_adding(p: torch.Tensor) -> bool:
+    """Whether somebody else is called when a gradient has been added: it may keep what it sees."""
+    hooks: Any = p._post_accumulate_grad_hooks
+    return bool(hooks) and not all(ours(hook) for hook in hooks.values())
+
+
+def ours(hook: Any) -> bool:
+    """Whether it is commlayer's own, which keeps nothing."""
+    function = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith("commlayer.")
+
+
+def _names_of_gradient(p: torch.Tensor) -> int:
+    grad = p.grad
+    assert grad is not None
+    if grad.is_sparse:
+        return 0  # refused elsewhere
+    return sys.getrefcount(grad) + _in_memory(grad)
+
+
+def _in_memory(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """What is counted where there is no other name: how references count differs from version to version of torch."""
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.zeros(2)
+    return _names_of_gradient(p), _in_memory(p)

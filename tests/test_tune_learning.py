@@ -1,0 +1,154 @@
+"""`commlayer tune TASK --learning FILE`: what ways cost in steps on a task of one's own, and that plans are made by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+import commlayer
+from commlayer.cli.main import run
+from commlayer.config import Config
+from commlayer.job.requested_plan import settle
+from commlayer.plan_file import PlanFileInputs, inputs_of
+from commlayer.planner import builtin
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables import learning, machines
+from commlayer.planner.tables.learning import LearningTable, Provenance, read, rows_in, shipped, written
+from commlayer.planner.verbs.text_formats import cluster_from_line
+
+TASK = """
+import torch
+from torch import nn
+
+def task(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), {extra}nn.Tanh(), nn.Linear(16, 2))
+    truth = torch.randn(6, 2, generator=torch.Generator().manual_seed(9))
+    held = torch.randn(64, 6, generator=torch.Generator().manual_seed(8))
+
+    def batches(rank, world):
+        drawn = torch.Generator().manual_seed(1000 * seed + rank)
+        while True:
+            x = torch.randn(8, 6, generator=drawn)
+            yield x, x @ truth
+
+    def loss(model, batch):
+        return {loss}
+
+    def validation(model):
+        with torch.no_grad():
+            return float(nn.functional.mse_loss(model(held), held @ truth))
+
+    return {made}
+"""
+WHOLE = "dict(model=model, optimizer=lambda m: torch.optim.{optimizer}(m.parameters(), lr=0.02), batches=batches, loss=loss, " \
+        "validation=validation)"
+LOSS = "nn.functional.mse_loss(model(batch[0]), batch[1])"
+
+
+def task_file(folder: Path, optimizer: str = "AdamW", *, extra: str = "", loss: str = LOSS, made: str = WHOLE) -> Path:
+    path = folder / "mine.py"
+    path.write_text(TASK.format(extra=extra, loss=loss, made=made.format(optimizer=optimizer)), "utf-8")
+    return path
+
+
+def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
+    code: object = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    return int(str(code or 0)), said.out, said.err
+
+
+def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, plan = tmp_path / "rows.json", tmp_path / "plan.json"
+    code, said, errors = told(["tune", str(task_file(tmp_path)), "--learning", str(out), "--steps", "24", "--codec", "int4()",
+                               "--local-steps", "2"], monkeypatch, capsys)
+    assert (code, errors) == (0, "")
+    made = read(out)
+    assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in made.rows] == [
+        ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 2, ""),
+        ("adam", "updates", "int4()", 2, "round")]
+    assert made.provenance.tasks[0].startswith("your proxy: ")
+    assert made.provenance.runs == 5
+    assert f"4 rows in {out}" in said
+    code, said, errors = told(["plan", "make", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
+                               str(plan)], monkeypatch, capsys)
+    assert (code, errors) == (0, "")
+    assert inputs_of(plan).learning == made.rows, "explain, whatif and diff go by them, too"
+    code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
+    assert (code, errors) == (0, "")
+
+
+def table(path: Path, **costs: float) -> Path:
+    """Of the first steps' codecs alone, by their loss."""
+    rows = tuple(LearningRow("adam", "gradients", codec, 1, "", False, 0, 1 + cost, 1 + cost, cost, cost, 1, 1)
+                 for codec, cost in (("int4()", costs["int4"]), ("int8()", costs["int8"])))
+    path.write_bytes(written(LearningTable(Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x"), rows)))
+    return path
+
+
+def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
+    bad, good = table(tmp_path / "bad.json", int4=0.5, int8=0.001), table(tmp_path / "good.json", int4=0.001, int8=0.001)
+    first = [settle("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1, optimizer="adam").buckets[0].codec
+             for path in (bad, good)]
+    assert ["int8" in first[0], "int4" in first[1]] == [True, True]
+    assert machines.learning_rows(str(bad)) is rows_in(bad), "one object, since looks are kept by it"
+    assert machines.learning_rows() is learning.rows()
+    model = torch.nn.Linear(2, 2)
+    session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"learning": str(bad)})
+    assert session.inspect.connection.terms.learning == str(bad), "where planning of a running job looks it up"
+    session.close()
+
+
+def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path) -> None:
+    cluster, own = cluster_from_line("2xrtx3060@20/20Mb"), rows_in(table(tmp_path / "own.json", int4=0.1, int8=0.2))
+    plain = PlanFileInputs(builtin("lstm"), cluster)
+    assert plain.costs() == (None, None)
+    profile, _ = structs.replace(plain, learning=own).costs()
+    assert profile is not None
+    assert profile.learning == own
+    named = structs.replace(plain, profile=structs.replace(profile, learning=shipped().rows))
+    for inputs, rows in ((named, shipped().rows), (structs.replace(named, learning=own), own)):
+        found, _ = inputs.costs()
+        assert found is not None
+        assert found.learning == rows
+
+
+@pytest.mark.parametrize(("task", "more", "line"), [
+    ({"extra": "nn.BatchNorm1d(16), "}, [], "has running statistics (1.running_mean), which virtual workers do not average"),
+    ({"loss": "None"}, [], "returned NoneType as its loss, needed is one number with a gradient"),
+    ({"made": "dict(model=model)"}, [], "KeyError: 'optimizer'; needed is a function of a seed that returns a dict of model, "),
+    ({"optimizer": "Rprop"}, [], "its optimizer is of no family that tables have; allowed: SGD, Adam and their like"),
+    ({}, ["--steps", "5"], "--steps 5 --seeds 1: allowed are 20 steps or more, and a seed or more"),
+    ({}, ["--codec", "int5()"], "--codec: "),
+])
+def test_what_cannot_be_measured_is_one_line(
+    task: dict[str, str], more: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "rows.json"
+    code, _, errors = told(["tune", str(task_file(tmp_path, **task)), "--learning", str(out), *more], monkeypatch, capsys)
+    assert code == 2
+    assert line in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert not out.exists()
+
+
+def test_a_table_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    absent = tmp_path / "none.json"
+    with pytest.raises(ValueError, match="No such file or directory; `commlayer tune TASK --learning"):
+        settle("auto", builtin("lstm"), Config(learning=str(absent)), 4, 1)
+    code, _, errors = told(["plan", "make", "lstm", "--nodes", "2xrtx3060@1Gb", "--learning", str(absent)], monkeypatch, capsys)
+    assert code == 2
+    assert f"learning table {absent}: No such file or directory" in errors
