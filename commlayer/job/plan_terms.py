@@ -38,8 +38,8 @@ class PlanTerms:
         self.weighed = False
         """Whether the script has ever said what this rank's batch weighs, as samplers and controllers do."""
         self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
-        """The loss model's file, that of what ways cost in steps (empty: the shipped table), the budget (0: none was named), and
-        the level (runtime/codec_floor.py) below which the guard allows no codec."""
+        """The loss model's file, that of what ways cost in steps (empty: the shipped table), the budget (0: none was named),
+        and the level (runtime/codec_floor.py) below which the guard allows no codec."""
         self.harder = 1.0
         """How many times the excess of steps that is usual under a codec this model needs, as the guard has seen."""
         self.basis: Basis | None = None
