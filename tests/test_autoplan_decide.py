@@ -27,9 +27,10 @@ from commlayer.job.autoplan.actions import (
     StartPlanning,
     Switch,
     Tell,
+    TellPace,
     Word,
 )
-from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS
+from commlayer.job.autoplan.decide import MEASURED_STEPS, SOON_S, SOON_STEPS, WARM_STEPS
 from commlayer.job.autoplan.facts import (
     Awaited,
     Due,
@@ -38,6 +39,7 @@ from commlayer.job.autoplan.facts import (
     InForce,
     Meanwhile,
     Measured,
+    PaceTold,
     Planned,
     Probed,
     Refused,
@@ -105,12 +107,24 @@ def test_steps_that_it_does_not_hear_of_are_none_of_those_that_it_waits_for(rank
 def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
     made = Rank(rank)
     did = {step: actions for step in range(1, FIRST_PLANNING + 1) if (actions := made.step())}
-    assert did == {WARM_STEPS: [RecordSteps()], WARM_STEPS + MEASURED_STEPS + 1: [Measure()]}
+    assert did == {WARM_STEPS: [RecordSteps()], WARM_STEPS + 1 + SOON_STEPS: [TellPace(1.0)],
+                   WARM_STEPS + MEASURED_STEPS + 1: [Measure()]}
     actions = made.feed(Measured(LINKS, 1.0))
     assert actions[:2] == [Pace(LINKS), Afresh()]
     assert said(actions) == "links carry 100/100 Mb/s up/down"
     assert pick(actions, StartPlanning) == ([StartPlanning(START, None, LINKS, 1.0)] if rank == 0 else [])
     assert made.step() == [Hear()]
+
+
+@pytest.mark.parametrize(("step_s", "actions"), [(SOON_S, [Measure()]), (0.99 * SOON_S, [])])
+def test_slow_steps_are_measured_soon_and_by_all(step_s: float, actions: list[Action]) -> None:
+    """What counts is what all have heard, whatever this rank's own step took."""
+    made = Rank(1)
+    assert made.step(0.1, times=WARM_STEPS + 1 + SOON_STEPS) == [TellPace(0.1)]
+    assert made.feed(PaceTold(step_s)) == actions
+    if actions:
+        made.feed(Measured(LINKS, step_s))
+        assert made.feed(PaceTold(step_s)) == [], "measured already"
 
 
 def test_who_keeps_the_plan_hears_nothing() -> None:
@@ -125,7 +139,8 @@ def test_measuring_again_begins_with_the_next_step(rank: int) -> None:
     assert made.hear(row(word=Word.MEASURE), row()) == []
     assert isinstance(made.state.phase, Warming)
     assert made.feed(Due()) == [], "rows that are told now would be read behind steps that are measured"
-    assert [made.step() for _ in range(MEASURED_STEPS + 2)] == [[RecordSteps()], *[[]] * MEASURED_STEPS, [Measure()]]
+    did = [action for _ in range(MEASURED_STEPS + 2) for action in made.step()]
+    assert did == [RecordSteps(), TellPace(1.0), Measure()]
     made.feed(Measured(LINKS, 1.0))
     assert isinstance(made.state.phase, Watching)
 

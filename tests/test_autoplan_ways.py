@@ -10,7 +10,7 @@ from msgspec import structs
 
 from commlayer import planner
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
-from commlayer.job.autoplan import loss_limits, replan
+from commlayer.job.autoplan import loss_limits, plan_search
 from commlayer.job.autoplan.candidate import steps_of
 from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
@@ -43,14 +43,14 @@ def inputs(links: str, **policy: Any) -> PlanInputs:
 def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
     links: str, exact: bool, away: bool,
 ) -> None:
-    made, leaves = replan._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
-    assert replan.exact(made) is not away
+    made, leaves = plan_search._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    assert plan_search.exact(made) is not away
     assert bool(leaves) is away
     if away:
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
         assert "times as many to the loss at best): goes over to 16 local steps" in leaves
         assert leaves.endswith("attach(..., exact=True) keeps to averaged gradients")
-        again = replan._best(inputs(links, exact=exact), made)
+        again = plan_search._best(inputs(links, exact=exact), made)
         assert again == (made, ""), "said once"
 
 
@@ -116,9 +116,9 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
 
 
 def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
-    made, leaves = replan._best(inputs("100/100Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    made, leaves = plan_search._best(inputs("100/100Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
     assert (made.overlap, leaves) == ("forward", "")
-    assert made.step_s < replan._best(inputs("100/100Mb", exact=True), plan_of(0.0, "int4()"))[0].step_s
+    assert made.step_s < plan_search._best(inputs("100/100Mb", exact=True), plan_of(0.0, "int4()"))[0].step_s
 
 
 @pytest.mark.parametrize("late", [None, False])
@@ -160,16 +160,16 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
     made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    made, leaves = replan._best(made_from, current, apart=True)
+    made, leaves = plan_search._best(made_from, current, apart=True)
     assert made.steps_locally
     assert leaves == ""
     assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
-    assert made.step_s == pytest.approx(replan.step_s(made, made_from)), "priced as it runs, by the step and not by the round"
+    assert made.step_s == pytest.approx(plan_search.step_s(made, made_from)), "priced as it runs, by the step"
 
 
 def test_without_compression_is_in_updates_then_too() -> None:
     made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    dense = replan._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
+    dense = plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
     assert dense is not None
     assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
     assert dense.steps == steps_of(dense.plan, made_from)

@@ -6,7 +6,8 @@ import pytest
 
 from commlayer import planner
 from commlayer.job.autoplan.link_probes import RankMeasurement
-from commlayer.job.autoplan.replan import at_home, cluster_of, on_servers
+from commlayer.job.autoplan.plan_search import at_home, on_servers
+from commlayer.job.autoplan.replan import cluster_of
 from commlayer.measure import collective_costs
 from commlayer.planner.model.cluster import Line, Link, Policy, Profile
 from commlayer.planner.tables.machines import profile_from_tables

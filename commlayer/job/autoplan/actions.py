@@ -30,6 +30,13 @@ class RecordSteps(Record, frozen=True):
     """From the next step on workers record what takes time in it."""
 
 
+class TellPace(Record, frozen=True):
+    """All ranks together: tell each other what a step took. Answered by `PaceTold`."""
+
+    step_s: float
+    """This rank's."""
+
+
 class Measure(Record, frozen=True):
     """All ranks together: read the recorded steps, time collectives, probe links, tell each other. Answered by `Measured`."""
 
@@ -100,7 +107,7 @@ class Report(Record, frozen=True):
     event: StalePlan
 
 
-Action = (Say | RecordSteps | Measure | Hear | Tell | Probe | Pace | Afresh | StartPlanning | AwaitPlan | Switch | Describe
-          | Report)
-COLLECTIVE = (Measure, Hear, Tell, Probe, AwaitPlan, Switch)
+Action = (Say | RecordSteps | TellPace | Measure | Hear | Tell | Probe | Pace | Afresh | StartPlanning | AwaitPlan | Switch
+          | Describe | Report)
+COLLECTIVE = (TellPace, Measure, Hear, Tell, Probe, AwaitPlan, Switch)
 """All ranks take these after the same step in the same order, or they would wait for each other for ever."""

@@ -26,6 +26,7 @@ from commlayer.job.autoplan.actions import (
     Say,
     Switch,
     Tell,
+    TellPace,
     Word,
 )
 from commlayer.job.autoplan.facts import (
@@ -36,6 +37,7 @@ from commlayer.job.autoplan.facts import (
     InForce,
     Meanwhile,
     Measured,
+    PaceTold,
     Probed,
     Refused,
     SharesMoved,
@@ -50,6 +52,8 @@ from commlayer.records import digest
 WARM_STEPS = 2
 """They find thresholds, buffers and the forward order: their times are no model of later ones."""
 MEASURED_STEPS = 5
+SOON_STEPS, SOON_S = 1, 0.75
+"""Where steps take so long, so many are enough: the plan that shortens them is worth more than what others would tell."""
 
 Decided = tuple[State, list[Action]]
 
@@ -65,6 +69,9 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
             return _step_over(state, fact)
         case Meanwhile():
             return _meanwhile(state, fact)
+        case PaceTold():
+            slow = isinstance(state.phase, Measuring) and fact.step_s >= SOON_S
+            return state, [Measure()] if slow else []
         case Measured():
             return _measured(state, fact, now)
         case Heard():
@@ -98,6 +105,8 @@ def _step_over(state: State, fact: StepOver) -> Decided:
         return structs.replace(state, phase=Measuring(state.step + MEASURED_STEPS + 1)), [*actions, RecordSteps()]
     if isinstance(phase, Measuring) and state.step >= phase.until:
         return state, [*actions, Measure()]
+    if isinstance(phase, Measuring) and state.step == phase.until - MEASURED_STEPS + SOON_STEPS:
+        return state, [*actions, TellPace(fact.seconds)]
     if isinstance(phase, Watching) and not state.keep:
         return state, [*actions, Hear()]
     return state, actions

@@ -30,6 +30,7 @@ from commlayer.job.autoplan.actions import (
     StartPlanning,
     Switch,
     Tell,
+    TellPace,
 )
 from commlayer.job.autoplan.candidate import Candidate, ReplanVerdict
 from commlayer.job.autoplan.decide import begin, decide
@@ -41,6 +42,7 @@ from commlayer.job.autoplan.facts import (
     InForce,
     Meanwhile,
     Measured,
+    PaceTold,
     Planned,
     Probed,
     Refused,
@@ -85,6 +87,7 @@ class AutoPlan:
         self._news: deque[Planned | SharesMoved] = deque()
         """From other threads, for the next step's end."""
         self._ended, self._busy = 0.0, False
+        connection.on_close.append(self._replanner.close)
         connection.on_shares.append(lambda part: self._news.append(SharesMoved(part)))
 
     @property
@@ -156,6 +159,12 @@ class AutoPlan:
             case RecordSteps():
                 assert made.worker is not None
                 made.worker.recorder.switch(on=True)
+                if self._state.lead is not None:
+                    self._replanner.start()
+            case TellPace():
+                groups = self._groups()
+                told = groups.gather_all(torch.tensor([action.step_s], dtype=torch.float64, device=groups.device))
+                self._feed(PaceTold(float(told.median())))
             case Measure():
                 self._measure()
             case Hear():

@@ -76,6 +76,13 @@ class StepOver(Record, frozen=True):
     meanwhile: Meanwhile
 
 
+class PaceTold(Record, frozen=True):
+    """All ranks have told what a step took."""
+
+    step_s: float
+    """The median, the same on all of them."""
+
+
 class Measured(Record, frozen=True):
     """All ranks have measured and know the same: each node's link, and seconds of a step."""
 
@@ -122,4 +129,4 @@ class Refused(Record, frozen=True):
     why: str
 
 
-Fact = StepOver | Meanwhile | Measured | Heard | Due | Probed | Awaited | Switched | Refused
+Fact = StepOver | Meanwhile | PaceTold | Measured | Heard | Due | Probed | Awaited | Switched | Refused

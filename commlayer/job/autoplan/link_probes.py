@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,10 +41,16 @@ Ways = tuple[float, float, float]
 UP_SHARE = 0.4
 """Part of a probe's time for sending: all nodes send at once, as they do in a step. They receive in turn, or the senders' links
 would set the rate."""
+ROOM = 1.5
+"""Times the measured rate that a node may send at. Probes find up to a third too little, and a pace below the link's would make
+that true; one that is too high costs a few lost segments."""
+DRAINED = 3
+"""Round trips behind a turn until what was under way is through."""
 
 
 def probed(made: Connection, budget_s: float) -> Ways:
-    """Rates of this node's link; all ranks call it together. It asks servers on other nodes; zeros where there are none."""
+    """Rates of this node's link; all ranks call it together, and `gathered` behind it, which waits for the last. It asks
+    servers on other nodes; zeros where there are none."""
     groups = _groups(made)
     assert made.uplink is not None
     nodes = groups.world // groups.ranks_per_node
@@ -57,11 +64,11 @@ def probed(made: Connection, budget_s: float) -> Ways:
     groups.barrier()
     if asks:
         up_bps = link_rates.rate(network, link_rates.UP, away, round_trip_s, up_s, patience_s)
-    for node in range(nodes):
-        groups.barrier()
-        if asks and node == groups.node:
-            down_bps = link_rates.rate(network, link_rates.DOWN, away, round_trip_s, down_s, patience_s, expected_bps=up_bps)
-    groups.barrier()
+    told = groups.gather_all(torch.tensor([round_trip_s], dtype=torch.float64, device=groups.device))
+    if asks:
+        # All have heard the others at about the same time, so turns need no meeting, which takes three round trips.
+        time.sleep(groups.node * (down_s + DRAINED * float(told.max())))
+        down_bps = link_rates.rate(network, link_rates.DOWN, away, round_trip_s, down_s, patience_s, expected_bps=up_bps)
     # To the server and back, and from each machine to the network between them: four ways of about equal length.
     return up_bps, down_bps, round_trip_s / 4
 
@@ -92,10 +99,10 @@ def meter_of(made: Connection) -> InterfaceCounters | None:
 
 
 def pace(made: Connection, links: Sequence[Link]) -> None:
-    """From now on this rank, and the servers on its node, send no faster than the node's link carries."""
+    """From now on this rank, and the servers on its node, send little faster than the node's link carries."""
     groups = _groups(made)
     assert made.uplink is not None
-    up_bps = links[groups.node].up_bps
+    up_bps = ROOM * links[groups.node].up_bps
     made.uplink.pace(up_bps / groups.ranks_per_node)
     if groups.local == 0:
         made.uplink.pace_servers(groups.node, up_bps)

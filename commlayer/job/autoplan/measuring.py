@@ -17,10 +17,12 @@ from commlayer.observe import RecordedStep
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker
 
-PROBE_S = 2.0
-"""Of all probes together."""
+PROBE_S = 1.6
+"""Of all probes together, besides waiting for each other."""
 GROUPS_SHARE = 0.2
 """Part of the probes' time that is for collectives."""
+SLOW_BPS = 50e6
+"""Over links as slow as that collectives between nodes take what the links take, and measuring them would take long."""
 PROBE_AGAIN_S = 1.2
 """Of all probes of links that may have become faster."""
 
@@ -52,12 +54,14 @@ def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
     steps = worker.recorder.steps
     worker.recorder.switch(on=False)
     timing = timing_of(steps, len(job.tensors), worker.places)
-    collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     step_s = median(s.marks["end"] for s in steps)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *probed(connection, (1 - GROUPS_SHARE) * probe_s),
                           connection.terms.weighed)
-    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, gathered(connection, row), collectives,
-                        energy_of(worker))
+    rows = gathered(connection, row)
+    collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
+    if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
+        collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
+    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives, energy_of(worker))
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:

@@ -1,44 +1,37 @@
-"""Finds a plan for a running job from what its ranks measured. Knows a connection's servers and budget; changes nothing."""
+"""What planning for a running job starts from: measured work, links and codecs. Knows a connection; searches nothing itself.
+
+Codecs of this machine are measured once behind each measuring of the job; plan_search.py then searches as often as asked.
+"""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 
 from msgspec import structs
 
-from commlayer import planner
 from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
-from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
-from commlayer.job.autoplan.cpu_contention import dearer, factor
+from commlayer.job.autoplan.candidate import Candidate
 from commlayer.job.autoplan.link_probes import RankMeasurement, homes_of
 from commlayer.job.autoplan.measuring import Measurements
+from commlayer.job.autoplan.plan_search import SearchOrder
+from commlayer.job.autoplan.planning_process import PlanningProcess
 from commlayer.job.connection import Connection
-from commlayer.job.shares.comm_cost import communication
-from commlayer.job.ways import in_updates
 from commlayer.measure import bucket_overheads, codec_costs
 from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import RecordedStep
-from commlayer.planner.model.cluster import Basis, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
-from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
+from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables.machines import learning_rows
-from commlayer.records import Job, Plan
-
-KEEPS_UP = 1.5
-"""Times as long as computing alone: where averaging gradients in every step takes the loss no farther off, nothing else is
-looked for."""
-LEAVES = 0.75
-"""Else it is left for what is at the loss in this part of the time, or sooner."""
+from commlayer.records import Plan
 
 
 class Replanner:
-    """Measures this machine's codecs once behind each measuring of the job, then plans as often as asked."""
+    """Plans as often as asked, for what was measured last."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -48,6 +41,14 @@ class Replanner:
         """As the first measuring saw it: under a sparse plan what comes back is no whole gradient."""
         self._contention = 0.0
         """How much dearer work on processors is than alone; 0 before it was fitted."""
+        self._process = PlanningProcess()
+
+    def start(self) -> None:
+        """Loads what planning needs, beside the training; without it the first planning does."""
+        self._process.start()
+
+    def close(self) -> None:
+        self._process.close()
 
     def measured(self, measurements: Measurements) -> None:
         """Under the plan in force; what was measured before is old."""
@@ -63,55 +64,23 @@ class Replanner:
 
         `current` is in force; `known`: the same as the planner has it, if it is the planner's. `allowed`: by the script.
         """
-        measured, homes = self._begun(), homes_of(self._connection)
+        made, measured = self._connection, self._begun()
         if self._profile is None:
-            codecs = loss_limits.codecs(self._connection)
-            self._profile = structs.replace(_profile(current, measured.steps, measured.collectives, codecs),
+            self._profile = structs.replace(_profile(current, measured.steps, measured.collectives, loss_limits.codecs(made)),
                                             energy=self._energy)
-        begin = time.perf_counter()
-        worker = self._connection.worker
+        homes, worker = tuple(homes_of(made)), made.worker
         cuda = worker is not None and worker.device.type == "cuda"
-        job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
-        rows = harder_by(learning_rows(self._connection.terms.learning), self._connection.terms.harder)
-        alone, policy = loss_limits.bounded(self._connection, structs.replace(self._profile, learning=rows), allowed)
-        as_planned = known or at_home(current, homes)
-
-        @functools.cache
-        def current_s(contention: float) -> float:
-            return step_s(as_planned, PlanInputs(job, cluster, dearer(alone, contention), policy))
-
-        self._contention = self._contention or factor(measured.step_s, current_s)
-        profile = dearer(alone, self._contention)
-        inputs = PlanInputs(job, cluster, profile, policy)
-        apart = current.steps_locally and loss_limits.remembers(self._connection)
-        best, leaves = _best(inputs, current, apart=apart)
-        price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
-        found = Candidate(
-            Basis(best, inputs), on_servers(best, homes), as_planned, current_s(self._contention), current_s(1.0), price,
-            current_price, 0.0, steps_of(best, inputs), steps_of(as_planned, inputs), leaves)
-        plain = _plain(found, apart=apart)
-        return found._replace(took_s=time.perf_counter() - begin, plain=plain)
+        cluster = cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
+        rows = harder_by(learning_rows(made.terms.learning), made.terms.harder)
+        profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed)
+        order = SearchOrder(current, known, homes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
+                            self._contention, current.steps_locally and loss_limits.remembers(made))
+        candidate, self._contention = self._process.search(order)
+        return candidate
 
     def _begun(self) -> Measurements:
         assert self._measured is not None, "planning follows measuring"
         return self._measured
-
-
-def at_home(plan: Plan, homes: Sequence[int]) -> Plan:
-    """The plan with servers as the planner counts them: one for each node that has any. `homes`: the node of each server."""
-    hosts = sorted(set(homes[: plan.servers]))
-    buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
-    return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
-
-
-def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
-    """The reverse: the planner's hosts as the numbers of servers that run."""
-    if not plan.servers:
-        return plan
-    hosts = plan.hosts or tuple(sorted(set(homes))[: plan.servers])
-    number = [homes.index(host) for host in hosts]
-    buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
-    return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
 
 
 def cluster_of(
@@ -142,77 +111,6 @@ def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow,
     more = [row.steps if row.codec == DENSE else 1 + times * (row.steps - 1) for row in rows]
     return tuple(structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
                  for row, steps in zip(rows, more, strict=True))
-
-
-def step_s(plan: Plan, made_from: PlanInputs) -> float:
-    """Seconds of a step, each of those that share an exchange bearing its part."""
-    timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
-    return timeline.step_s / plan.local_steps
-
-
-def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple[Plan, str]:
-    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them.
-
-    That needs more than a plan that is a little better: what optimizer states mean changes with it. `apart`: they have come to
-    differ, so nothing goes back to averaged gradients, and what is found for them is counted as it would run.
-    """
-    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
-    assert policy is not None
-    assert job.timing is not None
-    plain = _as_asked(planner.plan(job, cluster, profile, structs.replace(policy, exact=True)), current)
-    plain = _in_updates(plain, made_from) if apart else plain
-    plain_s = plain.step_s * steps_of(plain, made_from)
-    computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
-    if policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s):
-        return plain, ""
-    other = _as_asked(planner.plan(job, cluster, profile, policy), current)
-    if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:
-        return plain, ""
-    how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
-    if other.overlap == "round":
-        how += ", exchanged while the next are taken"
-    said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
-            for plan in (plain, other)]
-    return other, "" if not exact(current) else (
-        f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
-        "attach(..., exact=True) keeps to averaged gradients")
-
-
-def exact(plan: Plan) -> bool:
-    """Whether each step is one on the average of its own gradients, up to coding."""
-    return not plan.steps_locally and not any(b.stale for b in plan.buckets)
-
-
-def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
-    """As it runs where optimizers remember different things, and what that takes."""
-    made = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
-    return structs.replace(made, step_s=step_s(made, made_from))
-
-
-def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
-    """The plan without compression by the same prices; None where that is what is in force."""
-    made_from = found.basis.inputs
-    inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
-    plain = planner.default_plan(
-        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
-        fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
-    )
-    if plain.buckets == found.current.buckets:
-        return None
-    plain = _in_updates(plain, made_from) if apart else structs.replace(plain, step_s=step_s(plain, made_from))
-    plain = _as_asked(plain, found.runnable)
-    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs),
-                          steps=steps_of(plain, made_from), leaves="")
-
-
-def _as_asked(plan: Plan, before: Plan) -> Plan:
-    """What a job was told of its ratios holds for all its plans."""
-    return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
-
-
-def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
-    priced = communication(plan, job, cluster, profile, policy)
-    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
 
 
 _overheads = functools.cache(bucket_overheads.measure)

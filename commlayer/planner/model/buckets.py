@@ -34,12 +34,16 @@ TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * 
 """From overlap (small buckets go out early) to few calls (each pays latency and floors)."""
 
 
-def limits(job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False) -> tuple[Limits, ...]:
-    """The limits worth trying for a model of this size, without repetitions. `most`: bytes that a bucket may have."""
+def limits(
+    job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False, small: bool = True,
+) -> tuple[Limits, ...]:
+    """The limits worth trying for a model of this size, without repetitions. `most`: bytes that a bucket may have.
+
+    `small`: also each tensor by itself, as in Espresso. Dozens of biases in buckets of their own cost more than their prices.
+    """
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
     tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
-    # As in Espresso, each tensor by itself.
-    alone = [Limits(0, most)] if len(job.tensors) <= MOST_BUCKETS * 2 else []
+    alone = [Limits(0, most)] if small and len(job.tensors) <= MOST_BUCKETS * 2 else []
     kept = most if matrices else 0
     return tuple(dict.fromkeys([limit._replace(matrix_nbytes=kept) for limit in (*tried, *alone)]))
 

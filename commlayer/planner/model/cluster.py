@@ -105,8 +105,8 @@ class Profile(Record, frozen=True):
     learning: tuple[LearningRow, ...] = ()
     """What ways of training cost in steps and in loss, as measured; none: all steps count alike."""
     energy: tuple[float, ...] = ()
-    """What parts of the gradients' energy the job's tensors have: what a bucket's codec costs counts by them. None: elements
-    count alike."""
+    """What parts of the gradients' energy the job's tensors have: what a bucket's codec costs counts by them and by elements,
+    half each. None: by elements."""
     source: str = "tables"
     """"tables", "measured" or a name that a person gave."""
 

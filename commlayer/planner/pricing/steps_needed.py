@@ -1,7 +1,7 @@
 """How many times as many steps options and plans need as dense training, and what they lose. Knows no seconds and no search.
 
-Rows of measured trainings say it for a codec; a bucket counts by its part of the gradients' energy, where that is known, else
-of the elements. Up and down each cost half.
+Rows of measured trainings say it for a codec; a bucket counts by its part of the elements, and as much by its part of the
+gradients' energy where that is known. Up and down each cost half.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy
 
 
 def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float] = ()) -> list[float]:
-    """What each group of slices counts for; together 1, if they are the whole model."""
-    if not energy:
-        total = max(1, job.numel)
-        return [sum([s.numel for s in slices]) / total for slices in groups]
+    """What each group of slices counts for; together 1, if they are the whole model.
+
+    Energy alone tells what coding a part costs now. It moves while a model learns, mostly into what had little of it at first.
+    """
+    total = max(1, job.numel)
     whole, numels = sum(energy), [max(1, info.numel) for info in job.tensors]
-    return [sum([energy[s.tensor] * s.numel / numels[s.tensor] for s in slices]) / whole for slices in groups]
+    of = [1 / total + (energy[i] / whole / numels[i] if energy else 1 / total) for i in range(len(job.tensors))]
+    return [sum([of[s.tensor] * s.numel for s in slices]) / 2 for slices in groups]
 
 
 def summed(parts: Sequence[float], each: Sequence[Excess]) -> Excess:

@@ -121,7 +121,8 @@ def _layouts(inputs: SearchInputs) -> list[Layout]:
     made: list[Layout] = []
     allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
     most, matrices = min(name.most_nbytes for name in allowed), any(name.shaped for name in allowed)
-    for limits in buckets.limits(inputs.job, most, matrices=matrices):
+    small = inputs.policy.objective == "step"
+    for limits in buckets.limits(inputs.job, most, matrices=matrices, small=small):
         layout = Layout(inputs.job, inputs.timing, limits)
         if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
             made.append(layout)

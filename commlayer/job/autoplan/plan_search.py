@@ -1,0 +1,187 @@
+"""Finds a plan for a running job by its measured prices, and says what the one in force takes by them. Pure; loads no torch.
+
+planning_process.py runs it, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer import planner
+from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
+from commlayer.job.autoplan.cpu_contention import dearer, factor
+from commlayer.job.shares.comm_cost import communication
+from commlayer.job.ways import in_updates
+from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
+from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
+from commlayer.planner.model.option import DENSE
+from commlayer.records import Job, Plan
+
+KEEPS_UP = 1.5
+"""Times as long as computing alone: where averaging gradients in every step takes the loss no farther off, nothing else is
+looked for."""
+LEAVES = 0.75
+"""Else it is left for what is at the loss in this part of the time, or sooner."""
+
+NEARLY = 0.03
+"""A predicted step that is longer than the measured one by no more than this fraction is as good."""
+FASTEST, ROUNDS = 4.0, 5
+"""Times as fast as probed, at most; of bisection, the last leaves an error of a twentieth."""
+
+
+class SearchOrder(NamedTuple):
+    """What is searched, and for what."""
+
+    current: Plan
+    """In force, as workers run it."""
+    known: Plan | None
+    """The same as the planner has it, if it is the planner's."""
+    homes: tuple[int, ...]
+    """The node of each server."""
+    inputs: PlanInputs
+    """By prices that know nothing of processes sharing processors."""
+    measured_s: float
+    """Seconds of a step under the plan in force."""
+    contention: float = 0.0
+    """How much dearer work on processors is than alone; 0: it is to be fitted to the measured step."""
+    apart: bool = False
+    """Whether optimizers' states have come to differ between ranks."""
+
+
+class SearchResult(NamedTuple):
+    candidate: Candidate
+    contention: float
+
+
+def search(order: SearchOrder) -> SearchResult:
+    """The best plan, and the one in force beside it."""
+    begin = time.perf_counter()
+    job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
+    assert alone is not None
+    as_planned = order.known or at_home(order.current, order.homes)
+    cluster = sped_up(cluster, lambda faster: step_s(as_planned, PlanInputs(job, faster, alone, policy)), order.measured_s)
+
+    @functools.cache
+    def current_s(contention: float) -> float:
+        return step_s(as_planned, PlanInputs(job, cluster, dearer(alone, contention), policy))
+
+    contention = order.contention or factor(order.measured_s, current_s)
+    profile = dearer(alone, contention)
+    inputs = PlanInputs(job, cluster, profile, policy)
+    best, leaves = _best(inputs, order.current, apart=order.apart)
+    price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
+    found = Candidate(
+        Basis(best, inputs), on_servers(best, order.homes), as_planned, current_s(contention), current_s(1.0), price,
+        current_price, 0.0, steps_of(best, inputs), steps_of(as_planned, inputs), leaves)
+    plain = _plain(found, apart=order.apart)
+    return SearchResult(found._replace(took_s=time.perf_counter() - begin, plain=plain), contention)
+
+
+def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
+    """With nodes that send as fast as the measured step needs at least: short probes, in which all nodes send at once, find too
+    little, never too much. Unchanged where they already do, or where no rate explains the step."""
+
+    def by(times: float) -> Cluster:
+        return structs.replace(cluster, nodes=tuple(
+            structs.replace(node, link=structs.replace(node.link, up_bps=times * node.link.up_bps)) for node in cluster.nodes))
+
+    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(by(FASTEST)) > measured_s:
+        return cluster
+    low, high = 1.0, FASTEST
+    for _ in range(ROUNDS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_s(by(middle)) > measured_s else (low, middle)
+    return by(high)
+
+
+def at_home(plan: Plan, homes: Sequence[int]) -> Plan:
+    """The plan with servers as the planner counts them: one for each node that has any. `homes`: the node of each server."""
+    hosts = sorted(set(homes[: plan.servers]))
+    buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
+
+
+def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
+    """The reverse: the planner's hosts as the numbers of servers that run."""
+    if not plan.servers:
+        return plan
+    hosts = plan.hosts or tuple(sorted(set(homes))[: plan.servers])
+    number = [homes.index(host) for host in hosts]
+    buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
+
+
+def step_s(plan: Plan, made_from: PlanInputs) -> float:
+    """Seconds of a step, each of those that share an exchange bearing its part."""
+    timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
+    return timeline.step_s / plan.local_steps
+
+
+def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple[Plan, str]:
+    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them.
+
+    That needs more than a plan that is a little better: what optimizer states mean changes with it. `apart`: they have come to
+    differ, so nothing goes back to averaged gradients, and what is found for them is counted as it would run.
+    """
+    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    assert policy is not None
+    assert job.timing is not None
+    plain = _as_asked(planner.plan(job, cluster, profile, structs.replace(policy, exact=True)), current)
+    plain = _in_updates(plain, made_from) if apart else plain
+    plain_s = plain.step_s * steps_of(plain, made_from)
+    computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
+    if policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s):
+        return plain, ""
+    other = _as_asked(planner.plan(job, cluster, profile, policy), current)
+    if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:
+        return plain, ""
+    how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
+    if other.overlap == "round":
+        how += ", exchanged while the next are taken"
+    said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
+            for plan in (plain, other)]
+    return other, "" if not exact(current) else (
+        f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
+        "attach(..., exact=True) keeps to averaged gradients")
+
+
+def exact(plan: Plan) -> bool:
+    """Whether each step is one on the average of its own gradients, up to coding."""
+    return not plan.steps_locally and not any(b.stale for b in plan.buckets)
+
+
+def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
+    """As it runs where optimizers remember different things, and what that takes."""
+    made = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
+    return structs.replace(made, step_s=step_s(made, made_from))
+
+
+def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
+    """The plan without compression by the same prices; None where that is what is in force."""
+    made_from = found.basis.inputs
+    inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    plain = planner.default_plan(
+        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
+        fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
+    )
+    if plain.buckets == found.current.buckets:
+        return None
+    plain = _in_updates(plain, made_from) if apart else structs.replace(plain, step_s=step_s(plain, made_from))
+    plain = _as_asked(plain, found.runnable)
+    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs),
+                          steps=steps_of(plain, made_from), leaves="")
+
+
+def _as_asked(plan: Plan, before: Plan) -> Plan:
+    """What a job was told of its ratios holds for all its plans."""
+    return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
+
+
+def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
+    priced = communication(plan, job, cluster, profile, policy)
+    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap

@@ -1,0 +1,113 @@
+"""Searches plans in a child process: a search in the trainer's own interpreter would slow its steps several times over.
+
+The child loads no torch, knows no job, and ends with its parent: what it is asked comes by its standard input, what it finds
+goes out by its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from commlayer.job.autoplan.plan_search import SearchOrder, SearchResult, search
+
+ROOT = Path(__file__).parents[3]
+# The child must run the package that this process runs, installed or not, whatever lies in the current directory.
+RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.job.autoplan.planning_process import main; main()"
+LENGTH = struct.Struct("<Q")
+NICE = 5
+"""Steps go before."""
+LOOK_S = 5.0
+
+
+class PlanningProcess:
+    """Started with the first search, or before by start(). One thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._process is None:
+            self._process = subprocess.Popen([sys.executable, "-P", "-c", RUN, str(ROOT)], stdin=subprocess.PIPE,
+                                             stdout=subprocess.PIPE, start_new_session=True)
+
+    def search(self, order: SearchOrder) -> SearchResult:
+        """What plan_search.search() says there, errors included. RuntimeError if the process has ended."""
+        self.start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _write(process.stdin, order)
+            found = _read(process.stdout)
+        except (OSError, ValueError, EOFError):  # ended, or closed here meanwhile
+            self.close()
+            raise RuntimeError(f"the process that plans has ended (exit code {process.wait()})") from None
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, SearchResult)
+        return found
+
+    def close(self) -> None:
+        """Ends the child, and with it a search under way."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was not written yet is for nobody
+                    pipe.close()
+
+
+def main() -> None:
+    """The child: one search after another until standard input ends."""
+    os.nice(NICE)
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not print into an answer
+    while True:
+        try:
+            order = _read(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            found: Any = search(order)
+        except Exception as error:
+            found = error
+        try:
+            _write(out, found)
+        except BrokenPipeError:
+            return
+
+
+def _follow(parent: int) -> None:
+    """Forked workers of a script hold its pipes open, so their end alone does not tell that it has gone."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+def _write(pipe: IO[bytes], what: Any) -> None:
+    data = pickle.dumps(what)
+    pipe.write(LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> Any:
+    """EOFError where the other end has gone."""
+    head = pipe.read(LENGTH.size)
+    data = pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+    if not data:
+        raise EOFError
+    return pickle.loads(data)  # from the parent's or the child's own pipe, which nobody else can write to

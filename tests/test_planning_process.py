@@ -1,0 +1,96 @@
+"""Plans are searched in a process of their own: the same plans, errors as they are, and an end with whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from autoplan_kit import JOB, plan_of
+from msgspec import structs
+
+from commlayer.job.autoplan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
+from commlayer.job.autoplan.planning_process import PlanningProcess
+from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
+
+CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
+CURRENT = plan_of(0.0, "int4()")
+
+
+def order(measured_s: float = 1.0) -> SearchOrder:
+    inputs = PlanInputs(JOB, CLUSTER, profile_from_tables(CLUSTER), Policy(optimizer="adam", exact=True))
+    return SearchOrder(CURRENT, None, (0,), inputs, measured_s)
+
+
+@pytest.fixture
+def process() -> Iterator[PlanningProcess]:
+    made = PlanningProcess()
+    yield made
+    made.close()
+
+
+def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
+    for measured_s in (0.5, 2.0):
+        there, here = process.search(order(measured_s)), search(order(measured_s))
+        assert there.candidate._replace(took_s=0.0, plain=None) == here.candidate._replace(took_s=0.0, plain=None)
+        assert there.contention == here.contention
+
+
+def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:
+    wrong = order()._replace(inputs=structs.replace(order().inputs, policy=Policy(max_local_steps=-1)))
+    with pytest.raises(ValueError, match="max_local_steps is -1"):
+        process.search(wrong)
+    assert process.search(order()).candidate.plan.buckets
+
+
+def test_a_killed_process_is_named_and_another_takes_its_place(process: PlanningProcess) -> None:
+    process.start()
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"the process that plans has ended \(exit code -9\)"):
+        process.search(order())
+    assert process.search(order()).candidate.plan.buckets
+
+
+def test_closing_ends_a_search_under_way(process: PlanningProcess) -> None:
+    said: list[str] = []
+
+    def searching() -> None:
+        try:
+            process.search(order())
+        except RuntimeError as error:
+            said.append(str(error))
+
+    process.start()
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)  # it never answers
+    thread = threading.Thread(target=searching)
+    thread.start()
+    time.sleep(0.1)
+    process.close()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert said == ["the process that plans has ended (exit code -9)"]
+
+
+def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
+    alone = profile_from_tables(CLUSTER)
+    made = structs.replace(CURRENT, hosts=(0,))
+
+    def seconds(cluster: Cluster) -> float:
+        return step_s(made, PlanInputs(JOB, cluster, alone, Policy()))
+
+    true_s = seconds(CLUSTER)
+    slow = structs.replace(CLUSTER, nodes=tuple(
+        structs.replace(node, link=structs.replace(node.link, up_bps=node.link.up_bps / 2)) for node in CLUSTER.nodes))
+    assert seconds(slow) > true_s * (1 + NEARLY)
+    found = sped_up(slow, seconds, true_s)
+    assert seconds(found) == pytest.approx(true_s, rel=0.1)
+    assert [node.link.down_bps for node in found.nodes] == [node.link.down_bps for node in slow.nodes]
+    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
+    assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"
