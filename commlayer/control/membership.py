@@ -223,7 +223,7 @@ def _completed(state: State) -> State:
 
 def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
     """On the nodes that they name; else where their machine's workers are, or on nodes behind all others."""
-    nodes = {p.join.name: p.join.node for p in reversed(workers)}
+    nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
     named = [p.join.node for p in (*servers, *workers)]
     made = []
     for p in servers:

@@ -1,15 +1,17 @@
 """A gRPC server of unary calls that are bytes both ways. Knows no call's meaning, and no seat.
 
-It runs on an event loop, so that a call whose bytes do not come holds no thread; what it answers must not block.
+It runs on an event loop, so that a call whose bytes do not come holds no thread; what it answers must not block, but may be
+something to await.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import selectors
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from commlayer import config as settings
@@ -27,7 +29,7 @@ MAX_CALLS = 512
 """Under way at once; more are told to come again. With MAX_NBYTES it bounds what strangers can make this process hold."""
 START_S = 30.0
 STOP_S = 0.5
-Answer = Callable[[bytes, str], bytes]
+Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
 """The body of a call and the connection that it came by: the answer. Unproved or CorruptFrame refuse it."""
 
 
@@ -72,7 +74,8 @@ class Host:
         async def call(data: bytes, context: Any) -> bytes:
             peer = context.peer()
             try:
-                return answer(data, peer)
+                made = answer(data, peer)
+                return await made if inspect.isawaitable(made) else made
             except Unproved:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the secret")
             except CorruptFrame as error:

@@ -69,9 +69,10 @@ class Replanner:
             self._profile = structs.replace(_profile(current, measured.steps, measured.collectives, codecs),
                                             energy=self._energy)
         begin = time.perf_counter()
-        worker = self._connection.worker
+        worker, groups = self._connection.worker, self._connection.groups
         cuda = worker is not None and worker.device.type == "cuda"
-        job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
+        job, cluster = measured.job, cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda,
+                                                  reachable=groups is None or groups.members.reachable)
         rows = harder_by(learning_rows(), self._connection.harder)
         alone, policy = loss_limits.bounded(self._connection, structs.replace(self._profile, learning=rows), allowed)
         as_planned = known or at_home(current, homes)
@@ -116,6 +117,7 @@ def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
 
 def cluster_of(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, homes: Sequence[int], *, cuda: bool = False,
+    reachable: bool = True,
 ) -> Cluster:
     """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best."""
     per_node = len(rows) // len(links)
@@ -130,7 +132,7 @@ def cluster_of(
         ))
     best = max(links, key=lambda link: link.up_bps + link.down_bps)
     nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(homes, default=0) + 1)]
-    return Cluster(tuple(nodes))
+    return Cluster(tuple(nodes), reachable)
 
 
 @functools.lru_cache(4)
@@ -190,8 +192,10 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
 
 
 def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
-    """The plan without compression by the same prices; None where that is what is in force."""
+    """The plan without compression by the same prices; None where that is in force, or no node reaches another."""
     made_from = found.basis.inputs
+    if not made_from.cluster.reachable:
+        return None
     inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     plain = planner.default_plan(
         made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
