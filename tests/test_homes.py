@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from control_kit import quick
+from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.control import homes, messages
+from commlayer.control import client, homes, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.home import Attendance, Desk
 from commlayer.errors import CommError, DeadlineExceeded, Refused
@@ -246,3 +247,22 @@ def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(o
     with pytest.raises(DeadlineExceeded, match=r"1 of 2 workers are here \(a\) after 0.1 s: start the others"):
         alone.meet(0.1)
     alone.close("it gave up")
+
+
+def test_keys_that_do_not_fit_are_a_line(opened: list[Any], folders: Folders) -> None:
+    coordinator = Coordinator(quick(keys=str(folders.server)), workers=1)
+    opened.append(coordinator)
+    for keys, line in ((folders.foreign, "certificate"), (folders.revoked, "revoked"), ("", "asks for TLS: set keys")):
+        held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
+        with pytest.raises(Refused, match=line):
+            Attendance(coordinator.address, held, asked("a"), lambda _: None).meet(5.0)
+    good = Attendance(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
+    assert good.meet(5.0).first == 0
+    good.close("the test is over")
+
+
+def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), workers=3)
+    opened.append(coordinator)
+    with pytest.raises(Refused, match="expects 1 workers, the job has 3: .* or with `commlayer launch --join`"):
+        client.join(coordinator.address, messages.worker("job", 0, 1), quick(), lambda _: None)

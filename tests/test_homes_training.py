@@ -136,12 +136,18 @@ def test_ddp_with_a_group_that_the_script_makes_trains_the_bits_of_one_rack(home
     assert {one["sha"] for one in told} == set(in_a_rack("ddp", 2))
 
 
-def test_ctrl_c_on_one_home_ends_all_with_its_name(homes: Homes) -> None:
-    homes.serve(2)
+@pytest.mark.parametrize("who", ["a home", "the server"])
+def test_ctrl_c_on_one_home_or_the_end_of_the_server_ends_all_with_its_name(homes: Homes, who: str) -> None:
+    server = homes.serve(2)
     both = [homes.launch("on and on", "--node-rank", str(place)) for place in range(2)]
     for home in both:
         assert home.stdout is not None
         home.stdout.readline()
+    if who == "the server":
+        server.kill()
+        for home in both:
+            assert re.search(r"commlayer.errors.PeerLost: server 0: ", ended(home, 1)[1])
+        return
     both[1].send_signal(signal.SIGINT)
     _, said = ended(both[1], 130)
     assert "commlayer launch: this home was interrupted; the other homes end with it" in said
