@@ -70,7 +70,7 @@ def launch(
         raise
     finally:
         attendance.close(reason)
-    if code:
+    if code and not attendance.ended.is_set():
         _say(f"{reason}; the other homes end with it")
     raise typer.Exit(code)
 

@@ -38,7 +38,7 @@ def commlayer(
 
 app.command()(demo)
 app.command()(serve)
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(tune)
 app.command()(profile)
 app.command()(trace)
