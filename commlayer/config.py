@@ -50,8 +50,6 @@ class Config(Record, frozen=True):
     """Settings of one process. The first source that names a field wins: argument, environment, TOML file, default."""
 
     join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
-    home: Text = ""
-    """Set by `commlayer launch`: how the coordinator knows this machine, whose ranks reach the others through it alone."""
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
     """Servers that a job on several machines starts listen elsewhere, unless told: on the address that leads to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
@@ -73,6 +71,8 @@ class Config(Record, frozen=True):
     node: Node = -1
     """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
     torchrun count their own."""
+    home: Text = ""
+    """Set by `commlayer launch`: how the coordinator knows this machine, whose ranks reach the others through it alone."""
     batch: Weight = 1.0
     """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
     ranks_per_node: Count = 0
