@@ -41,8 +41,8 @@ def main(how: str, *_: str) -> None:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = "allreduce()" if how == "other" and rank else "topk(ratio=0.1)" if how != "auto" else "auto"
-    with commlayer.attach(model, optimizer, plan=plan, config={"ranks_per_node": 1}) as session:
+    config = {"ranks_per_node": 2 if how == "inside" else 1}
+    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)", config=config) as session:
         step = 0
         while step < STEPS or how == "on and on":
             x, y = data(rank, step)
@@ -128,6 +128,13 @@ def test_homes_of_two_and_one_train_the_bits_of_one_rack(homes: Homes) -> None:
     assert {one["sha"] for one in told} == set(in_a_rack("ddp", 3))
     _, said = ended(server)
     assert re.search(r"each home types: commlayer launch --join 127.0.0.1:\d+ --token-file \S+ SCRIPT", said)
+
+
+def test_workers_of_one_home_sum_among_themselves_first(homes: Homes) -> None:
+    homes.serve(2)
+    told, _ = ended(homes.launch("inside", "--nproc-per-node", "2"))
+    assert [one["nodes"] for one in told] == [[1]] * 2
+    assert {one["sha"] for one in told} == set(in_a_rack("inside", 2))
 
 
 @pytest.mark.parametrize("who", ["a home", "the server"])
