@@ -75,8 +75,10 @@ class Homes:
         self.address = ""
 
     def run(self, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen([sys.executable, "-m", "commlayer.cli.main", *arguments], text=True, cwd=ROOT,
-                                   env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        """As in a shell's background, where Ctrl-C is ignored, and by all children that do not mind it themselves."""
+        line = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "commlayer.cli.main", *arguments]
+        process = subprocess.Popen(line, text=True, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
         self._processes.append(process)
         return process
 
@@ -137,8 +139,8 @@ def test_workers_of_one_home_sum_among_themselves_first(homes: Homes) -> None:
     assert {one["sha"] for one in told} == set(in_a_rack("inside", 2))
 
 
-@pytest.mark.parametrize("who", ["a home", "the server"])
-def test_ctrl_c_on_one_home_or_the_end_of_the_server_ends_all_with_its_name(homes: Homes, who: str) -> None:
+@pytest.mark.parametrize("who", ["a home", "a launcher", "the server"])
+def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_with_a_name(homes: Homes, who: str) -> None:
     server = homes.serve(2)
     both = [homes.launch("on and on", "--node-rank", str(place)) for place in range(2)]
     for home in both:
@@ -149,9 +151,12 @@ def test_ctrl_c_on_one_home_or_the_end_of_the_server_ends_all_with_its_name(home
         for home in both:
             assert re.search(r"commlayer.errors.PeerLost: server 0: ", ended(home, 1)[1])
         return
-    both[1].send_signal(signal.SIGINT)
-    _, said = ended(both[1], 130)
-    assert "commlayer launch: this home was interrupted; the other homes end with it" in said
+    if who == "a launcher":
+        both[1].kill()
+    else:
+        both[1].send_signal(signal.SIGINT)
+        _, said = ended(both[1], 130)
+        assert "commlayer launch: this home was interrupted; the other homes end with it" in said
     _, said = ended(both[0], 1)
     assert "commlayer.errors.PeerLost: worker 1: left the job: KeyboardInterrupt" in said
 

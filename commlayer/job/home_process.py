@@ -47,7 +47,9 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """As Ctrl-C would, where the system has it: a launcher that is killed leaves nobody behind."""
+    """As Ctrl-C would, where the system has it: a launcher that is killed leaves nobody behind. In a shell's background Ctrl-C
+    is ignored, and children inherit that; but from the launcher it comes only when this process is to end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
         if os.getppid() != parent:
