@@ -77,6 +77,8 @@ class Config(Record, frozen=True):
     node: Node = -1
     """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
     torchrun count their own."""
+    home: Text = ""
+    """Set by `commlayer launch`: how the coordinator knows this machine, whose ranks reach the others through it alone."""
     batch: Weight = 1.0
     """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
     ranks_per_node: Count = 0
@@ -141,6 +143,8 @@ class Launch(NamedTuple):
     node: int = 0
     agent: int = -1
     """Which of its launcher's agents started it; processes of several are on several nodes. -1: nobody says."""
+    home: str = ""
+    """Not empty: `commlayer launch` started it, and it reaches ranks on other machines through a coordinator alone."""
 
 
 class _Setting(NamedTuple):
@@ -207,7 +211,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     said = environ.get("GROUP_RANK") or environ.get("LOCAL_WORLD_SIZE")
     if group is not None and not environ.get("LOCAL_WORLD_SIZE"):
         local_rank = 0  # a launcher that says no more than that is not asked
-    found = Launch(rank, world, local_rank, local_world, node, node if said else -1)
+    found = Launch(rank, world, local_rank, local_world, node, node if said else -1, environ.get(PREFIX + "HOME", ""))
     if found.rank >= found.world:
         raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}")
     if found.local_rank >= local_world:
@@ -264,6 +268,19 @@ def child_environment(config: Config) -> dict[str, str]:
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
     # An empty file setting keeps the child from reading a commlayer.toml of its own.
     return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
+
+
+def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a worker of a home: what torchrun would say to it, and these settings."""
+    told = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,
+            "LOCAL_WORLD_SIZE": launch.local_world, "GROUP_WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    made = os.environ | {name: str(value) for name, value in told.items()}
+    made |= {PREFIX + "HOME": launch.home} | {PREFIX + name.upper(): value for name, value in settings.items() if value}
+    if sys.platform == "linux":
+        made.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of groups within this machine
+    if launch.local_world > 1:
+        made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    return made
 
 
 def _with_token(config: Config, source: Callable[[str], str]) -> Config:

@@ -54,3 +54,16 @@ def test_servers_go_home_and_back() -> None:
     assert home.hosts == (0, 2)
     back = on_servers(home, [2, 0])
     assert [b.server for b in back.buckets] == [b.server for b in plan.buckets]
+
+
+def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through() -> None:
+    links = [Link(1e10, 1e10, 0.0001)] * 3  # so fast that collectives would win
+    apart, together = (cluster_of(links, ROWS, INSIDE, [3], reachable=reachable) for reachable in (False, True))
+    made = planner.lower(planner.plan(JOB, apart, costs(), Policy(devices=("cpu",))))
+    assert {b.path for b in made.buckets} == {"service"}
+    assert unsuited(made, 3, 1, reachable=False) == []
+    other = planner.lower(planner.plan(JOB, together, costs(), Policy(devices=("cpu",))))
+    assert "service" not in {b.path for b in other.buckets}
+    assert "a collective crosses nodes, and these reach a server alone (commlayer launch), allowed: 'service'" in unsuited(
+        other, 3, 1, reachable=False)[0]
+    assert unsuited(other, 3, 1) == []

@@ -7,14 +7,15 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from commlayer.config import read_config
+from commlayer.config import host_port, read_config
 from commlayer.transport import secret
 from commlayer.transport.secret import REMEDY
 
 
 def serve(
     join: Annotated[str, typer.Option(help="host:port of a coordinator: serve sums only.", metavar="ADDR")] = "",
-    bind: Annotated[str, typer.Option(help="Address of this machine to listen on, else 127.0.0.1.", metavar="HOST")] = "",
+    bind: Annotated[str, typer.Option(help="Address of this machine to listen on, else 127.0.0.1; or HOST:PORT.",
+                                      metavar="HOST")] = "",
     token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
     keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
     advertise: Annotated[str, typer.Option(help="Name or address under which others reach this machine.", metavar="HOST")] = "",
@@ -29,6 +30,7 @@ def serve(
     number: Annotated[int, typer.Option(help="Which server of the plan this is; -1: the next one.", min=-1)] = -1,
 ) -> None:
     """Host the coordinator of a job and a summation server; with --join only a server of that job."""
+    bind, port = _place(bind, port)
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
                              "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal}
     config = read_config({name: value for name, value in given.items() if value})
@@ -48,3 +50,15 @@ def serve(
     from commlayer.control import server_process
 
     server_process.run(config, server_process.Part(workers, servers, -1 if no_server else number, not no_server, made=made))
+
+
+def _place(bind: str, port: int) -> tuple[str, int]:
+    """The two halves of --bind, if it has a port."""
+    if bind.count(":") != 1 and not bind.startswith("["):
+        return bind, port
+    if bind.endswith("]"):
+        return bind[1:-1], port
+    host, own = host_port(bind)
+    if port not in (0, own):
+        raise ValueError(f"--bind {bind} beside --port {port}: name the port once")
+    return host, own

@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
 from commlayer.control.audit import Audit
 from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
+from commlayer.control.gathering import Gathering
 from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
@@ -68,8 +69,11 @@ class Coordinator:
         self._take: Take | None = None
         self._certificates: dict[str, Certified] = {}  # of seats, by token
         self._revoked: frozenset[int] = frozenset()
+        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit)
         self._port.start(Host({
             CHALLENGE: self._challenge,
+            "Attend": self._method("Attend", messages.Attend, self._gathering.attend, certified=self._named),
+            "Ask": self._awaited("Ask", messages.Ask, self._gathering.ask),
             "Part": self._method("Part", messages.Part, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
@@ -122,6 +126,17 @@ class Coordinator:
                 self._certificates[request.token] = caller
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
+    def _named(self, request: messages.Attend, caller: Certified | None) -> messages.Attend:
+        if caller is not None and caller.serial in self._revoked:
+            raise Unproved
+        return msgspec.structs.replace(request, certificate=caller.name if caller else "")
+
+    def _lost(self) -> dict[int, str]:
+        """Workers that have left or died, and how they did."""
+        with self._lock:
+            return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
+                    if p.join.kind == "worker" and not p.here}
+
     def _challenge(self, _: bytes, peer: str) -> bytes:
         return self._judge.challenge(peer)
 
@@ -146,6 +161,7 @@ class Coordinator:
         if place is not None:
             self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
         if view is not None and not began:
+            self._gathering.begin()
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
         return reply
@@ -171,6 +187,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
+            self._gathering.tick()
             with self._lock:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s)
@@ -217,15 +234,28 @@ class Coordinator:
         """`certified`: what a request becomes that came with that certificate."""
 
         def answer(data: bytes, peer: str) -> bytes:
-            caller = self._port.caller(peer)
-            try:
-                body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
-            except Unproved:
-                # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken.
-                where = f"{caller.name} at {peer}" if caller else peer
-                self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
-                raise
-            request = messages.unpack(body, kind, peer)
+            request, caller = self._opened(name, kind, data, peer)
             return self._judge.sealed(data, messages.pack(act(certified(request, caller))))
 
         return answer
+
+    def _awaited(self, name: str, kind: type[Q], act: Callable[[Q], Awaitable[Record]]) -> Answer:
+        """As `_method`, of an answer that may be some time in coming."""
+
+        async def answer(data: bytes, peer: str) -> bytes:
+            request, _ = self._opened(name, kind, data, peer)
+            return self._judge.sealed(data, messages.pack(await act(request)))
+
+        return answer
+
+    def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
+        """A call that is proved, and whose certificate it came with."""
+        caller = self._port.caller(peer)
+        try:
+            body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
+        except Unproved:
+            # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken.
+            where = f"{caller.name} at {peer}" if caller else peer
+            self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
+            raise
+        return messages.unpack(body, kind, peer), caller

@@ -55,9 +55,11 @@ def fingerprint(keys: Keys | None) -> bytes:
 class CoordinatorChannel:
     """To one coordinator, with the secret of the job, and in TLS with these keys."""
 
-    def __init__(self, address: str, secret: str = "", keys: Keys | None = None) -> None:
+    def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
+        """`own`: by a connection of its own, which no other channel of this process shares."""
         self.address, self.secret, self.keys = address, secret, keys
-        self._channel = grpc_channel.opened(address, options(address), shown(keys))
+        apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
+        self._channel = grpc_channel.opened(address, options(address) + apart, shown(keys))
         self._asker = Asker(secret, self._send, _unproved, fingerprint(keys))
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:

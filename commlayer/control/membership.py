@@ -213,7 +213,8 @@ def _problem(state: State, request: Join) -> str:
         if not total:
             return "neither it nor the coordinator says how many workers there are: commlayer serve --workers N"
         if request.world not in (0, total):
-            return f"expects {request.world} workers, the job has {total}: start all with the same world size"
+            return (f"expects {request.world} workers, the job has {total}: start all with the same world size, or with "
+                    "`commlayer launch --join` on machines that only dial out")
     if not 0 <= total <= SERVER_BASE:
         return f"a job of {total} {request.kind}s, allowed: 1 to {SERVER_BASE}"
     if request.rank != ANY and not 0 <= request.rank < total:
@@ -252,7 +253,7 @@ def _completed(state: State) -> State:
 
 def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
     """On the nodes that they name; else where their machine's workers are, or on nodes behind all others."""
-    nodes = {p.join.name: p.join.node for p in reversed(workers)}
+    nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
     named = [p.join.node for p in (*servers, *workers)]
     made = []
     for p in servers:

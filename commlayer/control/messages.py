@@ -59,6 +59,8 @@ class Join(Record, frozen=True):
     """Of a server: it is in the coordinator's own process, and falls silent with it."""
     returns: bool = False
     """Of a server: it has a journal, so that one that was killed may take its seat again."""
+    dials: bool = False
+    """Of a worker: its machine only dials out, so whatever has its `name` and serves is another one."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
 
@@ -124,11 +126,73 @@ class Leave(Record, frozen=True):
     """Of a worker: in how many it has done its part, so that whoever waits for it in a later one knows. -1: not told."""
 
 
-def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "") -> Join:
+class Attend(Record, frozen=True):
+    """One home says that it is there, and again while it is: a machine whose ranks reach the others through here alone.
+
+    A launcher asks for all of its machine's workers, before they start. `leave`: it goes, for this reason.
+    """
+
+    home: str
+    """As a token in Join."""
+    name: str
+    pid: int
+    protocol: int
+    version: str
+    workers: int
+    """How many it brings."""
+    place: int = ANY
+    """Which of the homes it wishes to be: ranks are counted in their order."""
+    leave: str = ""
+    certificate: str = ""
+    """As in Join."""
+
+
+class Attended(Record, frozen=True):
+    """The answer: `error`, or who is missing, or, once all homes are there, the ranks of this one's workers."""
+
+    error: str = ""
+    missing: str = ""
+    first: int = ANY
+    """Rank of its first worker; the others follow."""
+    world: int = 0
+    node: int = ANY
+    """Which of the homes it is."""
+    nodes: int = 0
+
+
+class Ask(Record, frozen=True):
+    """To the store that homes meet in: writes, then reads what is there within `wait_s`. Said again it changes nothing."""
+
+    home: str
+    put: tuple[tuple[str, bytes], ...] = ()
+    drop: tuple[str, ...] = ()
+    add: tuple[str, int, str] | None = None
+    """To the number of that key; a random name tells one that is said again."""
+    want: tuple[tuple[str, int], ...] = ()
+    """Keys, and the rank whose part it is to write each; ANY: nobody knows."""
+    wait_s: float = 0.0
+
+
+class Kept(Record, frozen=True):
+    """The answer to Ask: what is there of what it wants; `error`: why some of that will never be."""
+
+    found: tuple[bytes | None, ...] = ()
+    error: str = ""
+    sum: int = 0
+
+
+def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:
+    """The request of this process for a home of so many workers."""
+    return Attend(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
+
+
+def worker(
+    job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
+) -> Join:
     """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan))
+                sent, plan_digest or digest_of(plan), dials=dials)
 
 
 def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:

@@ -1,12 +1,14 @@
 """A gRPC server of unary calls that are bytes both ways, and of others' handlers. Knows no call's meaning, and no seat.
 
-It runs on the event loop, so that a call whose bytes do not come holds no thread; what it answers must not block.
+It runs on the event loop, so that a call whose bytes do not come holds no thread; what it answers must not block, but may be
+something to await.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from commlayer import config as settings
@@ -27,7 +29,7 @@ MAX_CALLS = 1024
 make this process hold."""
 START_S = 30.0
 STOP_S = 0.5
-Answer = Callable[[bytes, str], bytes]
+Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
 """The body of a call and the connection that it came by: the answer. Unproved or CorruptFrame refuse it."""
 
 
@@ -67,7 +69,8 @@ class Host:
         async def call(data: bytes, context: Any) -> bytes:
             peer = context.peer()
             try:
-                return answer(data, peer)
+                made = answer(data, peer)
+                return await made if inspect.isawaitable(made) else made
             except Unproved:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the secret")
             except CorruptFrame as error:

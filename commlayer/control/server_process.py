@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from commlayer import native
-from commlayer.config import Config, host_port, join_host, read_config, reconnect_window_s
+from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
@@ -81,6 +81,8 @@ def run(config: Config, part: Part) -> None:
         print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
+        if not config.join:
+            log.info("each home types: %s", _line_of(config, control, part.made))
         if part.sums:
             request = messages.server(data, config.node, part.number, beside=not config.join, streams=streams)
             if serving.journal is not None:
@@ -108,6 +110,20 @@ def run(config: Config, part: Part) -> None:
 
 def _advertised(address: str, config: Config) -> str:
     return address and join_host(config.advertise or config.bind, host_port(address)[1])
+
+
+def _line_of(config: Config, control: str, made: str) -> str:
+    """What starts a worker on a machine that can only dial out, ready to copy."""
+    line = ["commlayer launch", "--join", control]
+    if config.keys:
+        line += ["--keys", "commlayer-keys"]
+    elif made:
+        line.insert(0, f"COMMLAYER_TOKEN={made}")
+    else:
+        line += ["--token-file", "FILE-WITH-THE-SECRET"]
+    if not config.keys and not is_loopback(host_port(control)[0]):
+        line.append("--insecure")
+    return " ".join([*line, "SCRIPT"])
 
 
 def _choose_tensors(config: Config) -> None:

@@ -48,10 +48,11 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
 
 
 def check_plan(
-    plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids,
+    plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids, *, reachable: bool = True,
 ) -> None:
     """ValueError with the first reason why it cannot run."""
-    problems = planner.verify(plan, job) or unsuited(plan, nodes, per_node, cuda=device.type == "cuda") or \
+    problems = planner.verify(plan, job) or unsuited(
+        plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
         [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
 from commlayer.control import messages
 from commlayer.errors import CommError
+from commlayer.job import home_process
 from commlayer.records import Plan
 from commlayer.transport import route
 from commlayer.transport.members import Members, exchange
@@ -61,6 +62,8 @@ class Met(NamedTuple):
     """Of this machine, to listen on; empty where all are on one."""
     note: str = ""
     """What is to be said of the layout."""
+    reachable: bool = True
+    """Whether ranks reach those on other machines."""
 
 
 class Start:
@@ -98,10 +101,10 @@ class Start:
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
-        if several and "gloo" not in dist.get_backend():
+        if several and members.reachable and "gloo" not in dist.get_backend():
             use_interface(route.interface_of(address))  # for the groups of small rows, which are Gloo's
         here = Counter(row.machine for row in rows)[mine.machine]
-        return Met(members, launch, per_node, here, address, note)
+        return Met(members, launch, per_node, here, address, note, members.reachable)
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
         begin_group(launch, self._device, config)
@@ -124,6 +127,9 @@ class Start:
 def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
     """Under a launcher, and only where the script has not made a group itself."""
     if dist.is_initialized() or launch.world == 1:
+        return
+    if launch.home:
+        home_process.begin_world(launch, "nccl" if device.type == "cuda" else "gloo")
         return
     if launch.world > launch.local_world:
         address = route.address_to(master())

@@ -72,7 +72,7 @@ def connect(
             made.groups = Groups(per_node, config.deadline_s, device, met.members)
             made.rows = RowChannel(made.groups.members, config.deadline_s)
             made.on_close.append(made.rows.close)
-            align_tensors(align, made.groups, config.join_deadline_s)
+            align_tensors(align, made.groups, config.deadline_s)
         made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
         if met.note and made.rank == 0:
             made.say(met.note)
@@ -80,11 +80,11 @@ def connect(
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
             requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
         ), whole), asked), made.groups)
-        check_plan(made.plan, job, nodes, per_node, device, forbids)
+        check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
-        _join(made, job, _placed(config, met.address, made), per_node)
+        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable)
         made.follow(made.worker_for(made.plan, job, device))
     except BaseException:
         made.close("failed to start")
@@ -98,7 +98,7 @@ def _of(plan: Plan, whole: Job | None) -> Plan:
     return plan if whole is None else without_buffers(plan, whole)
 
 
-def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
+def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: bool) -> None:
     """Starts the embedded servers where none were named, then joins and dials them."""
     assert made.plan is not None
     node, local = divmod(made.rank, per_node)
@@ -108,7 +108,7 @@ def _join(made: Connection, job: Job, config: Config, per_node: int) -> None:
         config = msgspec.structs.replace(config, token=token)
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
-        plan_digest=records.digest(made.plan),
+        plan_digest=records.digest(made.plan), dials=dials,
     ), config)
 
 

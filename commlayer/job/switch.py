@@ -58,7 +58,8 @@ def _go_over(
             raise ValueError("plan: has local steps, and the script weighs shares of each step's batch: only a plan "
                              "that it asks for takes them")
         per_node = groups.ranks_per_node
-        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.terms.forbids)
+        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.terms.forbids,
+                   reachable=groups.members.reachable)
     for act in made.before_switch:
         act()
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)

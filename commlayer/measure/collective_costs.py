@@ -36,12 +36,12 @@ class Grouped(NamedTuple):
 
 
 def measure(groups: Groups, budget_s: float) -> Grouped:
-    """In about that time: a reduce inside each node, at once in all, and an all-reduce over all ranks."""
+    """In about that time: a reduce inside each node, at once in all, and an all-reduce over all ranks that reach each other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NONE
     if ranks > 1:
         inside = _line(groups, lambda x: groups.inside.out.reduce(x, 0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
-    if nodes > 1:
+    if nodes > 1 and groups.members.reachable:
         across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
     return Grouped(inside, across)
 

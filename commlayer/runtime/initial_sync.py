@@ -18,6 +18,10 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
 
 
+PIECE_NUMEL = 4 << 20
+"""Goes over at once, with a deadline of its own: a large model may take longer over a slow link than anybody would wait."""
+
+
 def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float) -> list[int]:
     """Overwrites what differs with rank 0's values. Returns the numbers of the tensors that some rank had different."""
     if not tensors:
@@ -25,11 +29,11 @@ def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float) ->
     device = tensors[0].device
     rows = groups.gather_all(torch.tensor([fingerprint(t) for t in tensors], dtype=torch.int64, device=device))
     differing: list[int] = (rows != rows[0]).any(dim=0).nonzero().view(-1).tolist()
-    deadline = time.monotonic() + deadline_s
     for number in differing:
         tensor = tensors[number].detach()
         whole = tensor.contiguous()
-        groups.broadcast_all(whole).wait(deadline)
+        for piece in whole.view(-1).split(PIECE_NUMEL):
+            groups.broadcast_all(piece).wait(time.monotonic() + deadline_s)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
     return differing

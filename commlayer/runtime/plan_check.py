@@ -15,15 +15,25 @@ from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 from commlayer.runtime.fragments import fragments_of
 
 
-def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False) -> list[str]:
-    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs."""
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
+    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs. `reachable`: nodes reach each
+    other, so collectives may cross them."""
     try:
         fragments_of(plan.buckets, plan.fragments)
     except ValueError as error:
         return [str(error)]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
         return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
-    return [f"bucket {b.id}: {line}" for b in plan.buckets for line in _bucket(plan, b, nodes, cuda)]
+    apart = nodes > 1 and not reachable
+    return [f"bucket {b.id}: {line}" for b in plan.buckets
+            for line in (*_crossings(b, apart=apart), *_bucket(plan, b, nodes, cuda))]
+
+
+def _crossings(bucket: Bucket, *, apart: bool) -> Iterator[str]:
+    if apart and not bucket.served and any(op.name not in paths.CODING and op.where != "node"
+                                           for op in paths.parse(bucket.path)):
+        yield (f"path {bucket.path!r}: a collective crosses nodes, and these reach a server alone (commlayer launch), allowed: "
+               "'service'")
 
 
 def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.transport import home_world
 
 _told: dict[str, int] = {}
 """How often these ranks have told each other something. They do so together, so they count alike."""
@@ -59,6 +60,9 @@ class Members:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._all = self.world == dist.get_world_size()
+        self.reachable = not home_world.relayed()
+        """Whether they reach each other. Between homes they do not: what is asked of all of them goes through the coordinator,
+        and is for what is small or rare."""
 
     def tell(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:
         """Everyone's bytes, in rank order."""
@@ -68,6 +72,7 @@ class Members:
         """A process group of these, None for all; None for who is not among them. All members call it, in one order."""
         chosen = range(self.world) if members is None else list(members)
         ranks = [self.ranks[m] for m in chosen]
+        backend = home_world.backend_for(ranks, backend)
         timeout = datetime.timedelta(seconds=timeout_s)
         if self._all:
             made = dist.new_group(ranks, timeout=timeout, backend=backend)

@@ -162,8 +162,10 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
 
 
 def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
-    """The plan without compression by the same prices; None where that is what is in force."""
+    """The plan without compression by the same prices; None where that is in force, or no node reaches another."""
     made_from = found.basis.inputs
+    if not made_from.cluster.reachable:
+        return None
     inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     plain = planner.default_plan(
         made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,

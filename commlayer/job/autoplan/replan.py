@@ -70,7 +70,8 @@ class Replanner:
                                             energy=self._energy)
         homes, worker = tuple(homes_of(made)), made.worker
         cuda = worker is not None and worker.device.type == "cuda"
-        cluster = cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda)
+        cluster = cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda,
+                             reachable=made.groups is None or made.groups.members.reachable)
         rows = harder_by(learning_rows(made.terms.learning), made.terms.harder)
         profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed)
         order = SearchOrder(current, known, homes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
@@ -85,6 +86,7 @@ class Replanner:
 
 def cluster_of(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, homes: Sequence[int], *, cuda: bool = False,
+    reachable: bool = True,
 ) -> Cluster:
     """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best."""
     per_node = len(rows) // len(links)
@@ -99,7 +101,7 @@ def cluster_of(
         ))
     best = max(links, key=lambda link: link.up_bps + link.down_bps)
     nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(homes, default=0) + 1)]
-    return Cluster(tuple(nodes))
+    return Cluster(tuple(nodes), reachable)
 
 
 @functools.lru_cache(4)

@@ -1,0 +1,136 @@
+"""`commlayer launch`: starts a training script on a machine that can only dial out, as torchrun does on one in a rack."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commlayer.config import Launch, home_environment, read_config
+from commlayer.errors import CommError
+from commlayer.transport.secret import REMEDY
+
+if TYPE_CHECKING:
+    from commlayer.control.home import Attendance
+
+Child = subprocess.Popen[bytes]
+POLL_S = 0.1
+END_S = 30.0
+"""How long a home's other workers may take to end when one has failed, or Ctrl-C was pressed: they tell the other homes."""
+
+
+def launch(
+    script: Annotated[Path, typer.Argument(help="The training script, as torchrun would start it.", metavar="SCRIPT")],
+    args: Annotated[list[str] | None, typer.Argument(help="What it is given.", metavar="ARGS")] = None,
+    join: Annotated[str, typer.Option(help="host:port of `commlayer serve`, else COMMLAYER_JOIN.", metavar="ADDR")] = "",
+    keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
+    token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text to other machines.")] = False,
+    nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine, one for each GPU.", min=1)] = 1,
+    node_rank: Annotated[int, typer.Option(help="Which of the homes this is, from 0; -1: in order of coming.", min=-1)] = -1,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
+) -> None:
+    """Train with others through `commlayer serve`: nobody connects to this machine, and it connects to that server alone."""
+    given: dict[str, Any] = {"token_file": token_file, "join": join, "insecure": insecure, "keys": keys}
+    config = read_config({name: value for name, value in given.items() if value})
+    if not config.join:
+        raise ValueError("--join is missing: host:port of the machine where `commlayer serve` runs, which prints this line")
+    if not config.token:
+        raise ValueError(f"--join {config.join} asks for the job's secret: {REMEDY}")
+    if not script.is_file():
+        raise ValueError(f"{script}: no such file; allowed: a script of Python")
+    # Here, since they load grpc, which --help does without.
+    from commlayer.control import messages
+    from commlayer.control.home import Attendance
+
+    attendance = Attendance(config.join, config, messages.attend(nproc_per_node, node_rank), _say)
+    reason = "it was interrupted"
+    try:
+        seat = attendance.meet(wait)
+        last = seat.first + nproc_per_node - 1
+        ranks = f"rank {seat.first}" if last == seat.first else f"ranks {seat.first} to {last}"
+        _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
+        settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
+                    "token_file": str(Path(token_file).expanduser().absolute()) if token_file else ""}
+        line = [str(script), *(args or [])]
+        children = [_start(line, attendance.request.home, seat, local, nproc_per_node, settings)
+                    for local in range(nproc_per_node)]
+        code, reason = _wait(children, attendance)
+    except CommError as error:
+        reason = str(error)
+        raise
+    finally:
+        attendance.close(reason)
+    if code and not attendance.ended.is_set():
+        _say(f"{reason}; the other homes end with it")
+    raise typer.Exit(code)
+
+
+def _say(line: str) -> None:
+    print(f"commlayer launch: {line}", file=sys.stderr, flush=True)
+
+
+def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
+    """A worker, in a session of its own: Ctrl-C comes to this process, which passes it on once."""
+    mine = Launch(seat.first + local, seat.world, local, workers, seat.node, seat.node, home)
+    whole = [sys.executable, "-u", "-m", "commlayer.job.home_process", str(os.getpid()), *line]
+    return subprocess.Popen(whole, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
+
+
+def _wait(children: Sequence[Child], attendance: Attendance) -> tuple[int, str]:
+    """Until all workers have ended: the first failure's exit code, 130 behind Ctrl-C, and what is to be said of it."""
+    code, reason, until = 0, "finished", 0.0
+    with _interrupts() as interrupted:
+        while any(child.poll() is None for child in children):
+            failed = [child.returncode for child in children if child.returncode]
+            if not until and interrupted.is_set():
+                code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
+                _signal(children, signal.SIGINT)
+            elif not until and failed:
+                until = time.monotonic() + END_S
+                code, reason = _code(failed[0]), _said(failed[0])
+            elif not until and attendance.ended.is_set():
+                _say(attendance.why)
+                code, reason, until = 2, attendance.why, time.monotonic() + END_S
+            elif until and time.monotonic() > until:
+                _signal(children, signal.SIGKILL)
+            time.sleep(POLL_S)
+    failed = [child.returncode for child in children if child.returncode]
+    return (_code(failed[0]), _said(failed[0])) if failed and not code else (code, reason)
+
+
+def _code(returned: int) -> int:
+    return returned if returned > 0 else 128 - returned
+
+
+def _said(returned: int) -> str:
+    how = f"exit code {returned}" if returned > 0 else f"signal {signal.Signals(-returned).name}"
+    return f"a worker of this home ended with {how}"
+
+
+def _signal(children: Sequence[Child], number: signal.Signals) -> None:
+    for child in children:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set by Ctrl-C, or who asks this process to end."""
+    came = threading.Event()
+    before = {number: signal.signal(number, lambda *_: came.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,95 @@
+"""What homes ask a coordinator ahead of and beside the job: their ranks, and each other's bytes. Decides nothing itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from commlayer.control import homes
+from commlayer.control.audit import Audit
+from commlayer.control.key_store import KeyStore
+from commlayer.control.messages import Ask, Attend, Attended, Kept
+
+log = logging.getLogger("commlayer")
+
+MAX_WAIT_S = 2.0
+"""How long an answer may take: a call that waits holds no thread, but a place among those under way."""
+UNKNOWN = "this coordinator does not know this home: it was restarted, or its job is over"
+Clock = Callable[[], float]
+
+
+class Gathering:
+    """`lost`: workers of the running job that take no part any more, and why, by rank."""
+
+    def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
+                 clock: Clock = time.monotonic) -> None:
+        self._state, self._store = homes.Homes(workers), KeyStore()
+        self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
+        self._lock = threading.Lock()
+
+    def attend(self, asked: Attend) -> Attended:
+        with self._lock:
+            before = self._state
+            self._state, reply = homes.attend(before, asked, self._clock())
+            self._note(before)
+        if reply.error and asked.home not in before.former:
+            log.warning("refused: %s", reply.error)
+            self._audit.note("refused", where=f"{asked.name} (pid {asked.pid})", why=reply.error)
+        return reply
+
+    async def ask(self, asked: Ask) -> Kept:
+        if why := self._heard(asked.home):
+            return Kept(error=why)
+        store = self._store
+        store.put(asked.put)
+        store.drop(asked.drop)
+        total = 0 if asked.add is None else store.add(*asked.add)
+        until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
+        names = [name for name, _ in asked.want]
+        while None in (found := store.found(names)):
+            lost = self._lost()
+            never = [f"worker {rank}: {lost[rank]}" for (_, rank), value in zip(asked.want, found, strict=True)
+                     if value is None and rank in lost]
+            left_s = until - time.monotonic()
+            if never or left_s <= 0:
+                return Kept(found, never[0] if never else self._heard(asked.home), total)
+            await store.change(left_s)
+        return Kept(found, "", total)
+
+    def begin(self) -> None:
+        """The job has."""
+        with self._lock:
+            self._state = msgspec.structs.replace(self._state, begun=True)
+
+    def tick(self) -> None:
+        with self._lock:
+            before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s)
+            self._note(before)
+
+    def _heard(self, home: str) -> str:
+        """Notes that it lives; why it is not of this meeting, else."""
+        with self._lock:
+            if home in self._state.here:
+                self._state = homes.heard(self._state, home, self._clock())
+                return ""
+            return self._state.former.get(home, UNKNOWN)
+
+    def _note(self, before: homes.Homes) -> None:
+        """What has changed since."""
+        state = self._state
+        for token, home in state.here.items():
+            if token not in before.here:
+                log.info("home %s is here: %s", home.who, homes.missing(state) or f"all {state.workers} workers are")
+                self._audit.note("attended", where=home.who, workers=home.asked.workers)
+        left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()
+                if token not in state.here]
+        for why in dict.fromkeys(left):
+            log.warning("%s", why)
+        if state.former is not before.former:
+            self._store = KeyStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
+
+

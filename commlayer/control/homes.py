@@ -1,0 +1,143 @@
+"""Which homes take part, and which ranks they get: decisions as functions of (state, request, now). Knows no clock, no socket.
+
+A home is a machine that can only dial out. Its launcher says so here ahead of its workers, and gets their ranks when so many
+have come as the job has workers. Homes stand in the order that they came in, but for those that wish for a place. If one goes
+before the job has begun, all who met hear of it and end: they were told ranks that no longer stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from commlayer.control.messages import ANY, PROTOCOL, Attend, Attended
+from commlayer.records import Record
+
+SILENCE_S = 30.0
+"""After which a home counts as gone, at least: its launcher may wait for a processor that imports keep busy."""
+FORMER = 64
+"""So many homes of meetings that broke off are kept in mind, to be told why."""
+
+
+class Home(Record, frozen=True):
+    asked: Attend
+    seen_s: float
+    first: int = ANY
+    node: int = ANY
+
+    @property
+    def who(self) -> str:
+        return f"{self.asked.certificate or self.asked.name} (pid {self.asked.pid})"
+
+
+class Homes(Record, frozen=True):
+    """`workers`: of the whole job; 0 where nobody has said, and then homes cannot meet."""
+
+    workers: int = 0
+    here: Mapping[str, Home] = msgspec.field(default_factory=dict)
+    """By token, in the order that they came in."""
+    met: bool = False
+    begun: bool = False
+    former: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Homes of a meeting that broke off, and why it did."""
+
+
+def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
+    """Takes the home in, refuses it, or answers one that is here."""
+    if (why := state.former.get(asked.home)) is not None:
+        return state, Attended(error=why)
+    if asked.leave:
+        return gone(state, asked.home, f"left before the job began: {asked.leave}"), Attended()
+    if asked.home in state.here:
+        state = heard(state, asked.home, now)
+    elif problem := _problem(state, asked):
+        return state, Attended(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
+    else:
+        state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Home(asked, now)}))
+    home = state.here[asked.home]
+    return state, Attended(missing=missing(state), first=home.first, world=state.workers if state.met else 0, node=home.node,
+                           nodes=len(state.here))
+
+
+def heard(state: Homes, home: str, now: float) -> Homes:
+    return msgspec.structs.replace(state, here={**state.here, home: msgspec.structs.replace(state.here[home], seen_s=now)})
+
+
+def gone(state: Homes, home: str, why: str) -> Homes:
+    """One takes no part any more. Behind the job's beginning its workers' heartbeats say that, and better."""
+    if home not in state.here or state.begun:
+        return state
+    if not state.met:
+        return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
+    said = f"home {state.here[home].who} {why}; start all homes again"
+    former = {**state.former, **dict.fromkeys(state.here, said)}
+    kept = dict(list(former.items())[-FORMER:])
+    return msgspec.structs.replace(state, here={}, met=False, former=kept)
+
+
+def tick(state: Homes, now: float, silence_s: float) -> Homes:
+    """Judges silence."""
+    for token, home in state.here.items():
+        if now - home.seen_s >= max(silence_s, SILENCE_S):
+            state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
+    return state
+
+
+def missing(state: Homes) -> str:
+    """How many have not come yet; empty when all have."""
+    if state.met:
+        return ""
+    here = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
+                     for h in state.here.values())
+    return f"{_count(state)} of {state.workers} workers are here ({here})"
+
+
+def _problem(state: Homes, asked: Attend) -> str:
+    if asked.protocol != PROTOCOL:
+        return f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
+    version = next((h.asked.version for h in state.here.values()), asked.version)
+    if asked.version != version:
+        return f"runs commlayer {asked.version}, the job {version}: install the same version everywhere"
+    if not state.workers:
+        return "the coordinator does not know how many workers to wait for: start it with commlayer serve --workers N"
+    if state.begun:
+        return f"the job has begun with {state.workers} workers; a running job takes no new members"
+    left = state.workers - _count(state)
+    if not 1 <= asked.workers <= left:
+        names = ", ".join(h.who for h in state.here.values())
+        return (f"brings {asked.workers} workers, and {left} of the job's {state.workers} are missing (here: "
+                f"{names or 'nobody'}): start the coordinator with a larger --workers, or this home with fewer")
+    if asked.place != ANY and not 0 <= asked.place < state.workers:
+        return f"wishes to be home {asked.place}, allowed: 0 to {state.workers - 1}"
+    other = next((h for h in state.here.values() if asked.place not in (ANY,) and h.asked.place == asked.place), None)
+    return "" if other is None else f"wishes to be home {asked.place}, which {other.who} is: give each --node-rank of its own"
+
+
+def _count(state: Homes) -> int:
+    return sum(h.asked.workers for h in state.here.values())
+
+
+def _met(state: Homes) -> Homes:
+    """With everybody's ranks if all are here."""
+    if _count(state) < state.workers:
+        return state
+    placed, first = dict[str, Home](), 0
+    for node, token in enumerate(_in_order(state.here)):
+        home = state.here[token]
+        placed[token] = msgspec.structs.replace(home, first=first, node=node)
+        first += home.asked.workers
+    return msgspec.structs.replace(state, here=placed, met=True)
+
+
+def _in_order(here: Mapping[str, Home]) -> list[str]:
+    """Who wishes for a place has it, if there are as many homes; the others fill the rest as they came."""
+    wished = dict(sorted((h.asked.place, token) for token, h in here.items() if h.asked.place != ANY))
+    others = [token for token, h in here.items() if h.asked.place == ANY]
+    order = []
+    for place in range(len(here)):
+        if place in wished:
+            order.append(wished.pop(place))
+        elif others:
+            order.append(others.pop(0))
+    return [*order, *wished.values(), *others]

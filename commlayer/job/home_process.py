@@ -1,0 +1,101 @@
+"""One process of a home, as `commlayer launch` starts it: torch's world is the whole job's. Knows a script; not what it trains.
+
+A script that makes the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have. Here
+that call, whatever it asks for, gives the group of home_world.py: rank and world are what the environment says, and what goes
+from home to home goes through the coordinator. So a script written for torchrun runs as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from commlayer.config import Launch, read_config, read_launch
+
+PR_SET_PDEATHSIG = 1
+OWN = (None, "", "env://")
+"""What a script may say of how ranks meet: nothing, or that the launcher knows."""
+
+
+def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
+    """torch's default group. `inside`: the backend of groups within this machine; `timeout_s` is deadline_s if 0."""
+    from commlayer.control.home import Desk
+    from commlayer.transport import home_world
+
+    config = read_config()  # of the environment, where the launcher has put what it met the coordinator with
+    first = launch.rank - launch.local_rank
+    home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
+                     range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s)
+
+
+def main() -> None:
+    """`python -m commlayer.job.home_process PARENT SCRIPT ARGS...`"""
+    parent, script, *args = sys.argv[1:]
+    _end_with(int(parent))
+    _stand_in()
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _end_with(parent: int) -> None:
+    """As Ctrl-C would, where the system has it: a launcher that is killed leaves nobody behind. In a shell's background Ctrl-C
+    is ignored, and children inherit that; but from the launcher it comes only when this process is to end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != parent:
+            raise KeyboardInterrupt
+
+
+def _stand_in() -> None:
+    """For torch's own functions that make groups, wherever scripts find them."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for name, made in (("init_process_group", _init), ("new_group", _new_group)):
+        stands_in = _in_place_of(getattr(dist, name), made)
+        for module in (dist, distributed_c10d):
+            setattr(module, name, stands_in)
+
+
+def _in_place_of(known: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(known)(functools.partial(made, known))
+
+
+def _init(known: Callable[..., Any], backend: str | None = None, init_method: str | None = None,
+          timeout: datetime.timedelta | None = None, world_size: int = -1, rank: int = -1, store: Any = None,
+          **more: Any) -> Any:
+    import torch
+
+    if store is not None:
+        return known(backend, init_method, timeout, world_size, rank, store, **more)
+    launch = read_launch()
+    if init_method not in OWN or rank not in (-1, launch.rank) or world_size not in (-1, launch.world):
+        raise ValueError(f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}): allowed "
+                         f"under `commlayer launch`: nothing of these, or env:// with rank {launch.rank} of {launch.world}")
+    inside = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    begin_world(launch, inside, timeout.total_seconds() if timeout else 0.0)
+    return None
+
+
+def _new_group(known: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: str | None = None,
+               *args: Any, **more: Any) -> Any:
+    import torch.distributed as dist
+
+    from commlayer.transport import home_world
+
+    chosen = range(dist.get_world_size()) if ranks is None else ranks
+    return known(ranks, timeout, home_world.backend_for(chosen, backend), *args, **more)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Homes meet at a coordinator and get ranks; what torch's process group does there, over real sockets with homes as threads."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from control_kit import quick
+from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
+
+from commlayer.control import client, homes, messages
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.home import Attendance, Desk
+from commlayer.errors import CommError, DeadlineExceeded, Refused
+from commlayer.transport.relayed_group import AHEAD, PART_NBYTES, RelayedGroup
+from commlayer.transport.world_store import WorldStore
+
+HOMES = 3
+
+
+def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.Attend:
+    return messages.attend(workers, place, name=name)
+
+
+def come(state: homes.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[homes.Homes, list[messages.Attended]]:
+    replies = []
+    for one in all_:
+        state, reply = homes.attend(state, one, now)
+        replies.append(reply)
+    return state, replies
+
+
+# ---- who gets which ranks
+
+
+def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
+    a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
+    state, replies = come(homes.Homes(4), a, b)
+    assert [r.first for r in replies] == [messages.ANY] * 2
+    assert replies[1].missing == "3 of 4 workers are here (a, b with 2)"
+    state, _ = come(state, c)
+    _, (of_a, of_b, of_c) = come(state, a, b, c)
+    assert [(r.node, r.first, r.world, r.nodes) for r in (of_c, of_a, of_b)] == [(0, 0, 4, 3), (1, 1, 4, 3), (2, 2, 4, 3)]
+
+
+@pytest.mark.parametrize(("one", "line"), [
+    (asked("d", workers=3), "brings 3 workers, and 2 of the job's 3 are missing (here: a (pid"),
+    (asked("d", place=1), "wishes to be home 1, which a (pid"),
+    (asked("d", place=3), "wishes to be home 3, allowed: 0 to 2"),
+    (msgspec.structs.replace(asked("d"), version="0.0"), "runs commlayer 0.0, the job"),
+])
+def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.Attend, line: str) -> None:
+    state, _ = come(homes.Homes(3), asked("a", place=1))
+    after, (reply,) = come(state, one)
+    assert line in reply.error
+    assert after == state
+
+
+def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
+    assert "start it with commlayer serve --workers N" in come(homes.Homes(0), asked("a"))[1][0].error
+    state, _ = come(homes.Homes(1), asked("a"))
+    assert "brings 1 workers, and 0 of the job's 1 are missing" in come(state, asked("b"))[1][0].error
+    begun = msgspec.structs.replace(state, begun=True)
+    assert "the job has begun with 1 workers" in come(begun, asked("b"))[1][0].error
+
+
+def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the_next_one_is_afresh() -> None:
+    a, b = asked("a"), asked("b")
+    state, _ = come(homes.Homes(2), a, b)
+    state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
+    _, (told,) = come(state, a)
+    assert told.error.startswith("home b (pid ")
+    assert told.error.endswith("left before the job began: exit code 1; start all homes again")
+    state, _ = come(state, asked("a"), again := asked("b"))
+    assert come(state, again)[1][0].first == 1
+
+
+def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
+    a, b = asked("a"), asked("b")
+    state, _ = come(homes.Homes(2), a, b)
+    state = homes.heard(state, a.home, 40.0)
+    assert "home b" in come(homes.tick(state, 45.0, 10.0), a)[1][0].error
+    begun = msgspec.structs.replace(state, begun=True)
+    assert homes.tick(begun, 45.0, 10.0) == begun
+
+
+# ---- over sockets
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    things: list[Any] = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+def met(opened: list[Any], workers: int = HOMES) -> list[tuple[Desk, int]]:
+    coordinator = Coordinator(quick(), workers=workers)
+    opened.append(coordinator)
+
+    def one(name: str) -> tuple[Desk, int]:
+        attendance = Attendance(coordinator.address, quick(), asked(name), lambda _: None)
+        seat = attendance.meet(20.0)
+        desk = Desk(coordinator.address, quick(), attendance.request.home)
+        opened.extend((_Leaving(attendance), desk))
+        return desk, seat.first
+
+    with ThreadPoolExecutor(workers) as pool:
+        return sorted(pool.map(one, "abcdefgh"[:workers]), key=lambda pair: pair[1])
+
+
+class _Leaving:
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+
+    def close(self) -> None:
+        self._attendance.close("the test is over")
+
+
+def together(desks: list[tuple[Desk, int]], act: Callable[[RelayedGroup, int], Any], timeout_s: float = 20.0) -> list[Any]:
+    """What comes of it in each home, in a group of all."""
+    groups = [RelayedGroup(desk, "test", range(len(desks)), rank, timeout_s) for desk, rank in desks]
+    try:
+        with ThreadPoolExecutor(len(desks)) as pool:
+            return list(pool.map(act, groups, range(len(desks))))
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def options(**fields: Any) -> Any:
+    return type("Options", (), fields)()
+
+
+def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> None:
+    def act(group: RelayedGroup, rank: int) -> list[Any]:
+        mine, seen = torch.tensor([1.0 + rank, -rank]), []
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            group.allreduce([x := mine.clone()], options(reduceOp=op)).wait()
+            seen.append(x.tolist())
+        rows = [torch.empty(2) for _ in range(HOMES)]
+        group.allgather([rows], [mine]).wait()
+        flat = torch.empty(2 * HOMES)
+        group.all_gather_single(flat, mine).wait()
+        assert torch.equal(flat, torch.cat(rows))
+        group.broadcast([x := mine.clone()], options(rootRank=2)).wait()
+        seen += [x.tolist(), [row.tolist() for row in rows]]
+        group.reduce([x := mine.clone()], options(rootRank=1, reduceOp=dist.ReduceOp.SUM)).wait()
+        assert x.tolist() == ([6.0, -3.0] if rank == 1 else mine.tolist())
+        group.gather([[*rows]] if rank == 0 else [], [2 * mine], options(rootRank=0)).wait()
+        assert rank or [row.tolist() for row in rows] == [[2.0, 0.0], [4.0, -2.0], [6.0, -4.0]]
+        group.scatter([x := torch.empty(1)], [list(torch.arange(3.0).view(3, 1))] if rank == 0 else [],
+                      options(rootRank=0)).wait()
+        assert x.item() == rank
+        group.barrier().wait()
+        return seen
+
+    rows = [[1.0, 0.0], [2.0, -1.0], [3.0, -2.0]]
+    expected = [[6.0, -3.0], [2.0, -1.0], [3.0, 0.0], [1.0, -2.0], rows[2], rows]
+    assert together(met(opened), act) == [expected] * HOMES
+
+
+def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(opened: list[Any]) -> None:
+    parts = 5 * AHEAD
+    numel = parts * PART_NBYTES // 8 - 3
+
+    def act(group: RelayedGroup, rank: int) -> bool:
+        state = torch.arange(numel) if rank == 0 else torch.zeros(numel, dtype=torch.int64)
+        group.broadcast([state], options(rootRank=0)).wait()
+        for _ in range(2 * AHEAD):  # what comes behind lets go of it
+            group.barrier().wait()
+        return torch.equal(state, torch.arange(numel))
+
+    desks = met(opened)
+    assert together(desks, act) == [True] * HOMES
+    kept = opened[0]._gathering._store._nbytes
+    assert kept < HOMES * 2 * AHEAD * 1024, "a few empty parts"
+
+
+def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
+    desks = met(opened, 2)
+    stores = [WorldStore(desk, 20.0) for desk, _ in desks]
+    plain = [dist.PrefixStore("a", store) for store in stores]
+    plain[0].set("key", "value")
+    assert plain[1].get("key") == b"value"
+    assert [plain[0].add("n", 2), plain[1].add("n", 3)] == [2, 5]
+    assert [plain[1].check(["key"]), plain[1].check(["key", "other"])] == [True, False]
+    with pytest.raises(RuntimeError, match=r"timed out after 0.1 s, waiting for keys a/other"):
+        plain[1].wait(["other"], datetime.timedelta(seconds=0.1))
+    assert plain[1].delete_key("key")
+    assert not plain[0].check(["key"])
+
+
+def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any]) -> None:
+    def act(group: RelayedGroup, rank: int) -> str:
+        if rank == 1:
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            group.barrier().wait()
+        with pytest.raises(RuntimeError):  # and nothing that is asked for later is mixed up with it
+            group.barrier().wait()
+        return str(raised.value)
+
+    told = together(met(opened), act, timeout_s=0.5)
+    assert told[0] == told[2] == "nothing heard within 0.5 s from rank 1, which has not come as far as this one"
+
+
+def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[Any]) -> None:
+    desks = met(opened, 2)
+    begin = time.monotonic()
+    heard: list[str] = []
+
+    def wait() -> None:
+        try:
+            desks[0][0].ask(time.monotonic() + 60.0, want=[("never", 1)])
+        except CommError as error:
+            heard.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    next(thing for thing in opened if isinstance(thing, _Leaving)
+         and thing._attendance.request.home == desks[1][0]._home)._attendance.close("exit code 1")
+    waiting.join(20.0)
+    assert "left before the job began: exit code 1" in heard[0]
+    assert time.monotonic() - begin < 20.0
+
+
+def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(opened: list[Any]) -> None:
+    said: list[str] = []
+    with pytest.raises(DeadlineExceeded, match=r"did not answer within 0.3 s: is `commlayer serve` running there"):
+        Attendance("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0)
+    assert said == ["waits for the coordinator at 127.0.0.1:9 to answer, for 0.3 s at most"]
+    coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
+    opened.append(coordinator)
+    with pytest.raises(Refused, match="this process has another secret than the job"):
+        Attendance(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0)
+    alone = Attendance(coordinator.address, quick(token="secret-of-the-job"), asked("a"), said.append)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 workers are here \(a\) after 0.1 s: start the others"):
+        alone.meet(0.1)
+    alone.close("it gave up")
+
+
+def test_keys_that_do_not_fit_are_a_line(opened: list[Any], folders: Folders) -> None:
+    coordinator = Coordinator(quick(keys=str(folders.server)), workers=1)
+    opened.append(coordinator)
+    for keys, line in ((folders.foreign, "certificate"), (folders.revoked, "revoked"), ("", "asks for TLS: set keys")):
+        held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
+        with pytest.raises(Refused, match=line):
+            Attendance(coordinator.address, held, asked("a"), lambda _: None).meet(5.0)
+    good = Attendance(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
+    assert good.meet(5.0).first == 0
+    good.close("the test is over")
+
+
+def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), workers=3)
+    opened.append(coordinator)
+    with pytest.raises(Refused, match="expects 1 workers, the job has 3: .* or with `commlayer launch --join`"):
+        client.join(coordinator.address, messages.worker("job", 0, 1), quick(), lambda _: None)

@@ -1,0 +1,165 @@
+"""Homes that share nothing but a server train one model: the same script as under torchrun. Run as a script: that training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool_kit import Tree, tree
+
+ROOT = Path(__file__).parents[1]
+TOKEN = "secret-of-this-test"
+STEPS = 6
+WAIT_S = 60.0
+QUICK = {"OMP_NUM_THREADS": "1", "COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "3",
+         "COMMLAYER_JOIN_DEADLINE_S": "40"}
+
+
+def main(how: str, *_: str) -> None:
+    """Nothing here knows of homes."""
+    import torch
+    import torch.distributed as dist
+    from attach_kit import data, mlp
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import commlayer
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(rank)
+    model: Any = mlp(seed=rank)  # unequal, as where a script sets no seed
+    if how == "ddp":
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"ranks_per_node": 2 if how == "inside" else 1}
+    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)", config=config) as session:
+        step = 0
+        while step < STEPS or how == "on and on":
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if how == "on and on" and step == STEPS:
+                print(json.dumps({"rank": rank}), flush=True)
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+        losses = torch.tensor([float(rank)])
+        dist.all_reduce(losses)
+        inspected = session.inspect.connection
+        told = {"rank": rank, "world": world, "sum": losses.item(), "nodes": [s.node for s in inspected.uplink.view.servers],
+                "local": os.environ["LOCAL_RANK"], "sha": digest(model.parameters())}
+        print(json.dumps(told), flush=True)
+
+
+def digest(tensors: Any) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+class Homes:
+    """`commlayer serve` and as many `commlayer launch`, each as somebody types it."""
+
+    def __init__(self) -> None:
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
+        self._environment |= QUICK | {"COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": TOKEN}
+        self._processes: list[subprocess.Popen[str]] = []
+        self.address = ""
+
+    def run(self, *arguments: str) -> subprocess.Popen[str]:
+        """As in a shell's background, where Ctrl-C is ignored, and by all children that do not mind it themselves."""
+        line = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "commlayer.cli.main", *arguments]
+        process = subprocess.Popen(line, text=True, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        self._processes.append(process)
+        return process
+
+    def serve(self, workers: int, *more: str) -> subprocess.Popen[str]:
+        process = self.run("serve", "--workers", str(workers), *more)
+        assert process.stdout is not None
+        self.address = json.loads(process.stdout.readline())["control"]
+        return process
+
+    def launch(self, how: str, *options: str) -> subprocess.Popen[str]:
+        return self.run("launch", "--join", self.address, *options, __file__, how, "--for-the", "script")
+
+    def close(self) -> None:
+        for process in reversed(self._processes):  # the server last
+            process.kill()
+            process.communicate(timeout=WAIT_S)
+
+
+@pytest.fixture
+def homes() -> Iterator[Homes]:
+    made = Homes()
+    yield made
+    made.close()
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[list[Any], str]:
+    out, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == code, errors
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors
+
+
+def in_a_rack(how: str, world: int) -> list[str]:
+    """Digests of the same script as torchrun would start it."""
+    with tree(__file__, world, args=(how,)) as run:
+        assert isinstance(run, Tree)
+        return [json.loads(run.until(rank, "{"))["sha"] for rank in range(world)]
+
+
+def test_homes_of_two_and_one_train_the_bits_of_one_rack(homes: Homes) -> None:
+    """Through DDP, with the group that the script makes."""
+    server = homes.serve(3)
+    second = homes.launch("ddp", "--node-rank", "1", "--nproc-per-node", "2")
+    first = homes.launch("ddp", "--node-rank", "0")
+    told = [one for home in (first, second) for one in ended(home)[0]]
+    told.sort(key=lambda one: one["rank"])
+    assert [(one["rank"], one["world"], one["local"], one["sum"]) for one in told] == [
+        (0, 3, "0", 3.0), (1, 3, "0", 3.0), (2, 3, "1", 3.0)]
+    assert [one["nodes"] for one in told] == [[3]] * 3, "the server is none of the homes, though it has their host's name"
+    assert {one["sha"] for one in told} == set(in_a_rack("ddp", 3))
+    _, said = ended(server)
+    assert re.search(r"each home types: commlayer launch --join 127.0.0.1:\d+ --token-file \S+ SCRIPT", said)
+
+
+def test_workers_of_one_home_sum_among_themselves_first(homes: Homes) -> None:
+    homes.serve(2)
+    told, _ = ended(homes.launch("inside", "--nproc-per-node", "2"))
+    assert [one["nodes"] for one in told] == [[1]] * 2
+    assert {one["sha"] for one in told} == set(in_a_rack("inside", 2))
+
+
+@pytest.mark.parametrize("who", ["a home", "a launcher", "the server"])
+def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_with_a_name(homes: Homes, who: str) -> None:
+    server = homes.serve(2)
+    both = [homes.launch("on and on", "--node-rank", str(place)) for place in range(2)]
+    for home in both:
+        assert home.stdout is not None
+        home.stdout.readline()
+    if who == "the server":
+        server.kill()
+        for home in both:
+            assert re.search(r"commlayer.errors.PeerLost: server 0: ", ended(home, 1)[1])
+        return
+    if who == "a launcher":
+        both[1].kill()
+    else:
+        both[1].send_signal(signal.SIGINT)
+        _, said = ended(both[1], 130)
+        assert "commlayer launch: this home was interrupted; the other homes end with it" in said
+    _, said = ended(both[0], 1)
+    assert "commlayer.errors.PeerLost: worker 1: left the job: KeyboardInterrupt" in said
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
