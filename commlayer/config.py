@@ -9,44 +9,20 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
+from commlayer import setting_kinds as kinds
 from commlayer.errors import RecordError
-from commlayer.records import MAX_BUCKET_NBYTES, Record
+from commlayer.records import Record
 
 PREFIX = "COMMLAYER_"
 KEYS_TOKEN = "token"
 """The file of a node's keys that holds the job's secret."""
-DAY_S = 86400.0
 LEAST_UNHEARD_S = 5.0
 MOST_CODEC_THREADS = 4
 """Unless asked for more: beyond it memory is the limit."""
-
-# `description` says what is allowed: error messages and `describe` quote it.
-Text = Annotated[str, msgspec.Meta(description="text")]
-Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, without blanks")]
-Flag = Annotated[bool, msgspec.Meta(description="true or false")]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
-Window = Annotated[float, msgspec.Meta(ge=0, le=DAY_S, description="a number of seconds from 0 (not at all) to 86400")]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
-Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 to 65536, -1: by host name")]
-Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
-Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
-Carrier = Annotated[Literal["auto", "tcp", "grpc"], msgspec.Meta(description='"auto", "tcp" or "grpc"')]
-Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
-RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
-CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
-                                       description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
-Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
-Budget = Annotated[float, msgspec.Meta(ge=0, le=1, description="a part of the loss from 0 (none named) to 1, 0.005 for 0.5 %")]
-DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description='"resync", "end" or "warn"')]
-Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536, -1: as often as "
-                                      "costs 0.1 % of the time")]
-GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
 
 class Config(Record, frozen=True):
@@ -56,74 +32,74 @@ class Config(Record, frozen=True):
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
     """Servers that a job on several machines starts listen elsewhere, unless told: on the address that leads to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
-    port: Port = 0
+    port: kinds.Port = 0
     """Where a coordinator listens; a summation server in the same process takes the next one, one with `join` this one.
 
     Further servers that training processes start take any free port.
     """
-    carrier: Carrier = "auto"
+    carrier: kinds.Carrier = "auto"
     """What data travels on; gRPC is for networks that pass HTTP/2 alone. "auto": to a server gRPC where TCP does not get
     through, at a server both."""
-    insecure: Flag = False
-    token: Secret = ""
+    insecure: kinds.Flag = False
+    token: kinds.Secret = ""
     """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""
-    token_file: Text = ""
+    token_file: kinds.Text = ""
     """A file that holds it."""
-    keys: Text = ""
+    keys: kinds.Text = ""
     """This node's folder of those that `commlayer keys` makes: all connections are TLS then, with certificates on both ends."""
-    audit: Text = ""
+    audit: kinds.Text = ""
     """A file to which coordinator and servers append a line of JSON for who joins, is refused or leaves, and for each plan."""
-    servers: Servers = "one"
-    node: Node = -1
+    servers: kinds.Servers = "one"
+    node: kinds.Node = -1
     """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
     torchrun count their own."""
-    home: Text = ""
+    home: kinds.Text = ""
     """Set by `commlayer launch`: how the coordinator knows this machine, whose ranks reach the others through it alone."""
-    batch: Weight = 1.0
+    batch: kinds.Weight = 1.0
     """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
-    ranks_per_node: Count = 0
+    ranks_per_node: kinds.Count = 0
     """0: those that share a machine, and an agent where torchrun started them."""
-    deadline_s: Seconds = 600.0
+    deadline_s: kinds.Seconds = 600.0
     """For one that lives but is slow (evaluates, compiles). The dead are noticed by their heartbeats, long before."""
-    join_deadline_s: Seconds = 60.0
-    heartbeat_s: Seconds = 1.0
-    dead_after_s: Seconds = 10.0
+    join_deadline_s: kinds.Seconds = 60.0
+    heartbeat_s: kinds.Seconds = 1.0
+    dead_after_s: kinds.Seconds = 10.0
     """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
-    reconnect_s: Window = 60.0
+    reconnect_s: kinds.Window = 60.0
     """How long a broken connection is tried to be made again before its peer counts as lost; deadline_s bounds it."""
-    journal: Text = ""
+    journal: kinds.Text = ""
     """A folder in which a summation server writes down what it owes and has answered, so that one that was killed goes on when
     it is started again. Empty: then its end is the job's."""
-    journal_required: Flag = False
+    journal_required: kinds.Flag = False
     """What a server does without room for its journal: refuses to serve, or goes on and says so."""
-    fuse_nbytes: Bytes = 1 << 20
-    cut_nbytes: CutBytes = 4 << 20
-    ratio_over: RatioOver = "bucket"
+    fuse_nbytes: kinds.Bytes = 1 << 20
+    cut_nbytes: kinds.CutBytes = 4 << 20
+    ratio_over: kinds.RatioOver = "bucket"
     """Whether a sparse codec's ratio is that of each bucket, or of all of a plan together, with one threshold for all. "bucket"
     leaves it to the plan."""
-    warmup: Count = 0
+    warmup: kinds.Count = 0
     """Steps over which the ratios of sparse codecs come down from 25 %. 0 leaves it to the plan."""
-    backend: Backend = "auto"
-    codec_threads: Threads = 0
+    backend: kinds.Backend = "auto"
+    codec_threads: kinds.Threads = 0
     """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""
-    trace: Text = ""
+    trace: kinds.Text = ""
     """A file for a trace of a few steps, once the plan stands: predicted and measured. Empty for none."""
-    max_loss: Budget = 0.0
+    max_loss: kinds.Budget = 0.0
     """How much larger the loss may get than dense training's, relative to it: what plan="auto" and the guard keep to."""
-    guard: GuardMode = "auto"
+    guard: kinds.GuardMode = "auto"
     """What watches that budget does when it is exceeded: "auto" acts where the plan was left to commlayer and else warns, if
     there is a budget; "warn" and "act" do it for any plan, within 5 % where no budget is named."""
-    drift: DriftMode = "resync"
+    drift: kinds.DriftMode = "resync"
     """What is done where ranks no longer have the same parameters: "resync" takes them and the optimizer's state of them from
     rank 0, "end" ends the job, "warn" says so. The same on all ranks."""
-    drift_steps: Spacing = -1
+    drift_steps: kinds.Spacing = -1
     """Steps in which all parameters are compared once, 0: never, -1: as many as it takes to cost no more than 0.1 % of the
     time. The same on all ranks."""
-    loss: Text = ""
+    loss: kinds.Text = ""
     """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
-    learning: Text = ""
+    learning: kinds.Text = ""
     """A table that `commlayer tune --learning` wrote: what ways cost in steps on your own task, in place of the shipped one."""
-    shape: Text = ""
+    shape: kinds.Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
 

@@ -24,7 +24,7 @@ CURRENT = plan_of(0.0, "int4()")
 
 def order(measured_s: float = 1.0) -> SearchOrder:
     inputs = PlanInputs(JOB, CLUSTER, profile_from_tables(CLUSTER), Policy(optimizer="adam", exact=True))
-    return SearchOrder(CURRENT, None, (0,), inputs, measured_s)
+    return SearchOrder(CURRENT, None, (0, 1), inputs, measured_s)
 
 
 @pytest.fixture

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import struct
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+import msgspec
 
 from commlayer.job.autoplan.plan_search import SearchOrder, SearchResult, search
+from commlayer.records import Record
 
 ROOT = Path(__file__).parents[3]
 # The child must run the package that this process runs, installed or not, whatever lies in the current directory.
@@ -26,6 +28,15 @@ LENGTH = struct.Struct("<Q")
 NICE = 5
 """Steps go before."""
 LOOK_S = 5.0
+
+
+class Answer(Record, frozen=True):
+    """What was found, or why nothing was."""
+
+    found: SearchResult | None = None
+    error: str = ""
+    wrong: bool = False
+    """Whether what was asked is at fault."""
 
 
 class PlanningProcess:
@@ -40,7 +51,8 @@ class PlanningProcess:
                                              stdout=subprocess.PIPE, start_new_session=True)
 
     def search(self, order: SearchOrder) -> SearchResult:
-        """What plan_search.search() says there, errors included. RuntimeError if the process has ended."""
+        """What plan_search.search() says there: ValueError for what cannot be planned for, RuntimeError for any other failure,
+        the end of the process among them."""
         self.start()
         process = self._process
         assert process is not None
@@ -48,14 +60,14 @@ class PlanningProcess:
         assert process.stdout is not None
         try:
             _write(process.stdin, order)
-            found = _read(process.stdout)
+            data = _read(process.stdout)
         except (OSError, ValueError, EOFError):  # ended, or closed here meanwhile
             self.close()
             raise RuntimeError(f"the process that plans has ended (exit code {process.wait()})") from None
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, SearchResult)
-        return found
+        answer = msgspec.msgpack.decode(data, type=Answer)
+        if answer.found is None:
+            raise (ValueError if answer.wrong else RuntimeError)(answer.error)
+        return answer.found
 
     def close(self) -> None:
         """Ends the child, and with it a search under way."""
@@ -78,15 +90,17 @@ def main() -> None:
     os.dup2(2, 1)  # whatever prints must not print into an answer
     while True:
         try:
-            order = _read(sys.stdin.buffer)
+            order = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=SearchOrder)
         except EOFError:
             return
         try:
-            found: Any = search(order)
+            answer = Answer(search(order))
+        except ValueError as error:
+            answer = Answer(error=str(error), wrong=True)
         except Exception as error:
-            found = error
+            answer = Answer(error=f"{type(error).__name__}: {error}")
         try:
-            _write(out, found)
+            _write(out, answer)
         except BrokenPipeError:
             return
 
@@ -98,16 +112,16 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _write(pipe: IO[bytes], what: Any) -> None:
-    data = pickle.dumps(what)
+def _write(pipe: IO[bytes], what: SearchOrder | Answer) -> None:
+    data = msgspec.msgpack.encode(what)
     pipe.write(LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
-def _read(pipe: IO[bytes]) -> Any:
+def _read(pipe: IO[bytes]) -> bytes:
     """EOFError where the other end has gone."""
     head = pipe.read(LENGTH.size)
     data = pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
     if not data:
         raise EOFError
-    return pickle.loads(data)  # from the parent's or the child's own pipe, which nobody else can write to
+    return data
