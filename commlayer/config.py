@@ -212,6 +212,18 @@ def master() -> str:
     return os.environ.get("MASTER_ADDR", "")
 
 
+def master_port() -> int:
+    """Where they meet on it, 0 if the launcher does not say."""
+    text = os.environ.get("MASTER_PORT", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def named_interfaces() -> list[tuple[str, str]]:
+    """What the environment tells Gloo and NCCL of interfaces: variable and value."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return [(name, os.environ[name]) for name in names if os.environ.get(name)]
+
+
 def use_interface(name: str) -> None:
     """Gloo, which would go by what the host name resolves to, goes by this network interface, unless somebody has chosen."""
     if name:

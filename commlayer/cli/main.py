@@ -9,6 +9,7 @@ import typer
 
 from commlayer.cli import keys, plan
 from commlayer.cli.demo import demo
+from commlayer.cli.doctor import doctor
 from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
@@ -37,6 +38,7 @@ def commlayer(
 
 app.command()(demo)
 app.command()(serve)
+app.command()(doctor)
 app.command()(tune)
 app.command()(profile)
 app.command()(trace)

@@ -61,6 +61,7 @@ class Coordinator:
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
+            "About": self._method("About", messages.About, self._about),
         })
         if self._front is None:
             port = self._host.start(settings.join_host(config.bind, config.port))
@@ -155,6 +156,11 @@ class Coordinator:
             # Who has finished hears who has not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
         return pulse
+
+    def _about(self, request: messages.About) -> Record:
+        with self._lock:
+            state = self._state
+        return membership.told(state, request, time.time())
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):

@@ -114,6 +114,38 @@ class Leave(Record, frozen=True):
     """Of a worker: in how many it has done its part, so that whoever waits for it in a later one knows. -1: not told."""
 
 
+class About(Record, frozen=True):
+    """Asks who coordinates here, and how the way there is: `data` goes up, and `wanted` bytes come down. Takes no seat."""
+
+    data: bytes = b""
+    wanted: int = 0
+    """At most ABOUT_NBYTES; once the job has begun none come, since they would be in its way."""
+
+
+class Told(Record, frozen=True):
+    """The answer to About."""
+
+    version: str
+    protocol: int
+    wire: int
+    """Version of the frames."""
+    time_s: float
+    """Its clock, in seconds since 1970."""
+    workers: int
+    """How many the job is for, 0 if nobody has said."""
+    seated: int
+    """How many of them are here."""
+    servers: tuple[str, ...] = ()
+    """Data addresses of those that are here."""
+    begun: bool = False
+    plan: str = ""
+    """Its digest, once there is one."""
+    data: bytes = b""
+
+
+ABOUT_NBYTES = 192 << 10
+
+
 def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "") -> Join:
     """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
     sent = plan if rank in (0, ANY) else b""
