@@ -43,6 +43,7 @@ DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description
 Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536, -1: as often as "
                                       "costs 0.1 % of the time")]
 GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
+Quarantine = Annotated[Literal["off", "norms", "all"], msgspec.Meta(description='"off", "norms" or "all"')]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
 
@@ -106,11 +107,14 @@ class Config(Record, frozen=True):
     time. The same on all ranks."""
     loss: Text = ""
     """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
+    quarantine: Quarantine = "off"
+    """Whether servers refuse a contribution whose norm is far out of what the others' are ("norms"), and also one that is not
+    finite ("all": not with a GradScaler, which lives by seeing those). The same on all ranks."""
     shape: Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
 
-ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps")
+ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps", "quarantine")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
 ALIKE_SET = ("join", "trace", "loss")
 """Settings that must be there on all ranks or on none, whatever they are."""
@@ -209,19 +213,12 @@ def _of_group() -> tuple[int, int] | None:
 
 def master() -> str:
     """The machine where the ranks meet, as far as the launcher says."""
-    return os.environ.get("MASTER_ADDR", "")
+    return launcher_says("MASTER_ADDR")
 
 
-def master_port() -> int:
-    """Where they meet on it, 0 if the launcher does not say."""
-    text = os.environ.get("MASTER_PORT", "")
-    return int(text) if text.isdecimal() else 0
-
-
-def named_interfaces() -> list[tuple[str, str]]:
-    """What the environment tells Gloo and NCCL of interfaces: variable and value."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return [(name, os.environ[name]) for name in names if os.environ.get(name)]
+def launcher_says(name: str) -> str:
+    """A variable of a launcher, or of what it starts, such as MASTER_PORT."""
+    return os.environ.get(name, "")
 
 
 def use_interface(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commlayer.config import Config, host_port, master, master_port, read_config, read_launch
+from commlayer.config import Config, host_port, launcher_says, master, read_config, read_launch
 from commlayer.errors import CommError, RecordError
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ def doctor(
 def _asked(given: dict[str, Any], where: str, nodes: int, plan: Path | None, save: Path) -> Asked:
     from commlayer.doctor.looks import Asked
 
-    meet = host_port(where) if where else (master(), master_port())
-    launched = bool(master_port()) and read_launch().world > 1 and not where
+    port = launcher_says("MASTER_PORT")
+    meet = host_port(where) if where else (master(), int(port) if port.isdecimal() else 0)
+    launched = bool(meet[1]) and read_launch().world > 1 and not where
     problem = ""
     try:
         config = read_config(given)

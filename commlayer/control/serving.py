@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import msgspec
@@ -17,10 +18,13 @@ from commlayer.errors import CommError, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, same_job
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.protocol import SERVER_BASE, peer_name
+from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import SumServer
 from commlayer.transport.tcp import Settings, TcpTransport
+
+log = logging.getLogger("commlayer")
 
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
@@ -43,6 +47,9 @@ class Serving:
         self._transport = TcpTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=config.deadline_s, keys=Keys(config.keys) if config.keys else None,
             refused=self._audit.refused))
+        self._quarantine = None if config.quarantine == "off" else Quarantine(
+            self._refused, finite_only=config.quarantine == "all")
+        self._named: set[int] = set()
         self._server: SumServer | None = None
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
@@ -83,7 +90,15 @@ class Serving:
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))
-        return Summation(server, generation, dict(self._ops), senders_of(plan, world))
+        return Summation(server, generation, dict(self._ops), senders_of(plan, world), self._quarantine)
+
+    def _refused(self, member: int, step: int, bucket: int, why: str) -> None:
+        """A contribution is in quarantine: each in the audit log, the first of each member in the log, too."""
+        self._audit.note("quarantined", peer=peer_name(member), step=step, bucket=bucket, why=why)
+        if member not in self._named:
+            self._named.add(member)
+            log.warning("%s: its contribution to step %d, bucket %d is refused: %s; the others' go on, and it is dropped if "
+                        "that happens in %d of %d steps", peer_name(member), step, bucket, why, OFTEN, WITHIN)
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""

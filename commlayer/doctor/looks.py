@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from commlayer.config import Config, host_port, is_loopback, named_interfaces
+from commlayer.config import Config, host_port, is_loopback, launcher_says
 from commlayer.control import messages
 from commlayer.doctor import (
     machine_checks,
@@ -26,6 +26,7 @@ from commlayer.transport import framing
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
 LINK_DEADLINE_S = 15.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SLOW_NAMES = "a name service does not answer: see /etc/resolv.conf, or use addresses"
 F = TypeVar("F")
 
@@ -96,8 +97,9 @@ def _network(asked: Asked, seen: Seen) -> Iterator[Look]:
     config, master = asked.config, asked.master[0]
     joined = host_port(config.join)[0] if config.join else ""
     towards = joined or master
+    told = [(name, value) for name in INTERFACES if (value := launcher_says(name))]
     alone = asked.nodes < 2 and (not towards or is_loopback(towards))
-    yield seen.look("address", lambda: network_facts.addresses(towards, config.bind, named_interfaces(), alone=alone),
+    yield seen.look("address", lambda: network_facts.addresses(towards, config.bind, told, alone=alone),
                     network_checks.addresses, NAMES_S, SLOW_NAMES)
     for role, name in (("server", joined), ("master", master), ("advertised name", config.advertise)):
         if name:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
+from commlayer.transport.quarantine import Quarantine, Watch
 
 KEPT_STEPS = 2
 MOST_REASON_NBYTES = 256
@@ -50,6 +51,10 @@ class Ops(Protocol):
 
     def skip(self) -> None: ...
 
+    def norm(self, r: int, payload: memoryview) -> float:
+        """Of what `add` would add, infinite if that is not finite. Asked only where there is a quarantine."""
+        ...
+
     def snapshot(self) -> bytes: ...
 
     def restore(self, data: bytes | memoryview) -> None: ...
@@ -74,13 +79,14 @@ class Stall(NamedTuple):
 class _Cell:
     """One bucket: the sum under way, or the step last finished, and the results kept."""
 
-    def __init__(self, bucket: int, ops: Ops, members: tuple[int, ...]) -> None:
-        self.bucket, self.ops, self.members = bucket, ops, members
+    def __init__(self, bucket: int, ops: Ops, members: tuple[int, ...], watch: Watch | None) -> None:
+        self.bucket, self.ops, self.members, self.watch = bucket, ops, members, watch
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round; a result stays whole until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
-        self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
+        self.results: dict[tuple[int, int], tuple[Header, memoryview, frozenset[int]]] = {}
+        """With whose contributions were refused."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
@@ -100,6 +106,8 @@ class _Cell:
         self.abandoned = b""
         """Who broke the step off, and why."""
         self.summed = 0
+        if self.watch is not None:
+            self.watch.begin(r)
 
     def here(self) -> set[int]:
         return {*self.members[: self.next], *self.early} if self.open else set()
@@ -114,11 +122,14 @@ class _Cell:
 class Summation:
     """All buckets of one server. `push` may be called from any number of threads."""
 
-    def __init__(self, server: int, generation: int, ops: dict[int, Ops], senders: dict[int, tuple[int, ...]]) -> None:
+    def __init__(self, server: int, generation: int, ops: dict[int, Ops], senders: dict[int, tuple[int, ...]],
+                 quarantine: Quarantine | None = None) -> None:
         """`senders[bucket]` are the members that contribute to it, in the order in which they are added."""
+        self.quarantine = quarantine
         self.peer = SERVER_BASE + server
         self.generation = generation
-        self.cells = {bucket: _Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
+        self.cells = {bucket: _Cell(bucket, o, senders[bucket], quarantine.watch(o.rounds, o.norm) if quarantine else None)
+                      for bucket, o in ops.items()}
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
         """Takes one contribution. CorruptFrame may name another member, whose contribution this one uncovered.
@@ -135,7 +146,7 @@ class Summation:
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
-                return [Reply(message.peer, *kept)]
+                return [_told(message.peer, *kept)]
             self._admit(cell, message)
             here = cell.here()
             if message.peer in here:
@@ -191,7 +202,7 @@ class Summation:
             cell.accs[r] = ops.zeros(r)
         while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
             message = cell.early.pop(cell.members[cell.next])
-            h = message.header
+            h, added = message.header, True
             first = cell.next == 0
             if not first and h.undone != cell.undone:
                 raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
@@ -203,22 +214,42 @@ class Summation:
             if h.flags & Flag.ABANDON:
                 cell.abandoned = cell.abandoned or bytes(message.body)
             else:
-                try:
-                    ops.add(r, message.body, cell.accs[r], cell.summed == 0)
-                except (CorruptFrame, ValueError) as error:
-                    raise _breach(message, str(error)) from None
-                cell.summed += 1
-                cell.totals.add(h.total)
+                added = self._add(cell, message)
             cell.next += 1
-            cell.weight += h.weight
-            cell.used |= h.used
             cell.order, cell.undone = h.order, h.undone
-            release(message)
+            if added:
+                release(message)
         if cell.next < len(cell.members):
             return []
+        if cell.watch is not None:
+            self._decide(cell, cell.watch, release)
         if cell.abandoned:
             return self._abandon(cell)
         return self._again(cell) if self._misjudged(cell) else self._emit(cell)
+
+    def _add(self, cell: _Cell, message: Message, *, judged: bool = False) -> bool:
+        """Whether it is added; else it is too odd, and held back until all are in."""
+        h = message.header
+        try:
+            if cell.watch is not None and not judged and cell.watch.holds(message, cell.round):
+                return False
+            cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
+        except (CorruptFrame, ValueError) as error:
+            raise _breach(message, str(error)) from None
+        cell.summed += 1
+        cell.totals.add(h.total)
+        cell.weight += h.weight
+        cell.used |= h.used
+        return True
+
+    def _decide(self, cell: _Cell, watch: Watch, release: Callable[[Message], None]) -> None:
+        """All are in: what is held back is added after all, where it is most of them, or it is refused for good."""
+        for message, why in watch.decided(len(cell.members)):
+            if why:
+                watch.note(message.peer, cell.step, cell.bucket, why)
+            else:
+                self._add(cell, message, judged=True)
+            release(message)
 
     def _abandon(self, cell: _Cell) -> list[Reply]:
         cell.ops.skip()
@@ -242,20 +273,22 @@ class Summation:
     def _emit(self, cell: _Cell) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
         out = cell.out(step, r)
-        replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
+        refused = cell.watch.settle(r) if cell.watch is not None else frozenset()
+        flags = Flag.PARTIAL if refused else Flag.NONE
+        replies = self._reply(cell, flags, out[: ops.emit(r, cell.accs[r], out)].toreadonly(), refused)
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
         else:
             cell.idle(step + 1)
         return replies
 
-    def _reply(self, cell: _Cell, flags: Flag, body: memoryview) -> list[Reply]:
+    def _reply(self, cell: _Cell, flags: Flag, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
         """To all members, and kept for whoever asks again."""
         header = self._header(cell, flags)
-        cell.results[(cell.step, cell.round)] = (header, body)
+        cell.results[(cell.step, cell.round)] = header, body, refused
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
             del cell.results[old]
-        return [Reply(member, header, body) for member in cell.members]
+        return [_told(member, header, body, refused) for member in cell.members]
 
     def _header(self, cell: _Cell, flags: Flag) -> Header:
         return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
@@ -314,6 +347,10 @@ class Summation:
     def _between(self, cell: _Cell, message: Message) -> None:
         if cell.open:
             raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+
+
+def _told(member: int, header: Header, body: memoryview, refused: frozenset[int]) -> Reply:
+    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if member in refused else header, body)
 
 
 def _applied(undone: int) -> str:
