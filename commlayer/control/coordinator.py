@@ -20,6 +20,7 @@ from commlayer import config as settings
 from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
 from commlayer.control.audit import Audit
+from commlayer.control.call_quota import CallQuota, TooMany
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
 from commlayer.control.tls_front import Front
@@ -54,6 +55,7 @@ class Coordinator:
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._front = Front(self._keys, config.bind, config.port, self._audit.refused) if self._keys else None
         self._certificates: dict[str, Certified] = {}  # of seats, by token
+        self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
         self._host = Host({
             CHALLENGE: self._challenge,
@@ -115,7 +117,22 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
+        caller = self._caller(peer)
+        self._count(caller.name if caller else peer, peer)
+        if self._front is not None:
+            self._front.spare(peer)
         return self._judge.challenge(peer)
+
+    def _count(self, who: str, peer: str) -> None:
+        """TooMany, and the connection ends, for who makes too many calls; named once, until it makes fewer."""
+        if not (over := self._quota.over(who, self._clock())):
+            return
+        why = f"makes more than {self._quota.rate:g} calls a second"
+        if over == 1:
+            self._audit.refused(who, why)
+        if self._front is not None:
+            self._front.end(peer)
+        raise TooMany(f"{who} {why}")
 
     def _part(self, request: messages.Part) -> Record:
         with self._lock:
@@ -131,6 +148,7 @@ class Coordinator:
             self._state, reply = membership.join(self._state, request, self._clock())
             view = self._state.view
             place = None if known else self._state.places.get(request.token)
+        reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
             log.warning("refused: %s", reply.error)
             self._audit.note("refused", where=f"{request.name} (pid {request.pid})", why=reply.error)
@@ -205,12 +223,15 @@ class Coordinator:
 
         def answer(data: bytes, peer: str) -> bytes:
             caller = self._caller(peer)
+            self._count(caller.name if caller else peer, peer)
             try:
                 body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
             except Unproved:
-                # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken.
-                where = f"{caller.name} at {peer}" if caller else peer
-                self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
+                # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken. Whose
+                # certificate is known may do so unnoted; who was given a challenge here has no such excuse.
+                if self._front is None or not self._front.spare(peer):
+                    where = f"{caller.name} at {peer}" if caller else peer
+                    self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
                 raise
             request = messages.unpack(body, kind, peer)
             return self._judge.sealed(data, messages.pack(act(certified(request, caller))))

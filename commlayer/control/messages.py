@@ -67,6 +67,8 @@ class Seat(Record, frozen=True):
     view: View | None = None
     plan: bytes = b""
     missing: str = ""
+    time_s: float = 0.0
+    """The coordinator's clock, in seconds since 1970."""
     plan_wanted: bool = False
     """There is no such seat (any more), and the plan of that digest is not here: send its parts, then ask again."""
 

@@ -8,6 +8,7 @@ import ssl
 import time
 
 from commlayer.config import host_port
+from commlayer.control.farewell import MOST_NBYTES, reason_of
 from commlayer.errors import CommError, Refused
 from commlayer.transport.connection import drop, watch
 from commlayer.transport.key_folder import Keys
@@ -37,7 +38,10 @@ def check(address: str, keys: Keys | None, deadline: float) -> bool:
         made.handshake(deadline)
         good = True  # by our list; what follows is what the other end thinks of us
         made.settimeout(max(0.001, deadline - time.monotonic()))
-        made.recv_into(bytearray(1))  # the other end judges last: either gRPC says something first, or it refuses
+        first = bytearray(2 * MOST_NBYTES)
+        n = made.recv_into(first)  # the other end judges last: either gRPC says something first, or it refuses
+        if why := reason_of(bytes(first[:n])):
+            raise Refused(why)
     except Refused as error:
         raise Refused(error.what, peer=where) from None
     except (CommError, OSError):

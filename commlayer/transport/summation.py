@@ -13,51 +13,20 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from commlayer.errors import CorruptFrame
+from commlayer.transport.ops import Ops
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 from commlayer.transport.quarantine import Quarantine, Watch
 
 KEPT_STEPS = 2
+REPEATS = 16
+"""So often may a member say its part of a step again: connections break, and parts are coded again."""
+OVERHEAD_NBYTES = 512
+"""What a message costs beside its body."""
 MOST_REASON_NBYTES = 256
 """Of a word on why a step was broken off."""
-
-
-class Ops(Protocol):
-    """What the codec side does for one bucket. One instance belongs to one bucket and holds its server state."""
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def codec(self) -> int: ...
-
-    @property
-    def bound(self) -> int: ...
-
-    @property
-    def in_means(self) -> bool:
-        """Whether payloads must be coded as parts of all workers' weight: see `Header.total`."""
-        ...
-
-    def zeros(self, r: int) -> Any: ...
-
-    def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
-
-    def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
-
-    def undo(self, slices: int) -> None: ...
-
-    def skip(self) -> None: ...
-
-    def norm(self, r: int, payload: memoryview) -> float:
-        """Of what `add` would add, infinite if that is not finite. Asked only where there is a quarantine."""
-        ...
-
-    def snapshot(self) -> bytes: ...
-
-    def restore(self, data: bytes | memoryview) -> None: ...
 
 
 class Reply(NamedTuple):
@@ -93,6 +62,8 @@ class _Cell:
         """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
         self.begin(step or 0, 0)
         self.open, self.awaited = False, step
+        self.taken: dict[int, int] = {}
+        """Bytes from each member since then."""
 
     def begin(self, step: int, r: int) -> None:
         self.open = True
@@ -177,6 +148,10 @@ class Summation:
             raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
+        allowed = (1 + REPEATS) * ops.rounds * (ops.bound + OVERHEAD_NBYTES)
+        taken = cell.taken[message.peer] = cell.taken.get(message.peer, 0) + len(message.body) + OVERHEAD_NBYTES
+        if taken > allowed:
+            raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
             raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")

@@ -27,6 +27,8 @@ FORMER_S = 0.5
 """How long a new connection waits for the end of the peer's former one, which may still be on its way."""
 
 
+MOST_EACH = 256
+"""Connections of one certificate at a time: a machine has one, and may have many workers."""
 REVOKED_S = 1.0
 """How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
 Refusal = Callable[[str, str], None]
@@ -184,7 +186,7 @@ class TcpTransport:
             hello, proof = greeting.meet(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, tls.channel_of(sock))
             self._hall.leave(sock)
-            reason = self._judge(hello)
+            reason = self._crowded(sock) or self._judge(hello)
             if not reason:
                 peer = hello.rank
             greeting.welcome(sock, self.rank, reason, proof, where, deadline)
@@ -203,6 +205,13 @@ class TcpTransport:
                     self._lock.notify_all()
         finally:
             self._hall.leave(sock)
+
+    def _crowded(self, sock: socket.socket) -> str:
+        certified = sock.peer if isinstance(sock, tls.TlsSocket) else None
+        with self._lock:
+            there = sum(c.certified is not None and c.certified == certified for c in self._connections.values())
+        name = certified.name if certified else ""
+        return f"its certificate ({name}) has {MOST_EACH} data connections already" if there >= MOST_EACH else ""
 
     def _judge(self, hello: Hello) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
