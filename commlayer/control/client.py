@@ -177,7 +177,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             if time.monotonic() > heard + config.join_deadline_s:
                 raise _late(address, "", config.join_deadline_s)
             if not known:
-                known = check(address, keys, min(deadline, time.monotonic() + CALL_S))
+                known = link.look(min(CALL_S, max(0.001, left_s)))
                 if not known:
                     ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
                     pause_s = min(2 * pause_s, POLL_S[1])
