@@ -192,6 +192,7 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str, str]]]] = [
      [OK, OK, ("warn", "400 ms", "nearer"), ("fail", "full-size ones to the server", "mtu 1280")]),
     (keyed, Server("h:1", "this process has another secret: set it"),
      [("fail", "h:1: this process has another secret", "set it")]),
+    (keyed, Server("h:1", "no answer within 3.0 s", silent=True), [("fail", "h:1 does not answer", "commlayer serve")]),
     (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),)),
      [OK, ("fail", "h:2 does not answer", "firewall"), OK, OK, OK]),
     (server_checks.link, Link(94e6, 12e6), [("ok", "94 Mb/s up, 12 Mb/s down", "")]),

@@ -21,6 +21,7 @@ from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from lab_kit import needs_lab
 from ranks_kit import clean_environment
 
+from bench.lab import Lab
 from commlayer.control import client, coordinator, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.doctor import network_checks, network_facts, security_checks, security_facts, server_checks, server_facts
@@ -283,3 +284,28 @@ def test_nodes_that_look_at_once_measure_all_links(tmp_path: Path) -> None:
     assert all("Mb/s from, to" in " ".join(out.split()) for out, _ in said)
     # Two on one machine meet at loopback, which several machines could not.
     assert all("which is this machine to each of them" in " ".join(out.split()) for out, _ in said)
+
+
+@needs_lab
+def test_a_home_looks_at_its_server_over_a_slow_link(folders: Folders, tmp_path: Path) -> None:
+    env = clean_environment() | {"COMMLAYER_CONFIG": ""}
+    line = [sys.executable, "-m", "commlayer"]
+    pipes: Any = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Lab(hosts=2, up_bps=[100e6, 10e6], down_bps=[100e6, 40e6], delay_s=0.02) as lab:
+        hub = lab.addresses[0]
+        server = lab.popen(0, [*line, "serve", "--bind", hub, "--port", "7000", "--keys", str(folders.server)], **pipes)
+        assert json.loads(server.stdout.readline())["control"] == f"{hub}:7000"
+        home = lab.popen(1, [*line, "doctor", "--join", f"{hub}:7000", "--keys", str(folders.worker), "--json",
+                             str(tmp_path / "out.json")], **pipes)
+        said, errors = home.communicate(timeout=LIMIT_S)
+        assert (home.returncode, errors) == (0, ""), said
+        server.terminate()
+        refused = [one for one in server.communicate(timeout=LIMIT_S)[1].splitlines() if "refused" in one]
+    told = json.loads((tmp_path / "out.json").read_text())
+    link = told["facts"]["link"]
+    assert 0.7 * 10e6 <= link["up_bps"] <= 1.1 * 10e6
+    assert 0.6 * 40e6 <= link["down_bps"] <= 1.1 * 40e6
+    assert 0.04 <= told["facts"]["server"]["round_trip_s"] <= 0.2
+    assert told["facts"]["address"]["chosen"] == lab.addresses[1]
+    # What greets and goes without a word is noted on the data port alone.
+    assert len(refused) <= 1, refused

@@ -118,13 +118,12 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
         address = network_facts.own_towards(host) or route.default_address()
         check_plain_text("address of this node", address, asked.config)
         if asked.launched:
-            store, mine, count = node_links.launched_store(launch.rank, launch.world, limit_s), launch.rank, launch.world
+            meeting, count = node_links.launched_store(launch.rank, launch.world, limit_s), launch.world
         else:
-            own = network_facts.look_up("", host).own
-            store, mine = node_links.store_at(host, number, asked.nodes, own, limit_s)
-            count = asked.nodes
+            own, count = network_facts.look_up("", host).own, asked.nodes
+            meeting = node_links.store_at(host, number, count, own, limit_s)
         me = Node(socket.gethostname(), address)
-        found, pairs = node_links.measured(store, mine, count, me, asked.config, limit_s)
+        found, pairs = node_links.measured(meeting, count, me, asked.config, limit_s)
     except (CommError, ValueError, OSError) as error:
         show(of_error("nodes", error))
         return [], []

@@ -22,7 +22,9 @@ from commlayer.doctor import (
 )
 from commlayer.doctor.examination import Look
 from commlayer.doctor.finding import Finding, warn
-from commlayer.transport import framing
+from commlayer.errors import RecordError
+from commlayer.transport import framing, tls
+from commlayer.transport.key_folder import Keys
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
 LINK_DEADLINE_S = 15.0
@@ -98,7 +100,8 @@ def _network(asked: Asked, seen: Seen) -> Iterator[Look]:
     joined = host_port(config.join)[0] if config.join else ""
     towards = joined or master
     told = [(name, value) for name in INTERFACES if (value := launcher_says(name))]
-    alone = asked.nodes < 2 and (not towards or is_loopback(towards))
+    # Who joins a server has no process group across machines.
+    alone = bool(joined) or (asked.nodes < 2 and (not towards or is_loopback(towards)))
     yield seen.look("address", lambda: network_facts.addresses(towards, config.bind, told, alone=alone),
                     network_checks.addresses, NAMES_S, SLOW_NAMES)
     for role, name in (("server", joined), ("master", master), ("advertised name", config.advertise)):
@@ -106,8 +109,7 @@ def _network(asked: Asked, seen: Seen) -> Iterator[Look]:
             yield seen.look("dns", functools.partial(network_facts.look_up, role, name), network_checks.name,
                             NAMES_S, SLOW_NAMES)
     if joined:
-        yield seen.look("port", lambda: network_facts.reach("server", *host_port(config.join)), network_checks.reached,
-                        NAMES_S, SLOW_NAMES)
+        yield seen.look("port", lambda: _server(config), network_checks.reached, NAMES_S, SLOW_NAMES)
     elif master:
         yield Look("port", lambda: _master(asked), NAMES_S, SLOW_NAMES)
     if not joined:
@@ -116,6 +118,14 @@ def _network(asked: Asked, seen: Seen) -> Iterator[Look]:
                             network_checks.port, NAMES_S, SLOW_NAMES)
     if towards:
         yield Look("mtu", lambda: _mtu(towards), NAMES_S, SLOW_NAMES)
+
+
+def _server(config: Config) -> network_facts.Reached:
+    try:
+        known = Keys(config.keys) if config.keys else None
+    except RecordError:
+        known = None  # told elsewhere; the port can be looked at all the same
+    return server_facts.dialled(config.join, known, tls.CONTROL)
 
 
 def _ports(config: Config) -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ import fcntl
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from commlayer.config import is_loopback, join_host
@@ -168,14 +168,16 @@ def port(what: str, host: str, number: int) -> Port:
     return Port(what, where)
 
 
-def reach(what: str, host: str, number: int, limit_s: float = CONNECT_S) -> Reached:
-    """A connection that says nothing."""
+def reach(what: str, host: str, number: int, limit_s: float = CONNECT_S,
+          greet: Callable[[socket.socket], None] = lambda _: None) -> Reached:
+    """`greet`: what is said there, so that whoever listens does not take it for a stranger."""
     where, begin = join_host(host, number), time.monotonic()
     try:
         with socket.create_connection((host, number), limit_s) as made:
             took_s = time.monotonic() - begin
             mss = made.getsockopt(socket.IPPROTO_TCP, TCP_MAXSEG)
             mtu = made.getsockopt(socket.IPPROTO_IP, IP_MTU) if made.family == socket.AF_INET else 0
+            greet(made)
             return Reached(what, where, "open", took_s, mtu, mss)
     except TimeoutError:
         answer = "silent"

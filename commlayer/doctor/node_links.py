@@ -10,7 +10,7 @@ import datetime
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,12 +34,20 @@ PATIENCE_S = 5.0
 DIAL_S = 4.0
 
 
-def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> tuple[Any, int]:
-    """A store of torch's, and this node's number there. `own`: that address is of this machine, where the first keeps it."""
+class Meeting(NamedTuple):
+    """A store of torch's, this node's number there, and whether this process keeps it."""
+
+    store: Any
+    number: int
+    keeps: bool = False
+
+
+def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Meeting:
+    """`own`: that address is of this machine, where the first keeps the store."""
     from torch import distributed
 
     dist: Any = distributed
-    kept, why, limit = None, "", datetime.timedelta(seconds=limit_s)
+    kept, keeps, why, limit = None, False, "", datetime.timedelta(seconds=limit_s)
     for keeps in (True, False) if own else (False,):
         try:
             kept = dist.TCPStore(host, port, is_master=keeps, timeout=limit, wait_for_workers=False)
@@ -53,10 +61,10 @@ def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> tup
     if number >= nodes:
         raise ValueError(f"--nodes {nodes}: {number + 1} nodes have come to {join_host(host, port)}: start anew on all, "
                          "with the same number")
-    return store, number
+    return Meeting(store, number, keeps)
 
 
-def launched_store(rank: int, world: int, limit_s: float) -> Any:
+def launched_store(rank: int, world: int, limit_s: float) -> Meeting:
     """That of torchrun, which has set where."""
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
@@ -66,11 +74,12 @@ def launched_store(rank: int, world: int, limit_s: float) -> Any:
     except (RuntimeError, ValueError) as error:
         raise CommError(f"no store to meet at: {str(error).splitlines()[0]}", peer="MASTER_ADDR") from None
     dist: Any = distributed
-    return dist.PrefixStore(JOB, store)
+    return Meeting(dist.PrefixStore(JOB, store), rank)
 
 
-def measured(store: Any, number: int, nodes: int, node: Node, config: Config, limit_s: float) -> tuple[list[Node], list[Pair]]:
+def measured(meeting: Meeting, nodes: int, node: Node, config: Config, limit_s: float) -> tuple[list[Node], list[Pair]]:
     """All nodes call it together, each with its number; all return the same. `node.address`: to listen on, without a port."""
+    store, number, keeps = meeting
 
     def told(data: bytes, what: str) -> list[bytes]:
         return exchange(store, range(nodes), number, data, limit_s, what)
@@ -92,8 +101,11 @@ def measured(store: Any, number: int, nodes: int, node: Node, config: Config, li
             found += [_pair(there, a, b, all_nodes[b].address) for a, b in pairs if a == number]
             told(b"", f"doctor, turn {turn + 1}")
         rows = told(msgspec.json.encode(found), "doctor")
-        with suppress(CommError):  # whoever keeps the store stays until all have read it
-            told(b"", "doctor, end")
+        ends = [f"end/{one}" for one in range(nodes)]
+        store.set(ends[number], b"")
+        if keeps:  # until all have read what they wait for
+            with suppress(RuntimeError):
+                store.wait(ends, datetime.timedelta(seconds=PATIENCE_S))
     return all_nodes, [pair for row in rows for pair in msgspec.json.decode(row, type=list[Pair])]
 
 

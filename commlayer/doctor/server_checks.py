@@ -16,6 +16,10 @@ SLOW_BPS = 2e6
 
 
 def server(f: Server, *, keys: bool) -> Iterator[Finding]:
+    if f.silent:
+        yield fail("server", f"{f.address} does not answer as a coordinator",
+                   "start `commlayer serve` there, which prints this address, and look again")
+        return
     if f.error or f.said is None:
         yield of_error("server", f"{f.address}: {f.error.removeprefix(f'coordinator {f.address}: ')}")
         return

@@ -18,7 +18,7 @@ from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.control.messages import ABOUT_NBYTES, About, Told
 from commlayer.control.tls_check import check
 from commlayer.doctor.network_facts import Reached, reach
-from commlayer.errors import CommError
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.measure import link_rates
 from commlayer.records import Record
 from commlayer.transport import tls
@@ -33,8 +33,8 @@ WORKERS = 12
 
 
 class Server(Record, frozen=True):
-    """`error`: why it did not answer; then no more is known. `clock_s`: how far this machine's clock is ahead of its, and
-    `clock_error_s` how wrong that may be."""
+    """`error`: why it did not answer (`silent`: nobody did); then no more is known. `clock_s`: how far this machine's clock is
+    ahead of its, and `clock_error_s` how wrong that may be."""
 
     address: str
     error: str = ""
@@ -50,6 +50,7 @@ class Server(Record, frozen=True):
     """Why full-size packets do not pass that way; empty where they do."""
     data: tuple[Reached, ...] = ()
     """Its summation servers, dialled."""
+    silent: bool = False
 
 
 class Link(Record, frozen=True):
@@ -80,10 +81,10 @@ def server(config: Config, version: str, wire: int) -> Server:
         # In a job that has begun nothing comes down but what is its own.
         down = "" if said.begun else _passes(link, About(wanted=FULL_NBYTES))
     except CommError as error:
-        return structs.replace(mine, error=error.what)
+        return structs.replace(mine, error=error.what, silent=isinstance(error, PeerLost | DeadlineExceeded))
     finally:
         link.close()
-    data = tuple(_dialled(address, link.keys) for address in said.servers[:8])
+    data = tuple(dialled(address, link.keys, tls.DATA) for address in said.servers[:8])
     return structs.replace(mine, said=said, round_trip_s=round_trip_s, clock_s=clock_s, clock_error_s=round_trip_s / 2,
                            full_up=up, full_down=down, data=data)
 
@@ -108,20 +109,18 @@ def _passes(link: CoordinatorChannel, request: About) -> str:
     return ""
 
 
-def _dialled(address: str, keys: Keys | None) -> Reached:
-    """Where there are keys up to who answers: that it is a server of this job."""
-    host, port = host_port(address)
-    found = reach("server", host, port)
-    if found.answer != "open" or keys is None:
-        return found
+def dialled(address: str, keys: Keys | None, protocol: str) -> Reached:
+    """Where there are keys up to who answers, which of a coordinator `server` tells."""
+
+    def greet(sock: socket.socket) -> None:
+        if keys is not None:
+            with tls.TlsSocket(sock, keys, protocol, server=False) as made:
+                made.handshake(time.monotonic() + CALL_S)
+
     try:
-        with socket.create_connection((host, port), CALL_S) as sock:
-            made = tls.TlsSocket(sock, keys, tls.DATA, server=False)
-        with made:
-            made.handshake(time.monotonic() + CALL_S)
-    except (CommError, OSError) as error:
-        return Reached("server", address, str(error))
-    return found
+        return reach("server", *host_port(address), CALL_S, greet)
+    except CommError as error:
+        return Reached("server", address, "open" if protocol == tls.CONTROL else str(error))
 
 
 def link(config: Config, round_trip_s: float, budget_s: float) -> Link:
