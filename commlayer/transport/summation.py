@@ -54,8 +54,9 @@ class _Cell:
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round; a result stays whole until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
-        self.results: dict[tuple[int, int], tuple[Header, memoryview, frozenset[int]]] = {}
-        """With whose contributions were refused."""
+        self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
+        self.refused: dict[tuple[int, int], frozenset[int]] = {}
+        """Whose contributions those are without."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
@@ -117,7 +118,7 @@ class Summation:
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
-                return [_told(message.peer, *kept)]
+                return [_told(message.peer, *kept, cell.refused.get((h.step, h.round)))]
             self._admit(cell, message)
             here = cell.here()
             if message.peer in here:
@@ -260,9 +261,10 @@ class Summation:
     def _reply(self, cell: _Cell, flags: Flag, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
         """To all members, and kept for whoever asks again."""
         header = self._header(cell, flags)
-        cell.results[(cell.step, cell.round)] = header, body, refused
+        cell.results[(cell.step, cell.round)], cell.refused[(cell.step, cell.round)] = (header, body), refused
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
             del cell.results[old]
+            cell.refused.pop(old, None)
         return [_told(member, header, body, refused) for member in cell.members]
 
     def _header(self, cell: _Cell, flags: Flag) -> Header:
@@ -324,8 +326,9 @@ class Summation:
             raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
 
 
-def _told(member: int, header: Header, body: memoryview, refused: frozenset[int]) -> Reply:
-    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if member in refused else header, body)
+def _told(member: int, header: Header, body: memoryview, refused: frozenset[int] | None) -> Reply:
+    mine = refused is not None and member in refused
+    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if mine else header, body)
 
 
 def _applied(undone: int) -> str:
