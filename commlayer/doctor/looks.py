@@ -52,12 +52,17 @@ class Seen:
     """All facts, by the name of their check: for who wants them beside the judgement, and for checks that need two."""
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, list[Any]] = {}
+
+    def first(self, check: str) -> Any:
+        """None if there are none, or not yet."""
+        return next(iter(self.facts.get(check, ())), None)
 
     def look(self, check: str, gather: Callable[[], F], judge: Callable[[F], Iterable[Finding]], deadline_s: float = QUICK_S,
              remedy: str = "see what keeps this machine busy") -> Look:
         def run() -> Iterable[Finding]:
-            found = self.facts[check] = gather()
+            found = gather()
+            self.facts.setdefault(check, []).append(found)
             return judge(found)
 
         return Look(check, run, deadline_s, remedy)
@@ -84,7 +89,7 @@ def looks(asked: Asked, seen: Seen) -> Iterator[Look]:
     if config.join:
         yield seen.look("server", lambda: server_facts.server(config, messages.version(), framing.VERSION),
                         lambda f: [*server_checks.server(f, keys=bool(config.keys)),
-                                   *server_checks.plans(seen.facts.get("plan"), f)],
+                                   *server_checks.plans(seen.first("plan"), f)],
                         SERVER_S, "its machine is overloaded, or large packets are lost on the way: try an MTU of 1280")
     yield seen.look("torch", machine_facts.torch, machine_checks.torch, machine_facts.CHILD_S + 2)
 
@@ -152,7 +157,7 @@ def _mtu(host: str) -> Iterable[Finding]:
 
 def link(asked: Asked, seen: Seen) -> Look | None:
     """The last one, since it would slow the others, and they it. None where there is nobody to measure with."""
-    server = seen.facts.get("server")
+    server = seen.first("server")
     if server is None or server.error:
         return None
     if server.said.begun:
