@@ -15,6 +15,7 @@ MEASUREMENTS = {
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",
     "energy": "bench.energy",
+    "fuzz": "bench.fuzz",
     "kernels": "bench.kernels",
     "learning": "bench.learning",
     "nodes": "bench.nodes",

@@ -1,5 +1,5 @@
-"""What TLS costs a data connection: bodies over it and over plain text, in turn, between two processes on loopback, and between
-two hosts of the lab. Knows the lab and what its processes print."""
+"""What TLS and gRPC cost a data connection: bodies over them and over plain TCP, in turn, between two processes on loopback,
+and between two hosts of the lab. Knows the lab and what its processes print."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run(quick: bool) -> Result:
                 rows.append(row | {"void": not sound(before, lab.counters())})
         except LabUnavailable as reason:
             rows.append({"where": "1 Gb/s", "void": True, "why": str(reason)})
-    return {"rows": rows, "summary": {f"tls_vs_plain_{r['where']}_{r['body']}".replace(" ", ""): r["tls_vs_plain"]
-                                      for r in rows if "tls_vs_plain" in r}}
+    return {"rows": rows, "summary": {f"{figure}_{r['where']}_{r['body']}".replace(" ", ""): r[figure]
+                                      for figure in ("tls_vs_plain", "grpc_vs_tcp") for r in rows if figure in r}}
 
 
 def _keys(folder: Path) -> dict[str, str]:
@@ -51,7 +51,7 @@ def _keys(folder: Path) -> dict[str, str]:
 
 
 def _row(where: str, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
-    """One process takes, another sends; the median over pairs of bursts."""
+    """One process takes, another sends; the median over bursts in turn."""
     address = lab.addresses[0] if lab else "127.0.0.1"
     command = [sys.executable, "-m", "bench.transport_worker"]
     source = None
@@ -72,8 +72,11 @@ def _row(where: str, size: str, keys: dict[str, str], lab: Lab | None, quick: bo
                 process.wait()
     # Of both ends: it is a share of a core, and says more than seconds where others are busy.
     return {"where": where, "body": size, "plain_gb_s": median(told["plain"]), "tls_gb_s": median(told["tls"]),
+            "grpc_gb_s": median(told["grpc"]),
             "tls_vs_plain": median(t / p for p, t in zip(told["plain"], told["tls"], strict=True)),
-            "plain_cpu_s_gb": told["plain_cpu"], "tls_cpu_s_gb": told["tls_cpu"], "void": False}
+            "grpc_vs_tcp": median(g / p for p, g in zip(told["plain"], told["grpc"], strict=True)),
+            "plain_cpu_s_gb": told["plain_cpu"], "tls_cpu_s_gb": told["tls_cpu"], "grpc_cpu_s_gb": told["grpc_cpu"],
+            "void": False}
 
 
 def _start(lab: Lab | None, host: int, argv: list[str], **pipes: Any) -> subprocess.Popen[str]:

@@ -10,26 +10,42 @@ import threading
 import time
 from typing import Any
 
+from commlayer.control import carriers
+from commlayer.control.grpc_port import stream_port
 from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.tcp import Settings, TcpTransport, note_refusal
 
 WAIT_S = 60.0
-KINDS = ("plain", "tls")
+KINDS = ("plain", "tls", "grpc")
 
 
 def ends(rank: int, folder: str) -> dict[str, TcpTransport]:
-    """One in plain text, one in TLS."""
+    """One over TCP in plain text, one in TLS, one over gRPC in plain text."""
     return {kind: TcpTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
             for kind in KINDS}
+
+
+def listening(kind: str, transport: TcpTransport, address: str) -> int:
+    if kind != "grpc":
+        return transport.listen(address)[1]
+    return stream_port(None, address, 0, transport.take, note_refusal).number
+
+
+def dial(kind: str, transport: TcpTransport, address: tuple[str, int]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    if kind == "grpc":
+        carriers.over_grpc(transport, SERVER_BASE, address, None, deadline)
+    else:
+        transport.dial(SERVER_BASE, address, deadline)
 
 
 def take(args: argparse.Namespace) -> None:
     """Until its standard input ends."""
     made = ends(SERVER_BASE, args.keys)
-    print(json.dumps({kind: transport.listen(args.address)[1] for kind, transport in made.items()}), flush=True)
+    print(json.dumps({kind: listening(kind, transport, args.address) for kind, transport in made.items()}), flush=True)
     for transport in made.values():
         threading.Thread(target=answer, args=(transport,), daemon=True).start()
     sys.stdin.read()
@@ -49,7 +65,7 @@ def answer(transport: TcpTransport) -> None:
 def send(args: argparse.Namespace) -> None:
     made, ports = ends(0, args.keys), json.loads(args.ports)
     for kind, transport in made.items():
-        transport.dial(SERVER_BASE, (args.address, ports[kind]), time.monotonic() + WAIT_S)
+        dial(kind, transport, (args.address, ports[kind]))
     body, count = bytes(args.body), args.burst // args.body
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)

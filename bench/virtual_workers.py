@@ -17,7 +17,8 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.entries_sent import allot_entries
 from commlayer.transport.protocol import Header, Kind, Message
-from commlayer.transport.summation import Reply, Summation
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_cell import Reply
 
 
 class VirtualWorkers:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -15,11 +13,12 @@ import msgspec
 
 from commlayer.errors import RecordError
 from commlayer.records import MAX_BUCKET_NBYTES, Record
+from commlayer.setting_sources import PREFIX, checked, from_argument, from_environment, from_file
 
-PREFIX = "COMMLAYER_"
 KEYS_TOKEN = "token"
 """The file of a node's keys that holds the job's secret."""
 DAY_S = 86400.0
+LEAST_UNHEARD_S = 5.0
 MOST_CODEC_THREADS = 4
 """Unless asked for more: beyond it memory is the limit."""
 
@@ -28,11 +27,13 @@ Text = Annotated[str, msgspec.Meta(description="text")]
 Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, without blanks")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
+Window = Annotated[float, msgspec.Meta(ge=0, le=DAY_S, description="a number of seconds from 0 (not at all) to 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
 Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 to 65536, -1: by host name")]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
+Carrier = Annotated[Literal["auto", "tcp", "grpc"], msgspec.Meta(description='"auto", "tcp" or "grpc"')]
 Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
 RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
@@ -59,6 +60,9 @@ class Config(Record, frozen=True):
 
     Further servers that training processes start take any free port.
     """
+    carrier: Carrier = "auto"
+    """What data travels on; gRPC is for networks that pass HTTP/2 alone. "auto": to a server gRPC where TCP does not get
+    through, at a server both."""
     insecure: Flag = False
     token: Secret = ""
     """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""
@@ -82,6 +86,13 @@ class Config(Record, frozen=True):
     heartbeat_s: Seconds = 1.0
     dead_after_s: Seconds = 10.0
     """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
+    reconnect_s: Window = 60.0
+    """How long a broken connection is tried to be made again before its peer counts as lost; deadline_s bounds it."""
+    journal: Text = ""
+    """A folder in which a summation server writes down what it owes and has answered, so that one that was killed goes on when
+    it is started again. Empty: then its end is the job's."""
+    journal_required: Flag = False
+    """What a server does without room for its journal: refuses to serve, or goes on and says so."""
     fuse_nbytes: Bytes = 1 << 20
     cut_nbytes: CutBytes = 4 << 20
     ratio_over: RatioOver = "bucket"
@@ -132,13 +143,6 @@ class Launch(NamedTuple):
     """Which of its launcher's agents started it; processes of several are on several nodes. -1: nobody says."""
 
 
-class _Setting(NamedTuple):
-    value: Any
-    source: str
-    text: bool
-    """Values that arrive as text, from the environment, are converted; others must have their type."""
-
-
 _TYPES = get_type_hints(Config, include_extras=True)
 
 
@@ -146,8 +150,10 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
                 cwd: str | Path = ".") -> Config:
     """The settings in force, checked; a RecordError names the field, its source, what was got and what is allowed."""
     environ = os.environ if environ is None else environ
-    settings = _from_file(environ, Path(cwd)) | _from_environment(environ) | _from_argument(argument)
-    fields = {name: _checked(name, setting) for name, setting in settings.items()}
+    if isinstance(argument, Config):
+        argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
+    settings = from_file(environ, Path(cwd), _TYPES) | from_environment(environ, _TYPES) | from_argument(argument or {}, _TYPES)
+    fields = {name: checked(name, setting, _TYPES) for name, setting in settings.items()}
     config = Config(**fields)
 
     def source(name: str) -> str:
@@ -231,6 +237,18 @@ def alike(config: Config) -> dict[str, str]:
     """What must be the same on all ranks, as text."""
     told = {name: str(getattr(config, name)) for name in ALIKE}
     return told | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
+
+
+def reconnect_window_s(config: Config) -> float:
+    """reconnect_s, as far as deadline_s leaves time for it."""
+    return min(config.reconnect_s, config.deadline_s)
+
+
+def unheard_s(config: Config) -> float:
+    """After so long without a word of the other machine's kernel a data connection is broken. Where it can be made again that
+    costs little, also where the other end had only been slow to make room."""
+    window_s = reconnect_window_s(config)
+    return min(config.deadline_s, max(LEAST_UNHEARD_S, window_s / 4)) if window_s else config.deadline_s
 
 
 def codec_threads(config: Config, launch: Launch) -> int:
@@ -329,50 +347,3 @@ def _check_plain_text(config: Config) -> None:
     if getattr(config, named) in ("0.0.0.0", "::"):
         raise RecordError(f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
                           f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
-
-
-def _from_argument(argument: Config | Mapping[str, Any] | None) -> dict[str, _Setting]:
-    if isinstance(argument, Config):
-        argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
-    given = (argument or {}).items()
-    return {_known(name, f"argument {name}"): _Setting(value, f"argument {name}", False) for name, value in given}
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
-    # Kubernetes adds variables of this form for a service that is called commlayer.
-    linked = {n for n, v in environ.items() if PREFIX + "SERVICE_HOST" in environ
-              and (n.startswith((PREFIX + "SERVICE_", PREFIX + "PORT_")) or (n == PREFIX + "PORT" and "://" in v))}
-    names = [n for n in sorted(environ) if n.startswith(PREFIX) and n != PREFIX + "CONFIG" and n not in linked]
-    return {_known(n.removeprefix(PREFIX).lower(), f"environment variable {n}"):
-            _Setting(environ[n], f"environment variable {n}", True) for n in names}
-
-
-def _from_file(environ: Mapping[str, str], cwd: Path) -> dict[str, _Setting]:
-    named = environ.get(PREFIX + "CONFIG")
-    path = cwd / (named or "commlayer.toml")
-    if named == "" or (named is None and not path.is_file()):
-        return {}
-    try:
-        fields = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise RecordError(f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RecordError(f"{path} is not TOML: {error}") from None
-    return {_known(name, f"{path}:{name}"): _Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
-
-
-def _known(name: str, source: str) -> str:
-    if name not in _TYPES:
-        near = difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.5)
-        meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(_TYPES)}"
-        raise RecordError(f"{name}: no such setting ({source}); {meant}")
-    return name
-
-
-def _checked(name: str, setting: _Setting) -> Any:
-    try:
-        return msgspec.convert(setting.value, _TYPES[name], strict=not setting.text)
-    except msgspec.ValidationError:
-        allowed = next(m.description for m in _TYPES[name].__metadata__)
-        shown = "a text that is none" if name == "token" else repr(setting.value)
-        raise RecordError(f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None

@@ -33,8 +33,16 @@ class CorruptFrame(CommError):
     """Bytes that break the format. Whoever sent them is dropped; nothing was written."""
 
 
+class Damaged(CorruptFrame):
+    """Bytes that are not those that were sent, as their checksum tells: the way may be at fault, not the peer."""
+
+
 class Refused(CommError):
     """The other side answered no: another version, another job, a rank that is taken."""
+
+
+class NotYet(Refused):
+    """It answered no for a reason that passes."""
 
 
 class RecordError(ValueError):
@@ -44,3 +52,8 @@ class RecordError(ValueError):
 def line_of(error: Exception) -> str:
     """What a command says of one that users can mend. The system's own have a number in front, unless they name a file."""
     return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
+
+
+def one_line(text: object) -> str:
+    """What others may have written, fit for an error or a log: a stranger's line break would make lines that nobody logged."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))

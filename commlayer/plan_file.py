@@ -73,7 +73,7 @@ def misread(data: bytes) -> list[str]:
 def _misread(data: bytes) -> Iterator[str]:
     try:
         found = msgspec.json.decode(data)
-    except msgspec.MsgspecError as error:
+    except records.MALFORMED as error:
         yield f"no JSON, or cut short: {error}"
         return
     if not isinstance(found, dict):

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import RecordError
+from commlayer.errors import RecordError, one_line
 
 SCHEMA = 3
 """Version of the records that leave the process: plan files, control messages."""
@@ -216,6 +216,10 @@ class ServerInfo(Record, frozen=True):
     """The machine that it shares with the members of this node number."""
     beside: bool = False
     """It is in the coordinator's process."""
+    streams: str = ""
+    """Where it takes gRPC streams; of one beside the coordinator, there. Empty: nowhere."""
+    returns: bool = False
+    """It has a journal, so that it may come back when it was killed."""
 
 
 class View(Record, frozen=True):
@@ -239,12 +243,16 @@ def digest(record: Record) -> str:
     return hashlib.sha256(encode(record)).hexdigest()[:16]
 
 
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are no such record: of text that is not UTF-8 it says so by itself."""
+
+
 def decode(data: bytes, kind: type[T], what: str) -> T:
     """The record in `data`, or one line naming `what`, the field and what is wrong with it."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"{what}: {error}") from None
+    except MALFORMED as error:
+        raise RecordError(f"{what}: {one_line(error)}") from None
 
 
 def checked(kind: type[T], what: str, **fields: Any) -> T:

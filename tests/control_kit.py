@@ -20,7 +20,7 @@ def quick(**fields: Any) -> Any:
     """Settings with short heartbeats, unmoved by the environment of whoever runs the tests."""
     from commlayer.config import read_config
 
-    short = {"heartbeat_s": 0.05, "dead_after_s": 1.0, "join_deadline_s": WAIT_S}
+    short = {"heartbeat_s": 0.05, "dead_after_s": 1.0, "join_deadline_s": WAIT_S, "reconnect_s": 1.0}
     return read_config(short | fields, environ={}, cwd="/nonexistent")
 
 

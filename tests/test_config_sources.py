@@ -20,6 +20,8 @@ from commlayer.config import (
     join_host,
     read_config,
     read_launch,
+    reconnect_window_s,
+    unheard_s,
 )
 from commlayer.errors import RecordError
 from commlayer.records import MAX_BUCKET_NBYTES
@@ -184,3 +186,12 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_only_loopback_is_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "localhost.example.org", "")))
+
+
+@pytest.mark.parametrize(("fields", "window_s", "silent_s"), [
+    ({}, 60.0, 15.0), ({"deadline_s": 8.0}, 8.0, 5.0), ({"deadline_s": 3.0}, 3.0, 3.0), ({"reconnect_s": 0.0}, 0.0, 600.0),
+    ({"reconnect_s": 900.0}, 600.0, 150.0)])
+def test_a_broken_connection_is_waited_for_within_the_deadline(
+        fields: dict[str, float], window_s: float, silent_s: float) -> None:
+    config = read_config(fields, environ={}, cwd="/nonexistent")
+    assert (reconnect_window_s(config), unheard_s(config)) == (window_s, silent_s)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from commlayer.control import membership
 from commlayer.control.membership import State
-from commlayer.control.messages import ANY, PROTOCOL, Join, Seat, digest_of
+from commlayer.control.messages import ANY, PROTOCOL, Heartbeat, Join, Seat, digest_of
 from commlayer.transport.protocol import SERVER_BASE
 
 PLAN = b'{"a": "plan"}'
@@ -184,6 +184,41 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     assert own.dead == pulse.lost[0].reason, "one that comes back is told that it counts as dead"
     assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].lost == pulse.lost
     assert "no longer of this job" in after(state, worker(2, world=3))[1].error
+
+
+def patient(state: State, stop: float) -> State:
+    for now in range(1, int(stop) + 1):
+        state = beat(state, "w0", "w1", "s0", now=float(now))
+        state = membership.tick(state, float(now), DEAD_AFTER_S, 60.0)
+    return state
+
+
+def test_who_is_only_silent_may_come_back_for_a_while() -> None:
+    """A router that changes its address, a network that drops for a minute: nobody says that the process has ended."""
+    state = patient(running(3), 59.0)
+    assert not any(place.dead for place in state.places.values())
+    back = beat(state, "w2", now=59.5)
+    assert not any(place.dead for place in patient(back, 60.0).places.values())
+    assert [p.peer for p in patient(state, 60.0).places.values() if p.dead] == ["worker 2"]
+
+
+@pytest.mark.parametrize(("token", "said", "at"), [
+    ("w2", {"parent": "ended"}, 0.0), ("w2", {"parent": "stopped"}, 10.0), ("s0", {"missed": ("worker 2",)}, 10.0)])
+def test_whose_machine_says_that_it_is_over_is_not_waited_for(token: str, said: dict[str, Any], at: float) -> None:
+    state, _ = membership.heartbeat(running(3), token, 0.0, Heartbeat(token, **said))
+    assert bool(state.places["w2"].dead) == (at == 0.0)
+    for now in range(1, 10):
+        state = beat(state, "w0", "w1", "s0", now=float(now))
+        state = membership.tick(state, float(now), DEAD_AFTER_S, 60.0)
+    assert bool(state.places["w2"].dead) == (at == 0.0)
+    state = membership.tick(beat(state, "w0", "w1", "s0", now=10.0), 10.0, DEAD_AFTER_S, 60.0)
+    assert state.places["w2"].dead
+
+
+def test_who_has_come_back_is_missed_no_longer() -> None:
+    state, _ = membership.heartbeat(running(3), "s0", 0.0, Heartbeat("s0", ("worker 2",)))
+    state, _ = membership.heartbeat(state, "s0", 1.0, Heartbeat("s0"))
+    assert not any(place.dead for place in patient(state, 30.0).places.values())
 
 
 def test_a_dead_server_is_named_too() -> None:

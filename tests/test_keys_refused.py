@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from control_kit import WAIT_S, Failures, Process, quick
 from keys_kit import Bare, Folders, made_folders  # noqa: F401  (a fixture)
-from transport_kit import exchange_pair, soon
+from transport_kit import GrpcEnd, exchange_pair, soon
 
 from commlayer.control import client, messages
 from commlayer.control.coordinator import Coordinator
@@ -34,33 +34,41 @@ class End(NamedTuple):
 
     address: tuple[str, int]
     protocol: str
-    friend: Callable[[Path], Any]
+    talk: Callable[[Path, str], Any]
+    """With these keys and that secret."""
+
+    def friend(self, folder: Path) -> Any:
+        return self.talk(folder, SECRET)
 
 
-@pytest.fixture(params=["control", "data"])
+@pytest.fixture(params=["control", "data", "streams"])
 def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
     if request.param == "control":
         coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
         host, port = coordinator.address.rsplit(":", 1)
 
-        def joined(folder: Path) -> None:
+        def joined(folder: Path, secret: str) -> None:
             member = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"),
-                                 quick(token=SECRET, keys=str(folder)), Failures())
+                                 quick(token=secret, keys=str(folder)), Failures())
             assert member.view.members[0].rank == 0
             member.leave()
 
         yield End((host, int(port)), tls.CONTROL, joined)
         coordinator.close()
     else:
-        server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+        kind = TcpTransport if request.param == "data" else GrpcEnd
+        server = kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+        address = server.listen()
 
-        def dialled(folder: Path) -> None:
-            worker = TcpTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folder)))
-            worker.dial(SERVER_BASE, server.listen(), soon())
-            assert exchange_pair(worker, server)
-            worker.close()
+        def dialled(folder: Path, secret: str) -> None:
+            worker = kind(Hello("job", 1), settings=Settings(secret=secret, keys=Keys(folder)))
+            try:
+                worker.dial(SERVER_BASE, address, soon())
+                assert exchange_pair(worker, server)
+            finally:
+                worker.close()
 
-        yield End(server.listen(), tls.DATA, dialled)
+        yield End(address, tls.DATA if kind is TcpTransport else tls.CONTROL, dialled)
         server.close()
 
 
@@ -184,16 +192,9 @@ def test_another_jobs_secret_is_refused_with_a_good_certificate(
     end: End, folders: Folders, caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "commlayer")
-    if end.protocol == tls.DATA:
-        worker = TcpTransport(Hello("job", 1), settings=Settings(secret="another-jobs-secret", keys=Keys(folders.worker)))
-        with pytest.raises(Refused, match="another secret than the job"):
-            worker.dial(SERVER_BASE, end.address, soon())
-        worker.close()
-    else:
-        with pytest.raises(Refused, match="another secret than the job"):
-            client.join(":".join(map(str, end.address)), messages.worker("job", 0, 1),
-                        quick(token="another-jobs-secret", keys=str(folders.worker)), Failures())
-    logged(caplog, "secret" if end.protocol == tls.CONTROL else hello.UNPROVED)
+    with pytest.raises(Refused, match="another secret than the job"):
+        end.talk(folders.worker, "another-jobs-secret")
+    logged(caplog, "secret")
     end.friend(folders.worker)
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "commlayer"
 
-BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "gpu"}
+BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "setting_sources", "gpu"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 FILES_OF_PLANS = {"plan_file", "loss_budget"}
 UPPER = {"runtime", "control"}
@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "records": {"errors"},
     "native": {"errors"},
     "gpu": {"errors", "gpu"},
-    "config": {"errors", "records"},
+    "config": {"errors", "records", "setting_sources"},
+    "setting_sources": {"errors"},
     **{part: BOTTOM | {part} for part in MIDDLE},
     # runtime executes and control decides: what they need of each other is handed in above them.
     **{part: BOTTOM | MIDDLE | {part} for part in UPPER},
@@ -49,8 +50,8 @@ ABOVE_ROUTES = {
 }
 """Modules of runtime/ that drive a worker, or are it. Routes know none of them, and of these only three know a route."""
 KNOW_ROUTES = {"intake", "unapplied", "worker"}
-TORCHLESS = {"codec_name", "errors", "files", "records", "native", "config", "plan_file", "loss_budget", "planner",
-             "balance", "observe", ""}
+TORCHLESS = {"codec_name", "errors", "files", "records", "native", "config", "setting_sources", "plan_file", "loss_budget",
+             "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 

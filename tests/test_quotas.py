@@ -154,7 +154,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("nobody")
     assert link.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
-    front = made._front
+    front = made._port._front
     assert front is not None
     for name in list(front._known):
         front.end(name)

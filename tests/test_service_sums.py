@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.transport.loopback import Hub, Loopback
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import Stalled, SumServer, stalled_key
 
@@ -151,6 +151,36 @@ def test_old_generations_are_ignored() -> None:
     core, ops = service()
     assert core.push(push(0, 1.0, generation=0), 0.0) == []
     assert ops.added == []
+
+
+def test_frames_of_an_ended_generation_are_counted_whatever_they_name() -> None:
+    """In the new plan the bucket may be another, or none: who has not heard of it breaks no rule."""
+    core, ops = service()
+    for number, message in enumerate((push(0, 1.0, generation=0), push(1, 1.0, generation=0, bucket=77, codec=9)), 1):
+        assert core.push(message, 0.0) == []
+        assert core.fenced == number
+    core.undo(ask(Kind.UNDO, 0, 0, b"", generation=0, bucket=77, undone=1))
+    assert core.snapshot(ask(Kind.STATE_GET, 0, 0, b"", generation=0, bucket=77)) == []
+    assert (core.fenced, ops.added) == (4, [])
+    with pytest.raises(CorruptFrame, match="worker 1: says it is worker 0"):
+        core.push(push(0, 1.0, generation=0)._replace(peer=1), 0.0)
+
+
+def test_who_has_not_heard_that_a_step_is_coded_again_hears_it_again() -> None:
+    class Means(Doubles):
+        in_means = True
+
+    core, ops = service(2, ops=Means())
+    for m in range(2):
+        replies = core.push(push(m, 1.0 + m, total=1.0), 0.0)
+    assert [reply.header.flags for reply in replies] == [Flag.AGAIN] * 2
+    (again,) = core.push(push(0, 1.0, total=1.0), 0.0)
+    assert (again.peer, again.header) == (0, replies[0].header)
+    assert core.push(push(0, 5.0, total=3.0, flags=Flag.AGAIN), 0.0) == []
+    (again,) = core.push(push(1, 2.0, total=1.0), 0.0)
+    assert again.peer == 1
+    assert [value(r) for r in core.push(push(1, 6.0, total=3.0, flags=Flag.AGAIN), 0.0)] == [11.0] * 2
+    assert ops.added == [1.0, 2.0, 5.0, 6.0]
 
 
 def test_two_rounds_in_turn() -> None:
@@ -343,6 +373,35 @@ def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monk
     members = served(hub, Doubles(), stall_s=0.0)
     members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
     assert [next_stalled(members[0]) for _ in range(3)] == [Stalled(5, 0, (1, 2))] * 3
+
+
+class Noted(Doubles):
+    """What was done, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+
+    def undo(self, slices: int) -> None:
+        self.done.append(f"undo {slices}")
+
+    def restore(self, data: bytes | memoryview) -> None:
+        self.done.append("restore")
+
+
+def test_a_numbered_request_that_comes_twice_is_done_once_and_answered_twice(hub: tuple[Hub, list[Any]]) -> None:
+    ops = Noted()
+    member = served(hub, ops, members=1)[0]
+    requests = [ask(Kind.UNDO, 0, 0, b"", used=1, undone=3), ask(Kind.STATE, 0, 4, b"state", used=2),
+                ask(Kind.STATE_GET, 0, 0, b"", used=3, undone=1)]
+    for request in (*requests, *requests):
+        member.send(SERVER_BASE, request.header, request.body)
+    for kind, step in ((Kind.STATE_OK, 4), (Kind.STATE, 0)) * 2:
+        answer = member.recv(SERVER_BASE, key(requests[1].header._replace(kind=kind, step=step)))
+        assert member.wait(answer, time.monotonic() + 30.0).header.used in (2, 3)
+    assert ops.done == ["undo 3", "restore", "undo 1"]
+    member.send(SERVER_BASE, push(0, 1.0, 4).header, push(0, 1.0, 4).body)
+    assert member.peers == (SERVER_BASE,), "nobody was dropped"
 
 
 def test_every_body_is_released_once() -> None:

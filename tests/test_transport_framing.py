@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer import native
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, Damaged
 from commlayer.transport import crc, framing
 from commlayer.transport.framing import HEADER_NBYTES, STAGING_NBYTES, TRANSITIONS, Event, Frame, Reader, State
 from commlayer.transport.protocol import Flag, Header, Kind
@@ -136,7 +136,7 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
-    (4, 2, "frame version 2, here 3"),
+    (4, 2, "frame version 2, here 4"),
     (5, 0, "unknown kind 0"),
     (5, 77, "unknown kind 77"),
     (6, 0x80, "flags 0x80"),
@@ -146,8 +146,9 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
 def test_a_well_checksummed_header_that_breaks_the_format(offset: int, value: int, message: str) -> None:
     data = bytearray(wire(FULL, b"abc"))
     data[offset] = value
-    with pytest.raises(CorruptFrame, match=message):
+    with pytest.raises(CorruptFrame, match=message) as caught:
         Reader().feed(reheaded(bytes(data)))
+    assert not isinstance(caught.value, Damaged)
 
 
 @pytest.mark.parametrize(("start", "guess"), [
@@ -252,3 +253,13 @@ def test_the_portable_crc_walks_lanes_as_it_walks_bytes(data: bytes, repeat: int
 @settings(max_examples=60, deadline=None)
 def test_the_native_crc_equals_the_portable_one(data: bytes) -> None:
     assert crc.crc32c(data) == crc.portable(data)
+
+
+@pytest.mark.parametrize("at", [0, 10, HEADER_NBYTES + 1])
+def test_what_differs_on_the_way_is_damage_behind_another_frame(at: int) -> None:
+    """Then the way may be at fault. What breaks the format with a right checksum was sent so."""
+    good = wire(*CASES["push-full"])
+    bad = bytearray(good)
+    bad[at] ^= 1
+    with pytest.raises(Damaged):
+        Reader().feed(good + bytes(bad))

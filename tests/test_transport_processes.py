@@ -1,4 +1,4 @@
-"""Real processes over TCP: one is killed, one is stopped, and every survivor says who, in time."""
+"""Real processes, over TCP and gRPC: one is killed, one is stopped, and every survivor says who, in time."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def survivors_say(ranks: Ranks, n: int, error: str) -> list[dict[str, Any]]:
 
 
 def test_a_killed_trainer_is_lost_at_once_though_its_dataloader_worker_lives(ranks: Ranks) -> None:
+    """Over gRPC by rank 0, over TCP by rank 1."""
     n = 3
     ranks.start(n, deadline_s=60, loader=True)
     worker = ranks.line(n - 1)["worker"]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import math
+import os
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pytest
 
+from commlayer.control import carriers, grpc_channel
+from commlayer.control.coordinator_channel import fingerprint, shown
+from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.transport import framing, hello
+from commlayer.transport import framing, grpc_ends, hello, tls
+from commlayer.transport.byte_channel import ByteChannel, binding_of
 from commlayer.transport.crc import crc32c
 from commlayer.transport.faulty import faulty
-from commlayer.transport.hello import Hello
+from commlayer.transport.hello import Admit, Hello
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.links import HostLink, ShapedLinks
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Header, Kind, Message, Transport, key
@@ -70,12 +78,76 @@ def connect_all(transports: list[TcpTransport], host: str = "127.0.0.1") -> None
             acceptor.wait(acceptor.recv(dialler.rank, key(ready)), soon())
 
 
-@contextlib.contextmanager
-def tcp_mesh(n: int, settings: Settings = SMALL_BUFFERS, host: str = "127.0.0.1") -> Iterator[list[Transport]]:
-    transports = [TcpTransport(Hello("test", rank), settings=settings) for rank in range(n)]
-    with closing(list(transports)) as mesh:
-        connect_all(transports, host)
-        yield mesh
+class GrpcEnd(TcpTransport):
+    """Listens and dials by gRPC streams, as `commlayer serve` and its workers do with carrier="grpc"."""
+
+    def __init__(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> None:
+        super().__init__(hello, admit, settings)
+        self._ports: list[GrpcPort] = []
+
+    def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
+        self._ports.append(stream_port(self._settings.keys, host, port, self.take, self._settings.refused))
+        return host, self._ports[-1].number
+
+    def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
+        carriers.over_grpc(self, peer, address, self._settings.keys, deadline)
+
+    def close(self, flush_s: float | None = None) -> None:
+        super().close(flush_s)
+        for port in self._ports:
+            port.close()
+
+
+class Wire(NamedTuple):
+    """A carrier between processes."""
+
+    kind: type[TcpTransport] = TcpTransport
+    secured: bool = False
+    host: str = "127.0.0.1"
+
+    def end(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> TcpTransport:
+        return self.kind(hello, admit, settings._replace(keys=keys()) if self.secured else settings)
+
+    def raw(self, address: Address) -> ByteChannel:
+        """A channel to that end, which has said nothing yet."""
+        mine = keys() if self.secured else None
+        if self.kind is GrpcEnd:
+            where = f"{address[0]}:{address[1]}"
+            opened = functools.partial(grpc_channel.opened, where, grpc_ends.OPTIONS, shown(mine), on_loop=True)
+            return grpc_ends.dialled(opened, *address, soon(), fingerprint(mine))
+        sock = socket.create_connection(address, PATIENCE_S)
+        if mine is None:
+            return sock
+        secured = tls.TlsSocket(sock, mine, tls.DATA, server=False)
+        secured.handshake(soon())
+        secured.settimeout(PATIENCE_S)
+        return secured
+
+    @contextlib.contextmanager
+    def mesh(self, n: int) -> Iterator[list[Transport]]:
+        transports = [self.end(Hello("test", rank), settings=SMALL_BUFFERS) for rank in range(n)]
+        with closing(list(transports)) as mesh:
+            connect_all(transports, self.host)
+            yield mesh
+
+
+WIRES = {
+    "tcp": Wire(), "tls": Wire(secured=True), "grpc": Wire(GrpcEnd), "grpc+tls": Wire(GrpcEnd, secured=True),
+    # Between machines: large bodies go in parts, and there is a limit to what is under way.
+    "far": Wire(host=FAR), "far tls": Wire(secured=True, host=FAR),
+}
+
+
+@functools.cache
+def keys() -> Keys:
+    """A node's, made once."""
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    from commlayer.control import authority
+
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    authority.init(Path(folder.name))
+    return Keys(authority.add(Path(folder.name), "gpu-1"))
 
 
 @contextlib.contextmanager
@@ -93,13 +165,9 @@ def faulty_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
     return closing([faulty(t, ()) for t in Hub().mesh(range(n))])
 
 
-def far_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
-    """TCP between machines: large bodies go in parts, and there is a limit to what is under way."""
-    return tcp_mesh(n, host=FAR)
-
-
 MESHES: dict[str, Mesh] = {
-    "loopback": loopback_mesh, "tcp": tcp_mesh, "far": far_mesh, "shaped": shaped_mesh, "faulty": faulty_mesh,
+    "loopback": loopback_mesh, "shaped": shaped_mesh, "faulty": faulty_mesh,
+    **{name: wire.mesh for name, wire in WIRES.items()},
 }
 
 
@@ -125,12 +193,13 @@ def in_threads(transports: list[Transport], work: Callable[[Transport], T]) -> l
     return [results[i] for i in range(len(transports))]
 
 
-def raw_peer(address: Address, rank: int, job: str = "test", *, secret: str = "", peer: int = 0x8000) -> socket.socket:
-    """A plain socket that has been greeted as that worker and may now send what it likes."""
-    sock = socket.create_connection(address, PATIENCE_S)
-    hello.greet(sock, framing.Reader(), Hello(job, rank), secret, peer, soon())
-    sock.settimeout(PATIENCE_S)
-    return sock
+def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIRES["tcp"], secret: str = "",
+             peer: int = 0x8000) -> ByteChannel:
+    """A channel that has been greeted as that worker and may now send what it likes."""
+    channel = wire.raw(address)
+    hello.greet(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
+    channel.settimeout(PATIENCE_S)
+    return channel
 
 
 def frame(header: Header, body: bytes = b"") -> bytes:
@@ -161,6 +230,21 @@ def sums(mesh: Mesh, n: int) -> None:
         got = in_threads(transports, lambda t: [exchange(t, nbytes, step) for step, nbytes in enumerate(sizes)])
     for rank, totals in enumerate(got):
         assert totals == [n * (n + 1) // 2 - (rank + 1)] * len(sizes)
+
+
+def large(mesh: Mesh) -> None:
+    """Bodies larger than all buffers pass both ways at once, whole and in order, and ones of odd sizes between them."""
+    block = os.urandom((1 << 20) + 1)
+    bodies = [block * 40, block[:77777], block * 24, b""]  # 64 MiB and a little
+
+    def swap(transport: Transport) -> bool:
+        peer = 1 - transport.rank
+        for body in bodies:
+            transport.send(peer, data(transport.rank), body)
+        return all(transport.wait(transport.recv(peer), soon()).body == body for body in bodies)
+
+    with mesh(2) as transports:
+        assert in_threads(transports, swap) == [True, True]
 
 
 def any_peer(mesh: Mesh) -> None:
@@ -361,6 +445,7 @@ def storm(mesh: Mesh) -> None:
 
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
-    for case in (any_peer, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks, our_bugs, storm)
+    for case in (any_peer, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks, our_bugs,
+                 storm)
 }
 

@@ -1,4 +1,4 @@
-"""One rank of a mesh over TCP, as a process of its own: `python transport_peer.py RANK N DEADLINE_S [dataloader]`.
+"""One rank of a mesh, as a process of its own: `python transport_peer.py RANK N DEADLINE_S [dataloader]`.
 
 Talks to its parent in lines of JSON: says its address, reads all addresses, says step 3 once it is well under way, says the
 error that ended it, and exits when its stdin ends. The last rank may hold a DataLoader whose worker, forked from it, is busy.
@@ -12,10 +12,12 @@ import threading
 import time
 from typing import Any
 
+from commlayer.control import carriers
+from commlayer.control.grpc_port import stream_port
 from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import Header, Kind, key
-from commlayer.transport.tcp import TcpTransport
+from commlayer.transport.tcp import TcpTransport, note_refusal
 
 
 def data(sender: int, bucket: int = 0, step: int = 0) -> Header:
@@ -27,14 +29,20 @@ def say(**line: Any) -> None:
 
 
 def mesh(rank: int, n: int) -> TcpTransport:
-    """The lower rank dials. A rank may be dialled before it has all addresses: it listens from the first moment."""
+    """The higher rank dials, as trainers do: rank 0 over gRPC, others over TCP. A rank may be dialled before it has all
+    addresses: it listens from the first moment."""
     transport = TcpTransport(Hello("processes", rank))
-    say(address=transport.listen())
+    streams = stream_port(None, "127.0.0.1", 0, transport.take, note_refusal)
+    say(address=("127.0.0.1", streams.number) if rank == 0 else transport.listen())
     addresses = json.loads(sys.stdin.readline())
-    for peer in range(rank + 1, n):
-        transport.dial(peer, tuple(addresses[peer]), time.monotonic() + 30)
-        transport.send(peer, data(rank, bucket=1))
     for peer in range(rank):
+        address, deadline = tuple(addresses[peer]), time.monotonic() + 30
+        if peer == 0:
+            carriers.over_grpc(transport, peer, address, None, deadline)
+        else:
+            transport.dial(peer, address, deadline)
+        transport.send(peer, data(rank, bucket=1))
+    for peer in range(rank + 1, n):
         transport.wait(transport.recv(peer, key(data(peer, bucket=1))), time.monotonic() + 30)
     return transport
 

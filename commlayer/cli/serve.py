@@ -19,15 +19,18 @@ def serve(
     keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
     advertise: Annotated[str, typer.Option(help="Name or address under which others reach this machine.", metavar="HOST")] = "",
     port: Annotated[int, typer.Option(help="The coordinator's port, the data port is the next one; 0: any free ones.")] = 0,
+    carrier: Annotated[str, typer.Option(help="What data travels on: tcp, grpc, or auto for both.", metavar="NAME")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
     workers: Annotated[int, typer.Option(help="How many workers to wait for; 0: as many as the first one says.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="How many summation servers with this one, else 1.", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
+    journal: Annotated[str, typer.Option(help="A folder for what outlasts a crash: started again with it, the server goes on.",
+                                         metavar="DIR")] = "",
     number: Annotated[int, typer.Option(help="Which server of the plan this is; -1: the next one.", min=-1)] = -1,
 ) -> None:
     """Host the coordinator of a job and a summation server; with --join only a server of that job."""
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
-                             "insecure": insecure, "keys": keys}
+                             "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal}
     config = read_config({name: value for name, value in given.items() if value})
     if config.join and no_server:
         raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")

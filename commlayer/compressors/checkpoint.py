@@ -48,6 +48,33 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
             owner[name] = type(value)(tensors[path].item())
 
 
+def remembered(state: State) -> dict[str, torch.Tensor]:
+    """A server's snapshot and what `undo_server` takes back with: more than a checkpoint holds, for who goes on at once."""
+    tensors = snapshot(state)
+    for path, owner in _memories(state):
+        tensors[f"{path}_sent"] = number(int(owner["_sent"] is not None))
+        if owner["_added"] is not None:
+            tensors[f"{path}_added"] = _copy(owner["_added"])
+    return tensors
+
+
+def recall(state: State, tensors: Mapping[str, torch.Tensor], sent: Any) -> None:
+    """The reverse. `sent`: the last result, whole; it must stay as it is as long as `emit` says."""
+    restore(state, {path: value for path, value in tensors.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
+    for path, owner in _memories(state):
+        owner["_sent"] = sent if int(tensors[f"{path}_sent"].item()) else None
+        owner["_added"] = tensors.get(f"{path}_added")
+
+
+def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
+    """The states, nested ones too, that can be taken back."""
+    if "_added" in state and "_sent" in state:
+        yield prefix, state
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _memories(value, f"{prefix}{name}.")
+
+
 def number(value: float) -> torch.Tensor:
     """A number as a 0-d tensor that holds it exactly."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)

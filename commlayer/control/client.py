@@ -60,11 +60,13 @@ class Membership:
         self._call_s = min(CALL_S, config.dead_after_s / 3)
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
+        self.missed: Callable[[], tuple[str, ...]] = tuple
+        """Whose data connections the other machine has ended: set by who has any."""
         self._closing = threading.Event()
         self._failed = False
-        self._keeper = heartbeat_child.start(link.address, link.secret, messages.pack(messages.Heartbeat(self._token)),
-                                    options(link.address), self._every_s, self._call_s, shown(link.keys),
-                                    fingerprint(link.keys)) if keep else None
+        beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
+        self._keeper = heartbeat_child.start(link.address, link.secret, beats, options(link.address), self._every_s,
+                                             self._call_s, shown(link.keys), fingerprint(link.keys)) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
@@ -109,7 +111,8 @@ class Membership:
             began = time.monotonic()
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
-                pulse = self._link.call("Heartbeat", messages.Heartbeat(self._token), messages.Pulse, wait_s)
+                beat = messages.Heartbeat(self._token, self.missed())
+                pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence", error)

@@ -6,7 +6,6 @@ wait for their bytes on no thread: one that never comes whole holds nobody up.
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
@@ -21,10 +20,13 @@ from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
 from commlayer.control.audit import Audit
 from commlayer.control.call_quota import CallQuota, TooMany
+from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
+from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
-from commlayer.control.tls_front import Front
 from commlayer.records import Record
+from commlayer.transport.grpc_ends import Take
+from commlayer.transport.grpc_stream import GrpcStream
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -40,36 +42,43 @@ class Coordinator:
     """Listens from construction on. `over` is set when the job has begun and its last worker has left or died."""
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
-                 ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given."""
+                 ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
+                 journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
+        """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
+        `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
+        `embedded`: a training process has started it, so its members are of one cluster: silence there is death."""
         for what, count in (("workers", workers), ("servers", servers)):
             if not 0 <= count <= SERVER_BASE:
                 raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
-        self._state = membership.State(workers, servers)
+        self._journal, self._made = journal, made
+        if journal is not None and journal.found is not None:
+            self._state = taken_up(journal.found, clock())
+            log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
+                        self._state.workers, config.journal)
+        else:
+            self._state = membership.State(workers, servers)
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
+        self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         check_free(config.bind, config.port)
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
-        self._front = Front(self._keys, config.bind, config.port, self._audit.refused) if self._keys else None
+        self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
+        self._take: Take | None = None
         self._certificates: dict[str, Certified] = {}  # of seats, by token
         self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
-        self._host = Host({
+        self._port.start(Host({
             CHALLENGE: self._challenge,
             "Part": self._method("Part", messages.Part, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "About": self._method("About", messages.About, self._about),
-        })
-        if self._front is None:
-            port = self._host.start(settings.join_host(config.bind, config.port))
-        else:
-            self._front.start(self._host.start("127.0.0.1:0"))
-            port = self._front.port
+        }, [self._port.streams(self._stream)]))
+        port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
         self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
@@ -83,14 +92,23 @@ class Coordinator:
         """
         with self._lock:
             over = membership.over(self._state)
+        if over and self._journal is not None:
+            self._journal.forget()
         if over and not self._closing.is_set():
             self._empty.wait(self._dead_after_s + self._heartbeat_s)
         self._closing.set()
         self._ticker.join(timeout=5.0)
-        self._host.close()
-        if self._front is not None:
-            self._front.close()
+        self._port.close()
         self._audit.close()
+
+    def serve_streams(self, take: Take) -> None:
+        """Data streams that come to this port are for the summation server in this process: one port passes all."""
+        self._take = take
+
+    def _stream(self, stream: GrpcStream, where: str) -> bool:
+        if self._take is None:
+            raise LookupError("no data server is behind this port")
+        return self._take(stream, where)
 
     def orphaned(self, pid: int) -> None:
         """The process of this machine that started the job's embedded servers has ended: so have its seats."""
@@ -98,15 +116,6 @@ class Coordinator:
             before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
-
-    def _caller(self, peer: str) -> Certified | None:
-        """Whose certificate a call came with; Unproved for one that came by another way than through TLS."""
-        if self._front is None:
-            return None
-        caller = self._front.caller(peer)
-        if caller is None:
-            raise Unproved
-        return caller
 
     def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
         if caller is not None:
@@ -117,10 +126,9 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
-        caller = self._caller(peer)
+        caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
-        if self._front is not None:
-            self._front.spare(peer)
+        self._port.spare(peer)
         return self._judge.challenge(peer)
 
     def _count(self, who: str, peer: str) -> None:
@@ -130,8 +138,7 @@ class Coordinator:
         why = f"makes more than {self._quota.rate:g} calls a second"
         if over == 1:
             self._audit.refused(who, why)
-        if self._front is not None:
-            self._front.end(peer)
+        self._port.end(peer)
         raise TooMany(f"{who} {why}")
 
     def _part(self, request: messages.Part) -> Record:
@@ -141,11 +148,12 @@ class Coordinator:
 
     def _join(self, request: messages.Join) -> Record:
         with self._lock:
-            began = self._state.view is not None
+            before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.places
             self._state, reply = membership.join(self._state, request, self._clock())
+            self._write_down(before)
             view = self._state.view
             place = None if known else self._state.places.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
@@ -161,15 +169,18 @@ class Coordinator:
 
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
         with self._lock:
-            self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
+            before = self._state
+            self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
+            self._note_deaths(before)
         return pulse
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
-            place = self._state.places.get(request.token)
+            before, place = self._state, self._state.places.get(request.token)
             if place is not None and place.here:
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
             self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
+            self._write_down(before)
             self._note_end()
             # Who has finished hears who has not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
@@ -184,7 +195,7 @@ class Coordinator:
         while not self._closing.wait(TICK_S):
             with self._lock:
                 before = self._state
-                self._state = membership.tick(before, self._clock(), self._dead_after_s)
+                self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s)
                 self._note_deaths(before)
             try:
                 self._drop_revoked()
@@ -193,9 +204,9 @@ class Coordinator:
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
-        if self._front is None or revoked == self._revoked:
+        if revoked == self._revoked:
             return
-        self._front.drop(revoked)
+        self._port.drop(revoked)
         with self._lock:
             before = self._state
             for token, one in self._certificates.items():
@@ -204,7 +215,13 @@ class Coordinator:
             self._note_deaths(before)
             self._revoked = revoked
 
+    def _write_down(self, before: membership.State) -> None:
+        """What has changed of seats, once the job has begun."""
+        if self._journal is not None and self._state.view is not None and seats(before) != seats(self._state):
+            self._journal.write(Kept(self.address, self._made, self._state))
+
     def _note_deaths(self, before: membership.State) -> None:
+        self._write_down(before)
         self._note_end()
         for token, place in self._state.places.items():
             if place.dead and not before.places[token].dead:
@@ -222,14 +239,14 @@ class Coordinator:
         """`certified`: what a request becomes that came with that certificate."""
 
         def answer(data: bytes, peer: str) -> bytes:
-            caller = self._caller(peer)
+            caller = self._port.caller(peer)
             self._count(caller.name if caller else peer, peer)
             try:
                 body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
             except Unproved:
                 # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken. Whose
                 # certificate is known may do so unnoted; who was given a challenge here has no such excuse.
-                if self._front is None or not self._front.spare(peer):
+                if not self._port.spare(peer):
                     where = f"{caller.name} at {peer}" if caller else peer
                     self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
                 raise
@@ -237,19 +254,3 @@ class Coordinator:
             return self._judge.sealed(data, messages.pack(act(certified(request, caller))))
 
         return answer
-
-
-def check_free(host: str, port: int) -> None:
-    """OSError with one line if nothing can listen there. gRPC's own error does not say why."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            where = settings.join_host(host, port)
-            if error.errno == errno.EADDRINUSE:
-                line = f"{where} is in use: stop what listens there, or choose another --port (0 for any free one)"
-            else:
-                line = f"cannot listen on {where}: {error.strerror}; bind an address of this machine"
-            raise OSError(error.errno, line) from None

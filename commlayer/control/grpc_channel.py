@@ -1,4 +1,4 @@
-"""Opens a gRPC channel to a coordinator, in TLS where there are keys. Loads little: the heartbeat child waits for it."""
+"""Opens a gRPC channel, in TLS where there are keys. Loads little: the heartbeat child waits for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ class Shown(NamedTuple):
     name: str
 
 
-def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None) -> Any:
-    """Call config.quiet_forks() first where processes are forked."""
+def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None, *, on_loop: bool = False) -> Any:
+    """Call config.quiet_forks() first where processes are forked. `on_loop`: one of grpc.aio, for the running loop."""
     import grpc
 
+    kind: Any = grpc
+    if on_loop:
+        import grpc.aio
+
+        kind = grpc.aio
     if shown is None:
-        return grpc.insecure_channel(address, options=options)
+        return kind.insecure_channel(address, options=options)
     ca, certificate, key = (part.encode() for part in shown[:3])
     # Certificates say which node it is, and addresses which one is dialled: those need not agree.
     options = [*options, ("grpc.ssl_target_name_override", shown.name)]
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)
+    return kind.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)

@@ -2,9 +2,9 @@
 
 Heartbeats of a thread in the training process stop with the interpreter: a C call of half a minute that keeps the GIL is no
 death. A thread of the C++ core would do without the GIL, but not without a compiler, nor could it use the coordinator's one
-port, which speaks gRPC. So a child beats beside that thread, under the same seat. It beats only while its parent is there and
-not stopped, which it reads from the kernel: a stopped parent falls silent, a dead one takes the child along. Where the kernel
-does not say (no /proc), there is no child, and the thread beats alone.
+port, which speaks gRPC. So a child beats beside that thread, under the same seat. It says what the kernel tells of its parent:
+that it is there, is stopped, or has ended, which is the child's last word. From silence alone nobody could tell these from a
+network that is cut. Where the kernel does not say (no /proc), there is no child, and the thread beats alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.control.heartbeat_child import main; main()"
 STILL = frozenset("TtZXx")
 """States of a process that does nothing: stopped, traced, dead."""
+THERE, STOPPED, ENDED = range(3)
 GRACE_S = 1.0
 
 
@@ -58,17 +60,18 @@ class Keeper:
 
 
 def start(
-    address: str, secret: str, body: bytes, options: list[tuple[str, Any]], every_s: float, call_s: float,
+    address: str, secret: str, bodies: list[bytes], options: list[tuple[str, Any]], every_s: float, call_s: float,
     shown: tuple[str, ...] | None = None, channel: bytes = b"",
 ) -> Keeper | None:
-    """`body`: the Heartbeat that it sends; `shown` and `channel`: as in grpc_channel and Asker.
+    """`bodies`: the Heartbeats of a parent that is there, is stopped, or has ended; `shown` and `channel`: as in grpc_channel
+    and Asker.
 
     None where it could not tell whether its parent is stopped, or does not start.
     """
     if not Path("/proc/self/stat").exists():
         return None
-    told = {"address": address, "secret": secret, "body": body.hex(), "options": options, "every_s": every_s, "call_s": call_s,
-            "shown": shown, "channel": channel.hex()}
+    told = {"address": address, "secret": secret, "bodies": [body.hex() for body in bodies], "options": options,
+            "every_s": every_s, "call_s": call_s, "shown": shown, "channel": channel.hex()}
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", RUN, str(ROOT), str(os.getpid())],
@@ -94,13 +97,18 @@ def state(pid: int) -> str:
         return "X"
 
 
-def beat(parent: int, send: Callable[[], None], every_s: float) -> None:
-    """Sends while the parent is awake; returns when it has ended or closes standard input."""
+def beat(parent: int, send: Callable[[int], None], every_s: float) -> None:
+    """Sends which of THERE, STOPPED and ENDED it is; returns when the parent has ended or closes standard input."""
     while os.getppid() == parent:
-        if awake(parent):
-            send()
+        send(THERE if awake(parent) else STOPPED)
         if select.select([0], [], [], every_s)[0]:
-            return
+            break
+    # A parent that dies closes its files first. One that lives ends its child by a signal.
+    until = time.monotonic() + GRACE_S
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(0.01)
+    if os.getppid() != parent:
+        send(ENDED)
 
 
 def main() -> None:
@@ -119,11 +127,11 @@ def main() -> None:
     asker = Asker(told["secret"], lambda method, data, timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
         data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
         bytes.fromhex(told["channel"]))
-    body = bytes.fromhex(told["body"])
+    bodies = [bytes.fromhex(body) for body in told["bodies"]]
 
-    def send() -> None:
+    def send(which: int) -> None:
         try:
-            asker.ask("Heartbeat", body, told["call_s"])
+            asker.ask("Heartbeat", bodies[which], told["call_s"])
         except (grpc.RpcError, Unproved):
             pass  # the thread beside the training hears of it, too, and says so
 

@@ -19,6 +19,7 @@ from commlayer.control.messages import (
     PROTOCOL,
     About,
     Gone,
+    Heartbeat,
     Join,
     Pulse,
     Seat,
@@ -47,6 +48,10 @@ class Place(Record, frozen=True):
     left: str = ""
     exchanges: int = -1
     """How many it had made when it left."""
+    stopped: bool = False
+    """Its machine is there, and says that it does nothing."""
+    missed_by: tuple[str, ...] = ()
+    """Tokens of those whose data connection with it was ended by its machine."""
 
     @property
     def here(self) -> bool:
@@ -101,13 +106,20 @@ def join(state: State, request: Join, now: float) -> Taken:
     return Taken(state, _seat(state, place))
 
 
-def heartbeat(state: State, token: str, now: float) -> tuple[State, Pulse]:
-    """Notes that the process lives and tells it who does not."""
+def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, Pulse]:
+    """Notes that the process lives and tells it who does not. `said`: what else it tells."""
     place = state.places.get(token)
     if place is None:
         return state, Pulse(stranger=True)
-    if place.here:
-        state = _with(state, msgspec.structs.replace(place, seen_s=now))
+    parent = said.parent if said is not None else ""
+    if place.here and parent == "ended" and state.view is not None:
+        place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine says that it has ended")
+        state = _with(state, place)
+    elif place.here:
+        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped")
+        state = _with(state, place)
+    if said is not None and not parent:
+        state = _missed(state, token, said.missed)
     others = [p for t, p in sorted(state.places.items()) if t != token]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead)
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left)
@@ -133,8 +145,21 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges))
 
 
-def tick(state: State, now: float, dead_after_s: float) -> State:
-    """Judges silence. Call it a few times per second."""
+def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
+    """As that process sees them now."""
+    for p in list(state.places.values()):
+        if (p.peer in peers) != (token in p.missed_by):
+            others = tuple(t for t in p.missed_by if t != token)
+            state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if p.peer in peers else others))
+    return state
+
+
+def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0) -> State:
+    """Judges silence. Call it a few times per second.
+
+    Whose machine says that its process does nothing, or has ended a connection for it, is dead after `dead_after_s`. Of whom
+    nothing is heard at all may be cut off and come back: for that `patience_s`, if it is longer.
+    """
     paused_s = now - state.ticked_s if state.ticked_s is not None else 0.0
     places = state.places
     if paused_s > PAUSE_S:
@@ -143,10 +168,15 @@ def tick(state: State, now: float, dead_after_s: float) -> State:
     silent = {t: p for t, p in places.items() if p.here and now - p.seen_s >= dead_after_s}
     if state.view is None:
         return _without(state, silent) if silent else state
+    silent = {t: p for t, p in silent.items()
+              if ((p.stopped or p.missed_by) and not p.join.returns) or now - p.seen_s >= patience_s}
     for p in silent.values():
-        reason = f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed, stopped or cut off"
-        state = _with(state, msgspec.structs.replace(p, dead=reason))
+        state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
     return state
+
+
+def _silent(state: State, p: Place, now: float) -> str:
+    return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed, stopped or cut off"
 
 
 def ended(state: State, name: str, pid: int) -> State:
@@ -251,7 +281,7 @@ def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...
     made = []
     for p in servers:
         node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
-        made.append(ServerInfo(p.rank, p.join.address, node, p.join.beside))
+        made.append(ServerInfo(p.rank, p.join.address, node, p.join.beside, p.join.streams, returns=p.join.returns))
     return tuple(made)
 
 

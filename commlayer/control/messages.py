@@ -11,8 +11,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame
-from commlayer.records import Record, View
+from commlayer.errors import CorruptFrame, one_line
+from commlayer.records import MALFORMED, Record, View
 
 PROTOCOL = 1
 FINISHED = "finished"
@@ -53,8 +53,12 @@ class Join(Record, frozen=True):
     """Not empty: what the sender holds to be the plan; all who say so must agree."""
     address: str = ""
     """A server's data address."""
+    streams: str = ""
+    """Where a server takes gRPC streams; empty: nowhere."""
     beside: bool = False
     """Of a server: it is in the coordinator's own process, and falls silent with it."""
+    returns: bool = False
+    """Of a server: it has a journal, so that one that was killed may take its seat again."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
 
@@ -84,7 +88,13 @@ class Part(Record, frozen=True):
 
 
 class Heartbeat(Record, frozen=True):
+    """Sent by the process itself, or by its child, which knows what became of it."""
+
     token: str
+    missed: tuple[str, ...] = ()
+    """Peers whose end of a data connection their machine has ended without a word, and that have not come back."""
+    parent: Literal["", "stopped", "ended"] = ""
+    """What the child says of the process whose seat it is, when that does not beat."""
 
 
 class Gone(Record, frozen=True):
@@ -155,13 +165,13 @@ def worker(job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"",
                 sent, plan_digest or digest_of(plan))
 
 
-def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False) -> Join:
+def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
     """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan.
 
-    `beside`: the coordinator is in this process, too.
+    `beside`: the coordinator is in this process, too. `streams`: where it takes gRPC streams.
     """
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
-                address=address, beside=beside)
+                address=address, beside=beside, streams=streams)
 
 
 def digest_of(plan: bytes) -> str:
@@ -185,5 +195,5 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
     """The record in `data`; CorruptFrame naming the peer if it is none."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {error}", peer=peer) from None
+    except MALFORMED as error:
+        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {one_line(error)}", peer=peer) from None

@@ -16,10 +16,13 @@ import sys
 import threading
 from typing import NamedTuple
 
+import msgspec
+
 from commlayer import native
-from commlayer.config import Config, host_port, join_host, read_config
+from commlayer.config import Config, host_port, join_host, read_config, reconnect_window_s
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
+from commlayer.control.coordinator_journal import CoordinatorJournal
 from commlayer.control.parent import follow_parent
 from commlayer.errors import CommError, line_of
 
@@ -45,17 +48,26 @@ def run(config: Config, part: Part) -> None:
     if config.port == 65535 and not config.join and part.sums:
         raise ValueError("--port 65535 leaves no next port for the data: choose a lower one")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
+    if part.parent:
+        config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())
     reason = [messages.FINISHED]
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
+        coordinator = None
         orphaned = functools.partial(_abandon, reason, part.parent)
         if not control:
-            coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end)
+            data_port = config.port and config.port + 1
+            journal = CoordinatorJournal(config.journal) if config.journal else None
+            if journal is not None and journal.found is not None:  # where workers look for it, and with the secret they know
+                port = config.port or host_port(journal.found.address)[1]
+                part = part._replace(made=journal.found.token)
+                config = msgspec.structs.replace(config, port=port, token=part.made or config.token)
+            coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
+                                      made=part.made, embedded=part.parent > 0)
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
-            data_port = config.port and config.port + 1
             orphaned = functools.partial(coordinator.orphaned, part.parent)
         if part.parent:
             follow_parent(part.parent, end, orphaned)
@@ -64,29 +76,39 @@ def run(config: Config, part: Part) -> None:
             # Here, since it loads numpy, which a coordinator does without.
             from commlayer.control.serving import Serving
 
-            serving = Serving(config.bind, data_port, config)
+            serving = Serving(config.bind, data_port, config, coordinator)
             stack.callback(serving.close)
-            data = join_host(config.advertise or config.bind, host_port(serving.address)[1])
+            data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if part.sums:
-            request = messages.server(data, config.node, part.number, beside=not config.join)
+            request = messages.server(data, config.node, part.number, beside=not config.join, streams=streams)
+            if serving.journal is not None:
+                request = msgspec.structs.replace(request, returns=True)
+                if (former := serving.journal.found) is not None:  # the seat that it had
+                    request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
-                                     on_silence=lambda silent_s: _alone(serving.alone, control, silent_s, end))
+                                     on_silence=lambda silent_s: _alone(
+                                         serving.alone and silent_s >= reconnect_window_s(config), control, silent_s, end))
             except CommError:
                 if end.is_set():
                     return
                 raise
+            member.missed = serving.missed
             stack.callback(lambda: member.leave(reason[0]))
             try:
-                serving.start(member.view, member.plan, member.rank)
+                serving.start(member.view, member.plan, member.rank, request.token)
             except ValueError as error:
                 end.wait(UNFIT_S)
                 member.leave(str(error))
                 raise
         end.wait()
+
+
+def _advertised(address: str, config: Config) -> str:
+    return address and join_host(config.advertise or config.bind, host_port(address)[1])
 
 
 def _choose_tensors(config: Config) -> None:
@@ -103,7 +125,8 @@ def _abandon(reason: list[str], parent: int) -> None:
 
 
 def _alone(alone: bool, control: str, silent_s: float, end: threading.Event) -> None:
-    """The coordinator does not answer. Without it nobody says that the job is over, so a server without workers ends."""
+    """The coordinator does not answer. Without it nobody says that the job is over, so a server ends to which no worker comes
+    back."""
     if alone and not end.is_set():
         log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
         end.set()

@@ -1,15 +1,12 @@
-"""A gRPC server of unary calls that are bytes both ways. Knows no call's meaning, and no seat.
+"""A gRPC server of unary calls that are bytes both ways, and of others' handlers. Knows no call's meaning, and no seat.
 
-It runs on an event loop, so that a call whose bytes do not come holds no thread; what it answers must not block.
+It runs on the event loop, so that a call whose bytes do not come holds no thread; what it answers must not block.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import selectors
-import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from commlayer import config as settings
@@ -17,6 +14,8 @@ from commlayer.control.call_quota import TooMany
 from commlayer.control.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.control.proved_calls import Unproved
 from commlayer.errors import CorruptFrame
+from commlayer.transport import event_loop
+from commlayer.transport.grpc_stream import FRAME_OPTION
 
 settings.quiet_forks()
 import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
@@ -24,8 +23,9 @@ import grpc.aio  # noqa: E402
 
 log = logging.getLogger("commlayer")
 
-MAX_CALLS = 512
-"""Under way at once; more are told to come again. With MAX_NBYTES it bounds what strangers can make this process hold."""
+MAX_CALLS = 1024
+"""Under way at once, each member's stream among them; more are told to come again. With MAX_NBYTES it bounds what strangers can
+make this process hold."""
 START_S = 30.0
 STOP_S = 0.5
 Answer = Callable[[bytes, str], bytes]
@@ -35,36 +35,31 @@ Answer = Callable[[bytes, str], bytes]
 class Host:
     """Of these calls by name. Twice closed is once."""
 
-    def __init__(self, answers: Mapping[str, Answer]) -> None:
-        self._answers = answers
+    def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = ()) -> None:
+        self._answers, self._handlers = answers, tuple(handlers)
         self._server: Any = None
-        # An epoll would be shared with forked children, which take its entries out as they end.
-        self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
-        self._thread = threading.Thread(target=self._loop.run_forever, name="commlayer-control", daemon=True)
 
     def start(self, address: str) -> int:
         """The port that it listens on."""
-        self._thread.start()
-        return int(self._run(self._start(address), START_S))
+        return int(event_loop.run(self._start(address), START_S))
 
     def close(self) -> None:
-        if self._thread.is_alive() and not self._loop.is_closed():
-            self._run(self._server.stop(STOP_S), 10 * STOP_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10 * STOP_S)
-
-    def _run(self, what: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result(timeout_s)
+        server, self._server = self._server, None
+        if server is not None:
+            event_loop.run(server.stop(STOP_S), 10 * STOP_S)
 
     async def _start(self, address: str) -> int:
         self._server = grpc.aio.server(
             # Without the first a second coordinator could share the port and split the job.
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_NBYTES),
-                     ("grpc.max_send_message_length", MAX_REPLY_NBYTES)],
+                     ("grpc.max_send_message_length", MAX_REPLY_NBYTES), FRAME_OPTION,
+                     # Streams may be silent for as long as a step takes, and their ends ask meanwhile.
+                     ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.keepalive_time_ms", 20_000),
+                     ("grpc.keepalive_timeout_ms", 20_000)],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         calls = {name: self._handler(answer) for name, answer in self._answers.items()}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls),))
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls), *self._handlers))
         port = self._server.add_insecure_port(address)
         await self._server.start()
         return int(port)

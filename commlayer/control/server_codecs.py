@@ -12,13 +12,16 @@ import safetensors.numpy
 
 from commlayer.codec_name import named
 from commlayer.compressors import codec_of, restore, seed, snapshot
-from commlayer.compressors.checkpoint import tensor_of
+from commlayer.compressors.checkpoint import number, recall, remembered, tensor_of
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.keys import SERVER
 from commlayer.records import Bucket, Plan
 
+UNDONE = "_undone"
+MEMORY_SLACK_NBYTES = 1024
+"""Of the names of tensors that are not always there."""
 SLACK_NBYTES = 16 << 20
 """Of headers, plans and probes."""
 
@@ -28,7 +31,7 @@ class CodecOps:
 
     def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False) -> None:
         """`weights`: what is summed are changes of weights."""
-        self._codec, self._spec, self._bucket = codec, bucket.spec, bucket
+        self._codec, self._spec, self._bucket, self._job = codec, bucket.spec, bucket, job
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
         self.unit = (in_updates(codec), weights)
@@ -81,11 +84,40 @@ class CodecOps:
         return safetensors.numpy.save({path: value.numpy() for path, value in snapshot(self._state).items()})
 
     def restore(self, data: bytes | memoryview) -> None:
-        try:
-            arrays = safetensors.numpy.load(bytes(data))
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"codec state is not in the safetensors format: {error}") from None
-        restore(self._state, {path: tensor_of(value) for path, value in arrays.items()})
+        restore(self._state, _loaded(data))
+
+    @property
+    def memory_nbytes(self) -> int:
+        """At most, of what `remember` returns."""
+        return len(self.remember()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
+
+    def remember(self) -> bytes:
+        """Beyond a snapshot, how the last result can be taken back."""
+        tensors = remembered(self._state) | {UNDONE: number(self._undone - (1 << 63))}
+        return safetensors.numpy.save({path: value.numpy() for path, value in tensors.items()})
+
+    def recall(self, data: bytes, sent: memoryview) -> None:
+        """The reverse; `sent` is the last result."""
+        tensors = _loaded(data)
+        undone = tensors.pop(UNDONE, None)
+        if undone is None:
+            raise ValueError("is not what a server remembers")
+        recall(self._state, tensors, sent)
+        self._undone = int(undone.item()) + (1 << 63)
+
+    def begin_anew(self) -> None:
+        """As before the first step: what was owed is not known."""
+        self._state = self._codec.init_server(self._spec)
+        seed(self._state, self._job, self._bucket.id, SERVER)
+        self._undone = 0
+
+
+def _loaded(data: bytes | memoryview) -> dict[str, Any]:
+    try:
+        arrays = safetensors.numpy.load(bytes(data))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"codec state is not in the safetensors format: {error}") from None
+    return {path: tensor_of(value) for path, value in arrays.items()}
 
 
 def _norm(acc: Any) -> float:

@@ -9,18 +9,22 @@ import msgspec
 
 from commlayer import planner, records
 from commlayer.compressors import kernels
-from commlayer.config import Config, Launch, codec_threads, join_host
+from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.control import messages
 from commlayer.control.audit import Audit
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
+from commlayer.control.server_journal import About, ServerJournal
 from commlayer.control.shaping import shaped_by
-from commlayer.errors import CommError, RecordError
+from commlayer.errors import CommError, CorruptFrame, RecordError
 from commlayer.records import Plan, View
-from commlayer.transport.hello import Hello, same_job
+from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
 from commlayer.transport.summation import Summation
+from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
 from commlayer.transport.tcp import Settings, TcpTransport
 
@@ -35,7 +39,8 @@ STALL_S = 5.0
 class Serving:
     """Listens from construction on, so that the address is known before joining; admits workers once started."""
 
-    def __init__(self, bind: str, port: int, config: Config) -> None:
+    def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
+        """`coordinator`: of this process, if there is one; gRPC streams then come by its port, else by one of their own."""
         kernels.choose(config.backend)
         kernels.threads(codec_threads(config, Launch()))
         self._config = config
@@ -44,49 +49,118 @@ class Serving:
         self._world = 0
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
+        keys = Keys(config.keys) if config.keys else None
         self._transport = TcpTransport(self._hello, self._admit, Settings(
-            secret=config.token, user_timeout_s=config.deadline_s, keys=Keys(config.keys) if config.keys else None,
-            refused=self._audit.refused))
+            secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
+            refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
         self._quarantine = None if config.quarantine == "off" else Quarantine(
             self._refused, finite_only=config.quarantine == "all")
         self._named: set[int] = set()
         self._server: SumServer | None = None
+        self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
+        """What a server that was killed has left, and what this one leaves."""
+        self._token = ""
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
-        host, bound = self._transport.listen(bind, port)
-        self.address = join_host(host, bound)
+        if self.journal is not None and self.journal.found is not None:
+            port = port or host_port(self.journal.found.address)[1]  # where workers look for it
+        self.streams = ""
+        """Where gRPC streams come in, if they may."""
+        self._streams: GrpcPort | None = None
+        self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
+        if config.carrier != "tcp":
+            self._take_streams(bind, port, keys, coordinator)
+
+    def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None) -> None:
+        if coordinator is not None:
+            coordinator.serve_streams(self._transport.take)
+            self.streams = coordinator.address
+        else:
+            own = port if not self.address or not port else port + 1
+            try:
+                self._streams = stream_port(keys, bind, own, self._transport.take, self._audit.refused)
+            except OSError as error:
+                if not self.address:
+                    raise
+                log.warning("no gRPC streams beside TCP: %s", error.strerror)
+            else:
+                self.streams = join_host(bind, self._streams.number)
+        self.address = self.address or self.streams
 
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
-            return "has no plan yet: its coordinator still waits for others"
+            return Later("has no plan yet: its coordinator still waits for others")
         if self._unfit:
             return self._unfit
         if theirs.rank >= self._world:
             return f"is no member: the job has {self._world} workers"
         return same_job(self._hello)(theirs)
 
-    def start(self, view: View, plan: bytes, server: int) -> None:
-        """Sums what that plan gives to server number `server`, for the members of that view.
+    def start(self, view: View, plan: bytes, server: int, token: str = "") -> None:
+        """Sums what that plan gives to server number `server`, for the members of that view; where a journal says that it did
+        so before, it goes on. `token`: of its seat.
 
         ValueError if the plan cannot be served; then every worker that dials is refused with the same line.
         """
         world = len(view.members)
+        self._view, self._world, self._token = view, world, token
+        former = self._former(view, server)
         try:
-            decoded = _checked_plan(plan, view)
+            decoded = _checked_plan(former.plan if former else plan, view)
             self._ops = ops_of(decoded, server)
+            core = self._core(decoded, server, former.generation if former else view.generation, world)
+            if former is not None:
+                self._recall(core)
+            self._write_down(core, former.plan if former else plan, server)
         except ValueError as error:
             self._unfit = str(error)
             self._ready.set()
             raise
-        core = self._core(decoded, server, view.generation, world)
-        self._view = view
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
         self._transport.hello = self._hello
-        self._world = world
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, range(world), stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace)
         self._ready.set()
+
+    def _former(self, view: View, server: int) -> About | None:
+        """Who this server was, if its journal is of this job."""
+        found = None if self.journal is None else self.journal.found
+        if found is None or (found.view == view and found.number == server):
+            return found
+        assert self.journal is not None
+        self.journal.ignore("it is of another job, or of another server of this one")
+        return None
+
+    def _recall(self, core: Summation) -> None:
+        assert self.journal is not None
+        lost = []
+        for bucket in core.cells:
+            entry = self.journal.entries.get(bucket)
+            try:
+                if entry is None:
+                    raise CorruptFrame("no whole entry")
+                core.recall(bucket, *entry)
+            except (CorruptFrame, ValueError) as error:
+                lost.append(f"{bucket} ({error})")
+                core.forget(bucket)
+        log.warning("journal: taken up where an earlier process ended, in generation %d, with %d of %d buckets",
+                    core.generation, len(core.cells) - len(lost), len(core.cells))
+        if lost:
+            log.warning("journal: what was owed of %d buckets is lost, and their residuals begin anew: %s", len(lost),
+                        ", ".join(lost[:8]))
+
+    def _write_down(self, core: Summation, plan: bytes, server: int) -> None:
+        """From now on."""
+        if self.journal is None:
+            return
+        assert self._view is not None
+        about = About(self._token, server, self.address, self._view, plan, core.generation)
+        words_nbytes = WORDS_NBYTES + REFUSED_NBYTES * self._world
+        sizes = {b: ops.memory_nbytes + ops.bound + words_nbytes for b, ops in self._ops.items()}
+        if (keep := self.journal.begin(about, sizes)) is not None:
+            core.remember(keep)
+            self.journal.publish()
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))
@@ -105,9 +179,19 @@ class Serving:
         assert self._view is not None
         decoded = _checked_plan(plan, self._view)
         server = self._hello.rank - SERVER_BASE
-        self._ops = ops_of(decoded, server, self._ops.values())
+        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values())
+        core = self._core(decoded, server, generation, self._world)
+        try:
+            self._write_down(core, plan, server)
+        except ValueError:
+            self._ops = before
+            raise
         self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
-        return self._core(decoded, server, generation, self._world)
+        return core
+
+    def missed(self) -> tuple[str, ...]:
+        """As TcpTransport.missed."""
+        return self._transport.missed()
 
     @property
     def alone(self) -> bool:
@@ -123,6 +207,10 @@ class Serving:
             self._server.close(reason)
         else:
             self._transport.close()
+        if self._streams is not None:
+            self._streams.close()
+        if self.journal is not None:
+            self.journal.close()
         self._audit.close()
 
 

@@ -17,12 +17,12 @@ from commlayer.transport.tls import CONTROL, TlsSocket
 HANDSHAKE = b"\x16\x03"
 
 
-def check(address: str, keys: Keys | None, deadline: float) -> Certified | None:
+def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Certified | None:
     """Refused, with the reason, where either end does not take the other's certificate, or only one has any.
 
     Whose certificate it is, if all is well with it; None where nobody answers, which may change, and without keys.
     """
-    where = f"coordinator {address}"
+    where = who or f"coordinator {address}"
     try:
         sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
     except OSError:

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from commlayer.config import Config, check_plain_text, host_port
-from commlayer.control import client, messages
+from commlayer.config import Config, reconnect_window_s, unheard_s
+from commlayer.control import carriers, client, messages
 from commlayer.control.client import Membership
 from commlayer.control.shaping import shaped_by
-from commlayer.errors import CommError, PeerLost, RecordError
+from commlayer.errors import CommError, PeerLost
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
+from commlayer.transport.resumed import Resumed, Waits
+from commlayer.transport.secret import nonce
 from commlayer.transport.summation_server import Stalled, follow_stalls
 from commlayer.transport.tcp import Settings, TcpTransport
 
@@ -37,10 +39,13 @@ class Uplink:
         self._stalled: OnStalled = lambda *_: None
         self._left: Left = lambda *_: None
         self._membership: Membership | None = None
+        self._missed: Callable[[], tuple[str, ...]] = tuple
         self.address = ""
         self.staying: tuple[str, ...] = ()
         """After close(): the workers that were still in the job."""
         self.transport: Transport
+        self.resumed: Resumed | None = None
+        """The same, with what it says of connections that broke."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
         """So many bytes at most any server may have under way, or kept here, that nobody asked for."""
@@ -54,16 +59,27 @@ class Uplink:
         self._membership = membership = client.join(
             address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address = address
-        hello = Hello(request.job, request.rank, membership.view.plan, messages.version())
-        transport = TcpTransport(hello, settings=Settings(
-            secret=self._config.token, user_timeout_s=self._config.deadline_s, keys=keys))
-        self.limit_kept, self.pace = transport.limit_kept, transport.pace
-        self.transport, self.recycle = shaped_by(self._config.shape, transport, membership.view), transport.pool.give
+        hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
+        window_s = reconnect_window_s(self._config)
+        carrier = TcpTransport(hello, settings=Settings(
+            secret=self._config.token, user_timeout_s=unheard_s(self._config), keys=keys, resume=window_s > 0))
+        self.pace, self.recycle = carrier.pace, carrier.pool.give
+        self.transport = transport = Resumed(
+            shaped_by(self._config.shape, carrier, membership.view), carrier,
+            Waits(window_s, refused_is_over=self.embedded), self.recycle)
+        self.resumed = transport
+
+        def limit_kept(nbytes: int) -> None:
+            carrier.limit_kept(nbytes)
+            transport.limit_kept(nbytes)
+
+        self.limit_kept = limit_kept
+        self._missed = membership.missed = carrier.missed
         try:
-            addresses = {s.id: _checked_address(s, self._config) for s in membership.view.servers}
-            for server, where in addresses.items():
+            for server in membership.view.servers:
                 # The last one in leaves little of the deadline to dial with.
-                transport.dial(SERVER_BASE + server, where, max(deadline, time.monotonic() + 10.0))
+                dial = carriers.dialler(carrier, server, address, self._config, keys)
+                transport.connect(SERVER_BASE + server.id, dial, max(deadline, time.monotonic() + 10.0))
         except BaseException as error:
             membership.leave(f"could not reach a server: {error}")
             self.transport.close()
@@ -117,7 +133,8 @@ class Uplink:
         """The coordinator does not answer, as has been said. Training can do without it, but not without a server in its
         process, of which nobody else would tell."""
         near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
-        if near:
+        over = [s for s in near if f"server {s.id}" in self._missed() and not s.returns]
+        if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
                                   f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
 
@@ -127,6 +144,12 @@ class Uplink:
         if not found or "node " in error.what:
             return error
         return type(error)(f"{error.what} ({_place(found[0])})", peer=error.peer, step=error.step, bucket=error.bucket)
+
+    def stats(self) -> dict[str, float]:
+        """Connections that were made again, and what was sent again over them, and is kept to be."""
+        if (resumed := self.resumed) is None:
+            return {}
+        return {"reconnects": resumed.breaks, "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
     @property
     def embedded(self) -> bool:
@@ -170,7 +193,7 @@ class Uplink:
         for bucket, slices in undone.items():
             self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
         header = self._header(Kind.PLAN, 0)._replace(generation=generation)
-        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode()
+        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
             raise ValueError(f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
 
@@ -206,17 +229,6 @@ class Uplink:
 
 def _place(server: ServerInfo) -> str:
     return f"at {server.address} on node {server.node}"
-
-
-def _checked_address(server: ServerInfo, config: Config) -> tuple[str, int]:
-    """The coordinator is believed as to where servers are, not as to where plain text may go."""
-    name = f"server {server.id}"
-    try:
-        host, port = host_port(server.address)
-    except ValueError as error:
-        raise RecordError(f"address of {name}: {error}") from None
-    check_plain_text(f"address of {name}", host, config)
-    return host, port
 
 
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:

@@ -137,7 +137,9 @@ class Connection:
         return 0 if self.worker is None else self.worker.counters.steps
 
     def stats(self) -> dict[str, float]:
-        return {} if self.worker is None else self.worker.counters.as_dict()
+        if self.worker is None:
+            return {}
+        return self.worker.counters.as_dict() | ({} if self.uplink is None else self.uplink.stats())
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """A worker that runs this plan here; it takes no part in anything until `follow`."""

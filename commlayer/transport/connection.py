@@ -1,4 +1,4 @@
-"""One connected socket after the greeting: sender, receiver, order on the wire. Knows one peer, not how it was reached."""
+"""One byte channel after the greeting: sender, receiver, order on the wire. Knows one peer, not how it was reached."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.errors import CommError, CorruptFrame, Damaged, PeerLost
 from commlayer.transport import credit, framing, mailbox
+from commlayer.transport.byte_channel import ByteChannel, certified_of
 from commlayer.transport.crc import crc32c
 from commlayer.transport.credit import Credit
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.key_folder import Certified
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.parts import Assembly, cut
 from commlayer.transport.protocol import Header, Kind, Message, peer_name
-from commlayer.transport.tls import TlsSocket
 
 INLINE_NBYTES = 64 << 10
 """On an idle wire, bodies up to this go out on the caller's thread, as far as they go without blocking."""
@@ -38,9 +37,10 @@ def watch(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def drop(sock: socket.socket) -> None:
-    _sockets.discard(sock)
-    sock.close()
+def drop(channel: ByteChannel) -> None:
+    if isinstance(channel, socket.socket):
+        _sockets.discard(channel)
+    channel.close()
 
 
 def tune(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
@@ -63,8 +63,10 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def _on_one_machine(sock: socket.socket) -> bool:
-    """Its two ends, which then have no link to share."""
+def _on_one_machine(sock: ByteChannel) -> bool:
+    """Its two ends, which then have no link to share; where nobody knows, they may have one."""
+    if not isinstance(sock, socket.socket):
+        return False
     try:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
     except OSError:  # the peer is gone already, as its reader will say
@@ -99,7 +101,7 @@ class _Outgoing:
         start, stop = self._parts[self._next]
         return stop - start
 
-    def write(self, sock: socket.socket, flags: int) -> bool:
+    def write(self, sock: ByteChannel, flags: int) -> bool:
         """One system call's worth of a part. Whether that part is out."""
         if self._left is None:
             self._left = self._pieces()
@@ -130,13 +132,20 @@ class Connection:
     """Made connected; start() begins. `ended` is called once, when it is over."""
 
     def __init__(
-        self, sock: socket.socket, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
+        self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
+        session: bytes = b"", *, resumes: bool = False,
     ) -> None:
-        self.peer = peer
-        self.certified: Certified | None = sock.peer if isinstance(sock, TlsSocket) else None
+        """`session`: as in the hello. `resumes`: the peer may come back when this one breaks, so what waits for it goes on."""
+        self.peer, self.session = peer, session
+        self.broken = False
+        """Whether it ended without a word of the peer or of this end,"""
+        self.by_peer = False
+        """and, if so, whether the peer's machine did it: then its process may have ended."""
+        self._resumes = resumes
+        self.certified = certified_of(sock)
         self._name = f" ({self.certified.name})" if self.certified else ""
         near = _on_one_machine(sock)
-        self._pacer = None if near else pacer
+        self._paced = (pacer, sock) if not near and isinstance(sock, socket.socket) else None
         self._credit = None if near or not credit.SUPPORTED else Credit()
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._assembly = Assembly(reader.allocate, lambda: reader.max_nbytes, lambda: box.max_kept_nbytes)
@@ -194,7 +203,7 @@ class Connection:
             if self._queue or self._rest:
                 self._work.notify()
         if error is not None:
-            self.end(self._lost(error))
+            self.end(self._lost(error), broken=True)
         if done:
             mailbox.sent(frame.operation, frame.header)
         elif self._over is not None:
@@ -210,7 +219,7 @@ class Connection:
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                self.end(self._lost(error))
+                self.end(self._lost(error), broken=True)
                 assert self._over is not None
                 frame.operation.fail(self._over)
                 break
@@ -245,12 +254,13 @@ class Connection:
         return self._credit.wait_s(credit.waiting_nbytes(self._sock))
 
     def _pace(self, frame: _Outgoing) -> None:
-        if self._pacer is None:
+        if self._paced is None:
             return
+        pacer, sock = self._paced
         if frame.header.kind in _PROBES:
-            self._pacer.lift(self._sock)
+            pacer.lift(sock)
         elif frame.nbytes > INLINE_NBYTES:
-            self._pacer.begins(self._sock)
+            pacer.begins(sock)
 
     def _next(self) -> _Item | None:
         with self._work:
@@ -279,12 +289,16 @@ class Connection:
                 n = self._sock.recv_into(self._reader.wanted())
                 if n == 0:
                     between = self._reader.between and self._assembly.between
-                    raise PeerLost("connection closed" + ("" if between else " in the middle of a frame"))
+                    how = "connection closed" + ("" if between else " in the middle of a frame")
+                    self.by_peer = True
+                    self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
+                    return
                 self._reader.filled(n)
         except CommError as error:
-            self.end(type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket))
+            named = type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket)
+            self.end(named, broken=isinstance(error, Damaged))
         except OSError as error:
-            self.end(self._lost(error))
+            self.end(self._lost(error), broken=True)
         except Exception as error:
             self.end(CommError(f"its receiver failed here: {error!r}", peer=peer_name(self.peer)))
             raise
@@ -302,18 +316,25 @@ class Connection:
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
+        self.by_peer = isinstance(error, ConnectionResetError | BrokenPipeError)
         return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
 
-    def end(self, reason: CommError) -> None:
+    @property
+    def over(self) -> CommError | None:
+        """What ended it."""
+        return self._over
+
+    def end(self, reason: CommError, *, broken: bool = False) -> None:
         """Over, now. Everything under way with this peer fails with `reason`; the first one stays."""
         with self._work:
             if self._over is not None:
                 return
-            self._over = reason
+            self._over, self.broken = reason, broken and self._resumes
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()
-        self._mailbox.end(reason, self.peer)
+        if not self.broken:
+            self._mailbox.end(reason, self.peer)
         self._ended(self)  # after the mailbox: from here the peer may connect anew
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads out of their system calls
@@ -327,8 +348,9 @@ class Connection:
             self._users -= 1
             left = self._users
         if left == 0:
-            if self._pacer is not None:
-                self._pacer.lift(self._sock)
+            if self._paced is not None:
+                pacer, sock = self._paced
+                pacer.lift(sock)
             drop(self._sock)
 
     def join(self, deadline: float) -> bool:

@@ -12,7 +12,9 @@ import struct
 import sys
 import termios
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
+
+from commlayer.transport.byte_channel import ByteChannel
 
 PART_S = 0.004
 """A part is what the link takes in about that time: so long an urgent frame waits for it."""
@@ -103,17 +105,28 @@ UNSENT_PARTS = 4
 """That the kernel may hold and not send yet, while there is no limit on what is under way."""
 
 
-def bound_unsent(sock: socket.socket, part_nbytes: int) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_PARTS * part_nbytes)
+def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
+    if isinstance(sock, socket.socket):
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_PARTS * part_nbytes)
 
 
-def look(sock: socket.socket) -> Seen:
+class Telling(Protocol):
+    """What knows by itself how fast it is."""
+
+    def seen(self) -> Seen: ...
+
+
+def look(sock: ByteChannel) -> Seen:
+    if not isinstance(sock, socket.socket):
+        return cast(Telling, sock).seen()
     round_trip_us, rate = _INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     return Seen(rate, round_trip_us * 1e-6)
 
 
-def waiting_nbytes(sock: socket.socket) -> int:
-    """In the kernel or on its way; 0 of a connection that is over."""
+def waiting_nbytes(sock: ByteChannel) -> int:
+    """In the kernel or on its way; 0 of a connection that is over, and where another protocol limits it."""
+    if not isinstance(sock, socket.socket):
+        return 0
     try:
         return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
     except (OSError, ValueError):

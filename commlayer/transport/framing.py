@@ -10,13 +10,13 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, Damaged
 from commlayer.records import MAX_FRAME_NBYTES
 from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 3
+VERSION = 4
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
@@ -90,11 +90,11 @@ def seal(packed: bytes, crc: int) -> bytes:
     return checked + _CRC.pack(crc32c(checked))
 
 
-def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
-    """The header in HEADER_NBYTES bytes, its body's size and CRC. Raises CorruptFrame."""
-    _check_magic(data)
+def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[Header, int, int]:
+    """The header in HEADER_NBYTES bytes, its body's size and CRC. Raises CorruptFrame. `begun`: behind other frames."""
+    _check_magic(data, begun=begun)
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
-        raise CorruptFrame("the header's checksum does not match")
+        raise Damaged("the header's checksum does not match")
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
      codec, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
@@ -113,9 +113,10 @@ def decode(data: memoryview, max_nbytes: int) -> tuple[Header, int, int]:
 _KINDS = frozenset(Kind)
 
 
-def _check_magic(data: memoryview) -> None:
+def _check_magic(data: memoryview, *, begun: bool) -> None:
     if data[:4] != MAGIC:
-        raise CorruptFrame(f"wrong magic {bytes(data[:4])!r}, expected {MAGIC!r}: {_guess(bytes(data[:4]))}")
+        kind = Damaged if begun else CorruptFrame
+        raise kind(f"wrong magic {bytes(data[:4])!r}, expected {MAGIC!r}: {_guess(bytes(data[:4]))}")
 
 
 def _guess(start: bytes) -> str:
@@ -144,6 +145,7 @@ class Reader:
         self._body = memoryview(b"")
         self._got = self._running = 0  # bytes of the body so far, and their checksum
         self._error: CorruptFrame | None = None
+        self._begun = False
 
     @property
     def between(self) -> bool:
@@ -194,13 +196,14 @@ class Reader:
         have = self._stop - self._start
         if have < HEADER_NBYTES:
             if have >= len(MAGIC):  # a stranger may say less than a header and close
-                _check_magic(self._staging[self._start : self._stop])
+                _check_magic(self._staging[self._start : self._stop], begun=self._begun)
             if self._start:  # to the front: the room behind must hold a whole header
                 self._staging[:have] = bytes(self._staging[self._start : self._stop])
                 self._start, self._stop = 0, have
             return None
         raw = self._staging[self._start : self._start + HEADER_NBYTES]
-        self._header, nbytes, self._crc = decode(raw, self.max_nbytes)
+        self._header, nbytes, self._crc = decode(raw, self.max_nbytes, begun=self._begun)
+        self._begun = True
         self._start += HEADER_NBYTES
         self._body = self.place(self._header, nbytes)
         n = min(nbytes, self._stop - self._start)
@@ -230,8 +233,8 @@ class Reader:
 
     def _check(self) -> None:
         if self._running != self._crc:
-            raise CorruptFrame(f"the checksum of a body of {len(self._body)} bytes does not match",
-                               step=self._header.step, bucket=self._header.bucket)
+            raise Damaged(f"the checksum of a body of {len(self._body)} bytes does not match",
+                          step=self._header.step, bucket=self._header.bucket)
 
     def _in_error(self) -> Frame | None:
         assert self._error is not None

@@ -1,21 +1,22 @@
 """The first four frames of a connection: who dials, that both ends know the job's secret, and whether the other end takes them.
 
 HELLO and CHALLENGE bring a random number each, PROOF and WELCOME what only who knows the secret can make of both: so nothing
-said here is of use on another connection. Until then nobody is told anything of the job. Knows blocking sockets, no threads.
+said here is of use on another connection. Until then nobody is told anything of the job. Knows channels that block, no threads.
 """
 
 from __future__ import annotations
 
-import socket
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.records import Record
+from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, one_line
+from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
+from commlayer.transport.byte_channel import ByteChannel
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.protocol import Header, Kind, peer_name
@@ -37,6 +38,8 @@ class Hello(Record, frozen=True):
     protocol: int = framing.VERSION
     nonce: bytes = b""
     """Random; set for each connection."""
+    session: bytes = b""
+    """Random; of one end's process, the same on each connection that follows a broken one. Empty: there will be none."""
 
 
 class Challenge(Record, frozen=True):
@@ -58,9 +61,15 @@ class Welcome(Record, frozen=True):
     error: str = ""
     proof: bytes = b""
     """The acceptor's; empty for who has not proved itself."""
+    later: bool = False
+    """Whether the reason passes, so that it is worth dialling again."""
 
 
 UNPROVED = "does not prove that it knows the job's secret"
+
+
+class Later(str):
+    """A reason of an Admit that passes."""
 
 
 class Met(NamedTuple):
@@ -79,7 +88,7 @@ def same_job(mine: Hello) -> Admit:
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
-            return (f"speaks protocol {theirs.protocol} (commlayer {theirs.version or '?'}), here {mine.protocol} "
+            return (f"speaks protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), here {mine.protocol} "
                     f"(commlayer {mine.version or '?'}): install the same version on all machines")
         if theirs.job != mine.job:
             return "is of another job: start all with the same model and job id"
@@ -91,14 +100,16 @@ def same_job(mine: Hello) -> Admit:
 
 
 def greet(
-    sock: socket.socket, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
+    sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
+    answer_by: float = math.inf,
 ) -> None:
-    """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third."""
+    """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third.
+    `answer_by`: when its first word must be here; the last one may take longer, since it waits for a plan."""
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=nonce())
     said = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
-    theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, deadline), Challenge, who).nonce
+    theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who).nonce
     _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said, *_bound(channel))), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == UNPROVED:
@@ -106,13 +117,13 @@ def greet(
     if not proves(welcome.proof, secret, b"accept", theirs, said, *_bound(channel)):
         raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who)
     if welcome.error:
-        raise Refused(welcome.error, peer=who)
+        raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
         raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who)
 
 
 def meet(
-    sock: socket.socket, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
+    sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
 ) -> Met:
     """The acceptor's half, to be answered with `welcome`. Refused, on both sides, for who does not know the secret."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
@@ -133,11 +144,11 @@ def _bound(channel: bytes) -> tuple[bytes, ...]:
     return (channel,) if channel else ()
 
 
-def welcome(sock: socket.socket, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
-    _write(sock, Kind.WELCOME, rank, Welcome(rank, error, proof), who, deadline)
+def welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
+    _write(sock, Kind.WELCOME, rank, Welcome(rank, str(error), proof, isinstance(error, Later)), who, deadline)
 
 
-def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:
+def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:
     body = msgspec.msgpack.encode(record)
     head = framing.encode(Header(kind, sender=rank), len(body), crc32c(body))
     try:
@@ -149,7 +160,7 @@ def _write(sock: socket.socket, kind: Kind, rank: int, record: Record, who: str,
         raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
 
 
-def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
+def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
     try:
         while (frame := reader.next()) is None:
             _wait_until(sock, deadline)
@@ -168,7 +179,7 @@ def _read(sock: socket.socket, reader: Reader, kind: Kind, who: str, deadline: f
     return frame
 
 
-def _wait_until(sock: socket.socket, deadline: float) -> None:
+def _wait_until(sock: ByteChannel, deadline: float) -> None:
     """TimeoutError once it has passed: bytes that trickle in keep nothing alive."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
@@ -179,5 +190,5 @@ def _wait_until(sock: socket.socket, deadline: float) -> None:
 def _decode(frame: Frame, kind: type[T], who: str) -> T:
     try:
         return msgspec.msgpack.decode(frame.body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"{kind.__name__.lower()} is malformed: {error}", peer=who) from None
+    except MALFORMED as error:
+        raise CorruptFrame(f"{kind.__name__.lower()} is malformed: {one_line(error)}", peer=who) from None

@@ -44,10 +44,19 @@ class Flag(enum.IntFlag):
     """Bits of Header.flags."""
 
     NONE = 0
-    AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, which the header gives
+    AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, as the header has it. PUSH: done so
     ABANDON = 2  # PUSH, RESULT: a worker broke the step off, so there is no sum; the body says who and why (UTF-8)
     PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
     REFUSED = 8  # RESULT: it was the receiver's
+
+
+ANSWERED_BY: dict[int, Kind] = {
+    Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
+    Kind.PLAN: Kind.PLAN_OK,
+}
+"""Of a worker's requests. Its other kinds have no answer."""
+NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
+"""Requests whose `used` is their number, from 1 for each worker and server, so that a repeated one is known; 0: none."""
 
 
 class Header(NamedTuple):
@@ -111,6 +120,14 @@ class Transport(Protocol):
     The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of
     (step, order), then of sending, so an urgent bucket overtakes those that wait, between machines also the rest of the one
     on the wire.
+
+    A connection may break and be made again by who dialled (resumed.py), over any carrier. A carrier that is told to resume:
+    - ends a connection that is lost without BYE, fails its sends with PeerLost, and then calls `broken(peer, error)`, once;
+    - leaves receives of that peer posted, keeps what had arrived, and delivers nothing more of that connection;
+    - lets the peer be dialled anew, with a new greeting. An acceptor ends the former connection, if it has not noticed
+      its end, when the hello is of the same `session`, and refuses a session that it has aborted;
+    - ends the peer for good by `abort(reason, peer)` alone, by BYE, or when a frame breaks the format.
+    What was on its way is lost then, either way. Who asked asks again, and who answers drops what it has done already.
     """
 
     @property

@@ -48,6 +48,10 @@ class Watch:
         if r == 0:
             self._odd = {}
 
+    def recall(self, members: Iterable[int]) -> None:
+        """Who was refused in an earlier round of the step under way, ahead of a restart."""
+        self._odd = dict.fromkeys(members, "it was refused in an earlier round")
+
     def holds(self, message: Message, r: int) -> bool:
         """Whether it is odd, as far as can be told before all are in. Errors of the codec are the payload's."""
         member = message.peer

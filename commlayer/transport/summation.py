@@ -10,98 +10,90 @@ error is this server's own, and what it was summing is lost.
 
 from __future__ import annotations
 
+import logging
 import struct
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from commlayer.errors import CorruptFrame
-from commlayer.transport.ops import Ops
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 from commlayer.transport.quarantine import Quarantine, Watch
+from commlayer.transport.summation_cell import KEPT_STEPS, MOST_REASON_NBYTES, Cell, Keep, Reply, Stall
+from commlayer.transport.summation_memory import Memory, read, words_of
 
-KEPT_STEPS = 2
+log = logging.getLogger("commlayer")
+
 REPEATS = 16
 """So often may a member say its part of a step again: connections break, and parts are coded again."""
 OVERHEAD_NBYTES = 512
 """What a message costs beside its body."""
-MOST_REASON_NBYTES = 256
-"""Of a word on why a step was broken off."""
-
-
-class Reply(NamedTuple):
-    peer: int
-    header: Header
-    body: memoryview | bytes
-
-
-class Stall(NamedTuple):
-    """A sum that waits: what for, since when, for whom, and who waits."""
-
-    bucket: int
-    step: int
-    missing: tuple[int, ...]
-    waiting: tuple[int, ...]
-    since: float
-
-
-class _Cell:
-    """One bucket: the sum under way, or the step last finished, and the results kept."""
-
-    def __init__(self, bucket: int, ops: Ops, members: tuple[int, ...], watch: Watch | None) -> None:
-        self.bucket, self.ops, self.members, self.watch = bucket, ops, members, watch
-        self.lock = threading.Lock()
-        self.accs: list[Any] = [None] * ops.rounds
-        # One buffer per kept step and round; a result stays whole until its step leaves the window.
-        self.outs: dict[tuple[int, int], memoryview] = {}
-        self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.refused: dict[tuple[int, int], frozenset[int]] = {}
-        """Whose contributions those are without."""
-        self.idle(None)
-
-    def idle(self, step: int | None) -> None:
-        """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
-        self.begin(step or 0, 0)
-        self.open, self.awaited = False, step
-        self.taken: dict[int, int] = {}
-        """Bytes from each member since then."""
-
-    def begin(self, step: int, r: int) -> None:
-        self.open = True
-        self.first: int | None = None  # who contributed first
-        self.step, self.round, self.next = step, r, 0
-        self.early: dict[int, Message] = {}
-        self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
-        self.totals: set[float] = set()
-        self.expected = 0.0
-        """What all weigh, once they have been told."""
-        self.abandoned = b""
-        """Who broke the step off, and why."""
-        self.summed = 0
-        if self.watch is not None:
-            self.watch.begin(r)
-
-    def here(self) -> set[int]:
-        return {*self.members[: self.next], *self.early} if self.open else set()
-
-    def out(self, step: int, r: int) -> memoryview:
-        slot = (step % KEPT_STEPS, r)
-        if slot not in self.outs:
-            self.outs[slot] = memoryview(bytearray(self.ops.bound))
-        return self.outs[slot]
 
 
 class Summation:
     """All buckets of one server. `push` may be called from any number of threads."""
 
-    def __init__(self, server: int, generation: int, ops: dict[int, Ops], senders: dict[int, tuple[int, ...]],
+    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]],
                  quarantine: Quarantine | None = None) -> None:
-        """`senders[bucket]` are the members that contribute to it, in the order in which they are added."""
+        """`ops` by bucket. `senders[bucket]` are the members that contribute to it, in the order in which they are added."""
+        self._keep: Keep | None = None
         self.quarantine = quarantine
         self.peer = SERVER_BASE + server
         self.generation = generation
-        self.cells = {bucket: _Cell(bucket, o, senders[bucket], quarantine.watch(o.rounds, o.norm) if quarantine else None)
+        self.fenced = 0
+        """Messages of views that have ended: none of them changed anything."""
+        self.cells = {bucket: Cell(bucket, o, senders[bucket], quarantine.watch(o.rounds, o.norm) if quarantine else None)
                       for bucket, o in ops.items()}
+
+    # ---- what outlasts this process
+
+    def remember(self, keep: Keep) -> None:
+        """Writes everything down with `keep`, and from now on what changes, ahead of the replies that tell of it."""
+        self._keep = keep
+        for cell in self.cells.values():
+            with cell.lock:
+                self._remember(cell)
+
+    def _remember(self, cell: Cell) -> None:
+        if self._keep is None:
+            return
+        last = max(cell.results, default=None)
+        header, body = cell.results[last] if last is not None else (None, b"")
+        refused = tuple(sorted(cell.refused[last])) if last is not None else ()
+        step = cell.step if cell.open else cell.awaited
+        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body), refused)
+        self._keep(cell.bucket, words_of(memory), cell.ops.remember())
+
+    def recall(self, bucket: int, words: bytes, state: bytes) -> None:
+        """Takes up what a former process wrote down. CorruptFrame or ValueError if it does not fit: then `forget` it."""
+        cell, found = self.cells[bucket], read(words)
+        kept = memoryview(found.memory.body)
+        if found.result is not None:
+            if not found.result.flags & Flag.ABANDON:
+                room = cell.out(found.result.step, found.result.round)
+                room[: len(kept)] = kept
+                kept = room[: len(kept)].toreadonly()
+            key, refused = (found.result.step, found.result.round), frozenset(found.memory.refused)
+            cell.results, cell.refused = {key: (found.result, kept)}, {key: refused}
+        cell.ops.recall(state, kept)
+        if found.memory.open and found.memory.step is not None:
+            cell.begin(found.memory.step, found.memory.round)
+            if found.told is not None:
+                cell.expected, cell.told = found.told.weight, found.told
+            if cell.watch is not None and found.memory.round:
+                cell.watch.recall(found.memory.refused)
+        else:
+            cell.idle(found.memory.step)
+        cell.recalled = True
+
+    def forget(self, bucket: int) -> None:
+        """Nothing is known of that bucket's sum: its residual begins anew, at whatever step a contribution names."""
+        cell = self.cells[bucket]
+        cell.forget_results()
+        cell.ops.begin_anew()
+        cell.idle(None)
+        cell.recalled = True
+
+    # ---- contributions
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
         """Takes one contribution. CorruptFrame may name another member, whose contribution this one uncovered.
@@ -109,17 +101,20 @@ class Summation:
         `release` is called with each message whose body is no longer needed.
         """
         h = message.header
+        if self._ended(message):
+            release(message)
+            return []  # its sender will push again
         cell = self._cell(message)
         with cell.lock:
-            if h.generation < self.generation:
-                release(message)
-                return []  # of a view that has ended; its sender will push again
             self._fits(cell, message)
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
-                return [_told(message.peer, *kept, cell.refused.get((h.step, h.round)))]
+                return [_told(message.peer, *kept, cell.refused[(h.step, h.round)])]
             self._admit(cell, message)
+            if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+                release(message)
+                return [Reply(message.peer, cell.told, b"")]  # it has not heard that it is to code again
             here = cell.here()
             if message.peer in here:
                 release(message)
@@ -129,7 +124,16 @@ class Summation:
             cell.early[message.peer] = message
             return self._advance(cell, release)
 
-    def _cell(self, message: Message) -> _Cell:
+    def _ended(self, message: Message) -> bool:
+        """Whether it is of a view that has ended. In the new one its bucket may be another, or none."""
+        if message.header.generation >= self.generation:
+            return False
+        if message.header.sender != message.peer:
+            raise _breach(message, f"says it is {peer_name(message.header.sender)}")
+        self.fenced += 1
+        return True
+
+    def _cell(self, message: Message) -> Cell:
         """What every message must get right: who sends it, for which bucket, in which view."""
         h = message.header
         cell = self.cells.get(h.bucket)
@@ -141,7 +145,7 @@ class Summation:
             raise _breach(message, f"generation {h.generation}, here {self.generation}")
         return cell
 
-    def _fits(self, cell: _Cell, message: Message) -> None:
+    def _fits(self, cell: Cell, message: Message) -> None:
         h, ops = message.header, cell.ops
         if message.peer not in cell.members:
             raise _breach(message, "is no member of this bucket's sum")
@@ -157,9 +161,11 @@ class Summation:
         if len(message.body) > bound:
             raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
 
-    def _admit(self, cell: _Cell, message: Message) -> None:
+    def _admit(self, cell: Cell, message: Message) -> None:
         """A contribution belongs to the sum under way, or between steps begins the next one."""
         h = message.header
+        if cell.recalled:
+            self._catch_up(cell, h)
         if not cell.open and h.round == 0 and cell.awaited in (None, h.step):
             cell.begin(h.step, 0)
         if cell.open and (h.step, h.round) == (cell.step, cell.round):
@@ -171,7 +177,19 @@ class Summation:
             state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
         raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}")
 
-    def _advance(self, cell: _Cell, release: Callable[[Message], None]) -> list[Reply]:
+    def _catch_up(self, cell: Cell, h: Header) -> None:
+        """The first contribution since a former process ended tells whether that wrote down all that it had answered."""
+        cell.recalled = False
+        step = cell.step if cell.open else cell.awaited
+        if step is None or (h.step, h.round) > (step, cell.round):
+            if step is not None:
+                log.warning("bucket %d: the journal ends before step %d, round %d: its residual begins anew", cell.bucket,
+                            h.step, h.round)
+                cell.ops.begin_anew()
+                cell.forget_results()
+            cell.begin(h.step, h.round)
+
+    def _advance(self, cell: Cell, release: Callable[[Message], None]) -> list[Reply]:
         """Adds what is next in member order; when all are in, emits the result to all."""
         ops, r = cell.ops, cell.round
         if cell.accs[r] is None:
@@ -203,7 +221,7 @@ class Summation:
             return self._abandon(cell)
         return self._again(cell) if self._misjudged(cell) else self._emit(cell)
 
-    def _add(self, cell: _Cell, message: Message, *, judged: bool = False) -> bool:
+    def _add(self, cell: Cell, message: Message, *, judged: bool = False) -> bool:
         """Whether it is added; else it is too odd, and held back until all are in."""
         h = message.header
         try:
@@ -218,7 +236,7 @@ class Summation:
         cell.used |= h.used
         return True
 
-    def _decide(self, cell: _Cell, watch: Watch, release: Callable[[Message], None]) -> None:
+    def _decide(self, cell: Cell, watch: Watch, release: Callable[[Message], None]) -> None:
         """All are in: what is held back is added after all, where it is most of them, or it is refused for good."""
         for message, why in watch.decided(len(cell.members)):
             if why:
@@ -227,26 +245,28 @@ class Summation:
                 self._add(cell, message, judged=True)
             release(message)
 
-    def _abandon(self, cell: _Cell) -> list[Reply]:
+    def _abandon(self, cell: Cell) -> list[Reply]:
         cell.ops.skip()
         replies = self._reply(cell, Flag.ABANDON, memoryview(cell.abandoned))
         cell.idle(cell.step + 1)
+        self._remember(cell)
         return replies
 
-    def _misjudged(self, cell: _Cell) -> bool:
+    def _misjudged(self, cell: Cell) -> bool:
         """Whether some member coded its part of another weight than that of all: then old debts would be paid twice or half."""
         total = as_float32(cell.weight)
         return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
 
-    def _again(self, cell: _Cell) -> list[Reply]:
+    def _again(self, cell: Cell) -> list[Reply]:
         """Nothing has been emitted, so all can code the same step again, now that the weight of all is known."""
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
-        cell.expected = expected
+        cell.expected, cell.told = expected, header
+        self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]
 
-    def _emit(self, cell: _Cell) -> list[Reply]:
+    def _emit(self, cell: Cell) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
         out = cell.out(step, r)
         refused = cell.watch.settle(r) if cell.watch is not None else frozenset()
@@ -256,28 +276,30 @@ class Summation:
             cell.begin(step, r + 1)
         else:
             cell.idle(step + 1)
+        self._remember(cell)
         return replies
 
-    def _reply(self, cell: _Cell, flags: Flag, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
+    def _reply(self, cell: Cell, flags: Flag, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
         """To all members, and kept for whoever asks again."""
         header = self._header(cell, flags)
         cell.results[(cell.step, cell.round)], cell.refused[(cell.step, cell.round)] = (header, body), refused
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
-            del cell.results[old]
-            cell.refused.pop(old, None)
+            del cell.results[old], cell.refused[old]
         return [_told(member, header, body, refused) for member in cell.members]
 
-    def _header(self, cell: _Cell, flags: Flag) -> Header:
+    def _header(self, cell: Cell, flags: Flag) -> Header:
         return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
                       sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
 
     def undo(self, message: Message) -> None:
         """No PUSH will say what of the last step was not applied."""
-        cell, h = self._cell(message), message.header
+        if self._ended(message):
+            return
+        cell = self._cell(message)
         with cell.lock:
-            if h.generation == self.generation:
-                self._between(cell, message)
-                cell.ops.undo(h.undone)
+            self._between(cell, message)
+            cell.ops.undo(message.header.undone)
+            self._remember(cell)
 
     def busy(self) -> bool:
         """Whether a contribution waits for others."""
@@ -296,39 +318,52 @@ class Summation:
 
     def snapshot(self, message: Message) -> list[Reply]:
         """The codec state between two steps, without what of the last one was not applied."""
+        if self._ended(message):
+            return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            if h.generation < self.generation:
-                return []
             self._between(cell, message)
             if h.undone:
                 cell.ops.undo(h.undone)
+                self._remember(cell)
             state = cell.ops.snapshot()
         return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
 
     def restore(self, message: Message) -> list[Reply]:
         """Takes up saved state, whole or not at all. The next contribution is of the message's step; results are forgotten."""
+        if self._ended(message):
+            return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            if h.generation < self.generation:
-                return []
             self._between(cell, message)
             try:
                 cell.ops.restore(message.body)
             except (CorruptFrame, ValueError) as error:
                 raise _breach(message, f"sent a state that does not fit: {error}") from None
-            cell.results.clear()
+            cell.forget_results()
             cell.idle(h.step)
+            self._remember(cell)
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
 
-    def _between(self, cell: _Cell, message: Message) -> None:
+    def repeated(self, message: Message) -> list[Reply]:
+        """Of what was done already, only the answer: it may have been lost. Who asks again during a sum has had it."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            if cell.open or h.kind == Kind.UNDO:
+                return []
+            if h.kind == Kind.STATE:
+                return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+            return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
+
+    def _between(self, cell: Cell, message: Message) -> None:
         if cell.open:
             raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
 
 
-def _told(member: int, header: Header, body: memoryview, refused: frozenset[int] | None) -> Reply:
-    mine = refused is not None and member in refused
-    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if mine else header, body)
+def _told(member: int, header: Header, body: memoryview, refused: frozenset[int]) -> Reply:
+    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if member in refused else header, body)
 
 
 def _applied(undone: int) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from commlayer.errors import CommError, CorruptFrame
-from commlayer.records import Record
-from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport, key, peer_name
-from commlayer.transport.summation import Reply, Stall, Summation
+from commlayer.errors import CommError, CorruptFrame, one_line
+from commlayer.records import MALFORMED, Record
+from commlayer.transport.protocol import NUMBERED, Handle, Header, Key, Kind, Message, Transport, key, peer_name
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_cell import Reply, Stall
 
 log = logging.getLogger("commlayer")
 
@@ -56,17 +57,17 @@ def follow_stalls(transport: Transport, server: int, generation: int, told: Call
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
-            told(_read_stalled(handle.message()))
+            told(read_stalled(handle.message()))
             follow_stalls(transport, server, generation, told)
 
     transport.recv(server, stalled_key(generation)).on_done(arrived)
 
 
-def _read_stalled(message: Message) -> Stalled:
+def read_stalled(message: Message) -> Stalled:
     try:
         return msgspec.msgpack.decode(message.body, type=Stalled)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"STALLED is malformed: {error}", peer=peer_name(message.peer)) from None
+    except MALFORMED as error:
+        raise CorruptFrame(f"STALLED is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
 
 
 class SumServer:
@@ -86,6 +87,8 @@ class SumServer:
         self._told: dict[int, tuple[Stall, float]] = {}
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
         """By member: its probes under way, and how many bytes they have asked for."""
+        self._heard: dict[int, int] = {}
+        """By member: the number of its last request that was done. Requests arrive in that order, some of them twice."""
         self._failing = threading.Lock()
         self._replan, self._switching = replan, threading.Lock()
         self._pace = pace
@@ -130,9 +133,19 @@ class SumServer:
             self._fail(message, error)
 
     def _answers(self, message: Message) -> list[Reply]:
-        kind = message.header.kind
-        if kind == Kind.PUSH:
+        h = message.header
+        if h.kind == Kind.PUSH:
             return self._core.push(message, time.monotonic(), self._release)
+        if h.kind not in NUMBERED or not h.used:
+            return self._done(message)
+        if h.used <= self._heard.get(message.peer, 0):
+            return self._core.repeated(message) if h.kind != Kind.PLAN else self._done(message)
+        replies = self._done(message)
+        self._heard[message.peer] = h.used
+        return replies
+
+    def _done(self, message: Message) -> list[Reply]:
+        kind = message.header.kind
         if kind == Kind.STATE_GET:
             return self._core.snapshot(message)
         if kind == Kind.STATE:

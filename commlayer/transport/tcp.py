@@ -1,8 +1,10 @@
-"""The carrier over TCP: listens, dials, and keeps one connection for each peer. Knows addresses and sockets; no matching."""
+"""The carrier over TCP, and over channels that others open: listens, dials, keeps one connection for each peer. Knows addresses
+and sockets; no matching."""
 
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import threading
 import time
@@ -12,10 +14,12 @@ from typing import NamedTuple
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError, Refused
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
+from commlayer.transport.byte_channel import ByteChannel, binding_of, certified_of
 from commlayer.transport.connection import Connection, drop, tune, watch
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Admit, Hello, same_job
+from commlayer.transport.hello import Admit, Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
+from commlayer.transport.listener import listening, wake
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
@@ -25,13 +29,14 @@ from commlayer.transport.unproved_connections import HURRY_S, Hall
 Address = tuple[str, int]
 FORMER_S = 0.5
 """How long a new connection waits for the end of the peer's former one, which may still be on its way."""
-
-
 MOST_EACH = 256
 """Connections of one certificate at a time: a machine has one, and may have many workers."""
 REVOKED_S = 1.0
 """How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
 Refusal = Callable[[str, str], None]
+Broken = Callable[[int, CommError], None]
+Open = Callable[[float], ByteChannel]
+"""Opens a channel before that deadline. CommError if it cannot; the caller knows to whom."""
 
 
 def note_refusal(where: str, why: str) -> None:
@@ -62,6 +67,8 @@ class Settings(NamedTuple):
     greeting_s: float = 10.0
     flush_s: float = 3.0
     """How long close() may take to send what is queued."""
+    resume: bool = False
+    """Whether a broken connection may be made again: see Transport."""
 
 
 class TcpTransport:
@@ -87,6 +94,11 @@ class TcpTransport:
         # A handshake of TLS is one round trip more.
         self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
         self._closed = threading.Event()
+        self._missed: set[int] = set()  # whose machine has ended a connection that has not been made again
+        self._barred: dict[bytes, str] = {}  # sessions that were ended here, and why
+        self.broken: Broken = lambda *_: None
+        """Told of a connection that broke and may be made again, on the thread that found it."""
+        self._heeds = False
 
     @property
     def rank(self) -> int:
@@ -101,41 +113,34 @@ class TcpTransport:
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Takes connections from now on. Returns the address bound; port 0 lets the system choose one."""
-        try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            sock = watch(socket.create_server(where[:2], family=family, backlog=128))
-        except OSError as error:
-            raise ValueError(f"cannot listen on {host}:{port}: {_listen_remedy(error)}") from None
+        sock = watch(listening(host, port))
         with self._lock:
             self._listeners.append(sock)
-            first = len(self._listeners) == 1
         threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
-        if first and self._settings.keys is not None:
-            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
+        self._heed_revoked()
         bound: Address = sock.getsockname()[:2]
         return bound
 
-    def dial(self, peer: int, address: Address, deadline: float) -> None:
-        """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason."""
-        who, (host, port) = peer_name(peer), address
-        begin = time.monotonic()
+    def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
+        """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason.
+
+        `answer_by`: when the other side must have said its first word.
+        """
+        self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline, answer_by)
+
+    def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
+        """The same over a channel of another kind."""
         self._reserve(peer)
         sock = None
         try:
             try:
-                sock = watch(socket.create_connection(address, max(0.001, deadline - begin)))
-            except TimeoutError:
-                raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
-                                       "that it runs, and the firewalls between", peer=who) from None
-            except OSError as error:
-                raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
-                               "address and that it runs there", peer=who) from None
-            self._tune(sock)
-            sock = self._secured(sock, deadline, f"{who} at {host}:{port}")
+                sock = opened(min(deadline, answer_by))
+            except CommError as error:
+                raise type(error)(error.what, peer=error.peer or peer_name(peer)) from None
             reader = self._reader()
-            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, tls.channel_of(sock))
+            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by)
             self._mailbox.admit(peer)
-            self._connect(sock, peer, reader)
+            self._connect(sock, peer, reader, b"")
         except BaseException:
             if sock is not None:
                 drop(sock)
@@ -143,6 +148,31 @@ class TcpTransport:
                 self._taken.discard(peer)
                 self._lock.notify_all()
             raise
+
+    def _reached(self, who: str, address: Address, deadline: float) -> socket.socket:
+        (host, port), begin = address, time.monotonic()
+        try:
+            sock = watch(socket.create_connection(address, max(0.001, deadline - begin)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
+                                   "that it runs, and the firewalls between", peer=who) from None
+        except OSError as error:
+            raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
+                           "address and that it runs there", peer=who) from None
+        try:
+            self._tune(sock)
+            return self._secured(sock, deadline, f"{who} at {host}:{port}")
+        except BaseException:
+            drop(sock)
+            raise
+
+    def take(self, channel: ByteChannel, where: str) -> bool:
+        """Greets who has opened a channel to this end from there, on a thread of its own. Whether there was room."""
+        if not self._hall.enter_now(channel):
+            return False
+        self._heed_revoked()
+        threading.Thread(target=self._greet, args=(channel, where), name=f"greet {where}", daemon=True).start()
+        return True
 
     def _reserve(self, peer: int) -> None:
         with self._lock:
@@ -173,18 +203,20 @@ class TcpTransport:
             self._hall.enter(sock)
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
-    def _greet(self, sock: socket.socket, where: str) -> None:
+    def _greet(self, sock: ByteChannel, where: str) -> None:
         deadline = time.monotonic() + self._settings.greeting_s
         peer = None
         try:
-            self._tune(sock)
             reader, hello_deadline = self._reader(), time.monotonic() + self._settings.hello_s
             who = f"the dialler at {where}"
+            if isinstance(sock, socket.socket):
+                self._tune(sock)
             if isinstance(sock, tls.TlsSocket):
-                name = sock.handshake(hello_deadline).name
-                who, where = f"{name} at {where}", f"{name} at {where}"
+                sock.handshake(hello_deadline)
+            if (certified := certified_of(sock)) is not None:
+                who = where = f"{certified.name} at {where}"
             hello, proof = greeting.meet(
-                sock, reader, self.rank, self._settings.secret, who, hello_deadline, tls.channel_of(sock))
+                sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._hall.leave(sock)
             reason = self._crowded(sock) or self._judge(hello)
             if not reason:
@@ -194,30 +226,37 @@ class TcpTransport:
                 self._settings.refused(where, reason)
                 drop(sock)
             else:
-                self._connect(sock, peer, reader)
+                self._connect(sock, peer, reader, hello.session)
         except (CommError, OSError) as error:
             self._settings.refused(where, str(error))
             drop(sock)
             if peer is not None:
-                self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
+                if not self._settings.resume:
+                    self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
                 with self._lock:
                     self._taken.discard(peer)
                     self._lock.notify_all()
         finally:
             self._hall.leave(sock)
 
-    def _crowded(self, sock: socket.socket) -> str:
-        certified = sock.peer if isinstance(sock, tls.TlsSocket) else None
+    def _crowded(self, sock: ByteChannel) -> str:
+        certified = certified_of(sock)
         with self._lock:
-            there = sum(c.certified is not None and c.certified == certified for c in self._connections.values())
-        name = certified.name if certified else ""
-        return f"its certificate ({name}) has {MOST_EACH} data connections already" if there >= MOST_EACH else ""
+            full = sum(c.certified == certified for c in self._connections.values()) >= MOST_EACH
+        return f"its certificate ({certified.name}) has {MOST_EACH} data connections already" if certified and full else ""
 
     def _judge(self, hello: Hello) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
         with self._lock:
+            if not reason and hello.session in self._barred:
+                reason = f"was dropped: {self._barred[hello.session]}"
+            former = None if reason else self._connections.get(hello.rank)
+        if former is not None and self._settings.resume and hello.session and former.session == hello.session:
+            former.end(PeerLost("came back on another connection", peer=peer_name(hello.rank)), broken=True)
+        with self._lock:
             if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_S):
-                reason = f"{peer_name(hello.rank)} is connected already: give each process its own rank or end the old one"
+                reason = Later(f"{peer_name(hello.rank)} is connected already: give each process its own rank or end the old "
+                               "one")
             if not reason and hello.rank == self.rank:
                 reason = f"{peer_name(self.rank)} is this end itself: give each process its own rank"
             if not reason:
@@ -239,6 +278,13 @@ class TcpTransport:
             raise type(error)(error.what, peer=who) from None
         return made
 
+    def _heed_revoked(self) -> None:
+        """From the first time on that others may come in."""
+        with self._lock:
+            heeds, self._heeds = self._heeds, True
+        if not heeds and self._settings.keys is not None:
+            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
+
     def _drop_revoked(self, keys: Keys) -> None:
         while not self._closed.wait(REVOKED_S):
             revoked = keys.revoked()
@@ -259,14 +305,16 @@ class TcpTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
 
-    def _connect(self, sock: socket.socket, peer: int, reader: Reader) -> None:
+    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes) -> None:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
-        connection = Connection(sock, peer, self._mailbox, reader, self._ended, self._pacer)
+        connection = Connection(
+            sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume)
         with self._lock:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer))
             self._connections[peer] = connection
+            self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only what it can join
 
     def _ended(self, connection: Connection) -> None:
@@ -275,6 +323,18 @@ class TcpTransport:
             self._taken.discard(connection.peer)
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
+            over = connection.over
+            if connection.session and over is not None and not (connection.broken or self._closed.is_set()):
+                self._barred[connection.session] = over.what
+            if connection.broken and connection.by_peer:
+                self._missed.add(connection.peer)
+        if connection.broken and over is not None and not self._closed.is_set():
+            self.broken(connection.peer, over)
+
+    def missed(self) -> tuple[str, ...]:
+        """Peers whose machine has ended their connection without a word, and who have not come back."""
+        with self._lock:
+            return tuple(peer_name(peer) for peer in sorted(self._missed))
 
     def limit_kept(self, nbytes: int) -> None:
         """As Settings.max_kept_nbytes, once it is known what peers have reason to send."""
@@ -321,10 +381,7 @@ class TcpTransport:
             connections = list(self._connections.values())
         self._hall.close()
         for listener in listeners:
-            try:
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
-            except OSError:
-                pass
+            wake(listener)
             drop(listener)
         reason = CommError("this end of the transport was closed")
         self._mailbox.abort(reason)
@@ -339,13 +396,3 @@ class TcpTransport:
             rest = list(self._ending)
         for connection in rest:
             connection.join(time.monotonic() + 1.0)
-
-
-def _listen_remedy(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "the address is not of this machine: bind one that is, or 0.0.0.0 for all"
-    if error.errno == errno.EACCES:
-        return "not allowed: choose a port above 1023"
-    return error.strerror or str(error)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
 DATA, CONTROL = PROTOCOLS
@@ -186,7 +186,7 @@ class TlsSocket(socket.socket):
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return got
                 except ssl.SSLError as error:
-                    self._failed = self._told(error) or CorruptFrame(f"bytes that break TLS ({error.reason or error})")
+                    self._failed = self._told(error) or Damaged(f"bytes that break TLS ({error.reason or error})")
             if got:
                 return got
             if self._failed is None:
@@ -223,8 +223,3 @@ class TlsSocket(socket.socket):
         rest = memoryview(data)
         while rest:
             rest = rest[self.sendmsg([rest], [], flags | socket.MSG_NOSIGNAL) :]
-
-
-def channel_of(sock: socket.socket) -> bytes:
-    """What a proof over that socket is bound to; nothing on plain text."""
-    return sock.channel if isinstance(sock, TlsSocket) else b""

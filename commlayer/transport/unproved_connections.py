@@ -1,10 +1,12 @@
-"""Connections that have proved nothing yet: few at once, and the silent keep nobody out. Knows sockets, no frames."""
+"""Connections that have proved nothing yet: few at once, and the silent keep nobody out. Knows no frames."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+
+from commlayer.transport.byte_channel import ByteChannel
 
 MOST = 64
 """At once; more wait in the kernel's backlog."""
@@ -18,7 +20,7 @@ class Hall:
     def __init__(self, most: int = MOST, hurry_s: float = HURRY_S) -> None:
         self._most, self._hurry_s = most, hurry_s
         self._work = threading.Condition()
-        self._here: dict[socket.socket, float] = {}  # since when, the first to come first
+        self._here: dict[ByteChannel, float] = {}  # since when, the first to come first
         self._closed = False
 
     def room(self) -> bool:
@@ -34,11 +36,24 @@ class Hall:
                     self._work.wait(left_s)
             return not self._closed
 
-    def enter(self, sock: socket.socket) -> None:
+    def enter_now(self, sock: ByteChannel) -> bool:
+        """Whether there is room without waiting."""
+        with self._work:
+            if len(self._here) >= self._most:
+                first, since = next(iter(self._here.items()))
+                if time.monotonic() < since + self._hurry_s:
+                    return False
+                del self._here[first]
+                _wake(first)
+            if not self._closed:
+                self._here[sock] = time.monotonic()
+            return not self._closed
+
+    def enter(self, sock: ByteChannel) -> None:
         with self._work:
             self._here[sock] = time.monotonic()
 
-    def leave(self, sock: socket.socket) -> None:
+    def leave(self, sock: ByteChannel) -> None:
         """It has proved itself, or is gone. Twice is once."""
         with self._work:
             self._here.pop(sock, None)
@@ -53,7 +68,7 @@ class Hall:
             self._work.notify_all()
 
 
-def _wake(sock: socket.socket) -> None:
+def _wake(sock: ByteChannel) -> None:
     """Ends what its thread waits for; that thread closes it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)

@@ -113,7 +113,7 @@ class ServerExchange:
         self._step.units.hear(total)
         with self._staging.lane(way.bucket):
             nbytes = way.bucket.restart(total)
-        self._send(way, 0, way.bucket.payload[:nbytes])
+        self._send(way, 0, way.bucket.payload[:nbytes], Flag.AGAIN)
 
     def _take(self, way: _Way, r: int, handle: Handle) -> None:
         """Decode lane."""

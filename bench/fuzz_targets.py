@@ -1,0 +1,333 @@
+"""What reads bytes of others, each with valid examples: frames, greetings, payloads, states, control messages, plans. Knows the
+real decoders, and no sockets."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from commlayer import planner, records
+from commlayer.compressors import codec_of, parse, seed, wrap
+from commlayer.compressors.codec import Codec
+from commlayer.control import membership, messages, plan_parts, server_codecs
+from commlayer.control.proved_calls import Judge, Unproved
+from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
+from commlayer.records import Job, Plan, Spec, TensorInfo, View
+from commlayer.transport import framing, hello, summation, summation_server
+from commlayer.transport.crc import crc32c
+from commlayer.transport.framing import Reader
+from commlayer.transport.hello import Hello
+from commlayer.transport.parts import Assembly, cut
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, proof
+
+CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
+CODECS = (
+    "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "natural()", "terngrad()", "onebit()",
+    "topk(ratio=0.05)", "block_threshold(ratio=0.1)", "randomk(ratio=0.2)", "powersgd(rank=2)", "shared_int()",
+    "partition(topk(ratio=0.1), parts=3)",
+    "chain(topk(ratio=0.1, values='fp32'), int8(block=64))", "ef21(topk(ratio=0.1))",
+)
+"""Every id on the wire."""
+SHAPE = (20, 16)
+SECRET = "a-secret-of-the-fuzzing"
+
+
+class Target(NamedTuple):
+    """`read` raises one of `refusals`, or nothing; anything else is a finding."""
+
+    name: str
+    examples: Sequence[bytes]
+    read: Callable[[bytes, random.Random], None]
+    refusals: tuple[type[Exception], ...] = (CorruptFrame,)
+    frames: bool = False
+    """Whether the examples have checksums of frames."""
+
+
+def targets() -> list[Target]:
+    return [frames(), dialler(), acceptor(), *control(), calls(), joining(), parts_of_plans(), plans(), sums(), *payloads(),
+            *states()]
+
+
+def frame(header: Header, body: bytes = b"") -> bytes:
+    return framing.encode(header, len(body), crc32c(body)) + body
+
+
+# ---- frames and greetings
+
+
+def frames() -> Target:
+    """Streams of several, cut anywhere, put together as a connection does."""
+    stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped="it broke the format"))
+    body = random.Random(5).randbytes(3000)
+    kinds = [kind for kind in Kind if kind != Kind.STALLED]
+    some = [frame(Header(kind, 1, 5, 3, sender=2, weight=1.0, total=2.0), body[: 40 * kind]) for kind in kinds]
+    large = Header(Kind.PUSH, 1, 6, 4, parts=len(cut(len(body), 1000)), order=9)
+    pieces = [frame(large._replace(part=i), body[a:b]) for i, (a, b) in enumerate(cut(len(body), 1000))]
+    urgent = frame(Header(Kind.PUSH, 1, 6, 5, order=1), b"between")
+    examples = [*some, frame(Header(Kind.STALLED, 1), stalled), b"".join(pieces), pieces[0] + urgent + pieces[1] + pieces[2]]
+
+    def read(data: bytes, rng: random.Random) -> None:
+        reader = Reader(CAP_NBYTES)
+        assembly = Assembly(reader.allocate, lambda: CAP_NBYTES, lambda: KEPT_NBYTES)
+        reader.place = assembly.place
+        at = 0
+        while at < len(data):
+            room = reader.wanted()
+            n = min(len(room), rng.choice((1, 67, 68, 500, len(data))), len(data) - at)
+            room[:n] = data[at : at + n]
+            reader.filled(n)
+            at += n
+            while (one := reader.next()) is not None:
+                whole = assembly.whole(one)
+                if whole is not None and whole.header.kind == Kind.STALLED:
+                    summation_server.read_stalled(Message(SERVER_BASE, whole.header, whole.body))
+
+    return Target("frames", examples, read, frames=True)
+
+
+class Canned:
+    """A ByteChannel whose other end has said all that it will."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.said = memoryview(data), b""
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
+        n = min(len(buffer), len(self._data))
+        buffer[:n] = self._data[:n]
+        self._data = self._data[n:]
+        return n
+
+    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, /) -> int:
+        self.said = b"".join(buffers)
+        return len(self.said)
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        self.said = bytes(data)
+
+    def settimeout(self, value: float | None, /) -> None:
+        pass
+
+    def shutdown(self, how: int, /) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+GREETED = (CorruptFrame, Refused, PeerLost)
+"""PeerLost where the bytes end too early, Refused for whoever does not prove the secret."""
+
+
+def acceptor() -> Target:
+    hellos = [Hello("job", rank, "plan", "0.1", nonce=bytes(NONCE_NBYTES)) for rank in (0, 1, 65535)]
+    said = [frame(Header(Kind.HELLO, sender=1), msgspec.msgpack.encode(one)) for one in hellos]
+    proved = frame(Header(Kind.PROOF), msgspec.msgpack.encode(hello.Proof(bytes(PROOF_NBYTES))))
+
+    def read(data: bytes, _: random.Random) -> None:
+        hello.meet(Canned(data), Reader(hello.MAX_NBYTES), SERVER_BASE, SECRET, "the dialler", time.monotonic() + 60.0)
+
+    return Target("acceptor's greeting", [one + proved for one in said], read, GREETED, frames=True)
+
+
+def dialler() -> Target:
+    asked = msgspec.msgpack.encode(hello.Challenge(bytes(NONCE_NBYTES)))
+    challenge = frame(Header(Kind.CHALLENGE, sender=SERVER_BASE), asked)
+    answers = [hello.Welcome(SERVER_BASE, "", bytes(PROOF_NBYTES)), hello.Welcome(SERVER_BASE, "is of another job", b"")]
+    examples = [challenge + frame(Header(Kind.WELCOME, sender=SERVER_BASE), msgspec.msgpack.encode(one)) for one in answers]
+
+    def read(data: bytes, _: random.Random) -> None:
+        hello.greet(Canned(data), Reader(hello.MAX_NBYTES), Hello("job", 1), SECRET, SERVER_BASE, time.monotonic() + 60.0)
+
+    return Target("dialler's greeting", examples, read, GREETED, frames=True)
+
+
+# ---- control
+
+
+JOB = Job((TensorInfo("weight", (40, 30)), TensorInfo("bias", (30,))))
+PLAN = planner.default_plan(JOB, codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1024,
+                            cut_nbytes=4096)
+MEMBERS = records.Member(0, 0, "a", 7), records.Member(1, 1, "b", 8)
+VIEW = View(1, MEMBERS, (records.ServerInfo(0, "127.0.0.1:7001"),), "digest")
+
+
+def _messages() -> list[Any]:
+    gone = messages.Gone("worker 1", "finished", 5)
+    return [
+        messages.worker("job", 0, 2, plan=b"a plan"), messages.server("127.0.0.1:7001", streams="127.0.0.1:7000"),
+        messages.Seat(view=VIEW, plan=b"a plan", rank=1), messages.Seat(error="no"), messages.Part("digest", 40, 8, bytes(16)),
+        messages.Heartbeat("token"), gone, messages.Pulse(lost=(gone,), left=(gone, gone)),
+        messages.Leave("token", "finished", 3),
+    ]
+
+
+def control() -> list[Target]:
+    """Every record, read as itself."""
+    made: dict[type[records.Record], list[bytes]] = {}
+    for one in _messages():
+        made.setdefault(type(one), []).append(messages.pack(one))
+
+    def reader(kind: type[records.Record]) -> Callable[[bytes, random.Random], None]:
+        def read(data: bytes, _: random.Random) -> None:
+            again = messages.unpack(data, kind, "worker 1")
+            assert messages.unpack(messages.pack(again), kind, "worker 1") == again or "nan" in repr(again)
+
+        return read
+
+    return [Target(f"control {kind.__name__}", examples, reader(kind)) for kind, examples in made.items()]
+
+
+def calls() -> Target:
+    """Calls as they come, with their proofs; some of the damage is proved, as a member would."""
+    judge = Judge(SECRET)
+    request = messages.pack(messages.Heartbeat("token"))
+    good = proof(SECRET, b"ask", b"Heartbeat", judge.challenge("peer"), request) + request
+
+    def read(data: bytes, _: random.Random) -> None:
+        messages.unpack(judge.opened("peer", "Heartbeat", data), messages.Heartbeat, "peer")
+
+    return Target("proved calls", [good], read, (CorruptFrame, Unproved))
+
+
+def joining() -> Target:
+    """Requests that decode are decided on; the state that comes of it is kept for a while."""
+    examples = [messages.pack(one) for one in (messages.worker("job", rank, 2, plan=b"p") for rank in (0, 1))]
+    examples.append(messages.pack(messages.server("127.0.0.1:7001")))
+    kept = [membership.State(0, 1)]
+
+    def read(data: bytes, rng: random.Random) -> None:
+        request = messages.unpack(data, messages.Join, "worker 1")
+        state = kept[0] if rng.random() < 0.9 else membership.State(0, 1)
+        state, seat = membership.join(state, request, rng.random())
+        messages.pack(seat)
+        state, pulse = membership.heartbeat(state, request.token, rng.random())
+        messages.pack(pulse)
+        kept[0] = membership.tick(state, 100 * rng.random(), 10.0)
+
+    return Target("control decisions", examples, read)
+
+
+def parts_of_plans() -> Target:
+    plan = bytes(range(256)) * 4
+    parts = [messages.Part(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
+    examples = [messages.pack(part) for part in parts]
+    known = plan_parts.Plans()
+
+    def read(data: bytes, _: random.Random) -> None:
+        part = messages.unpack(data, messages.Part, "worker 0")
+        if part.nbytes <= CAP_NBYTES or part.nbytes > messages.MAX_PLAN_NBYTES:
+            known.take(part)
+            known.whole(part.plan_digest)
+
+    return Target("parts of plans", examples, read)
+
+
+def plans() -> Target:
+    """What a server makes of a plan that a worker sends."""
+
+    def read(data: bytes, _: random.Random) -> None:
+        plan = records.decode(data, Plan, "plan of worker 0")
+        if not planner.verify_alone(plan, 2) and sum(b.numel for b in plan.buckets) <= CAP_NBYTES:
+            server_codecs.ops_of(plan, 0)
+
+    return Target("plans", [records.encode(PLAN)], read, (RecordError, ValueError))
+
+
+# ---- sums, payloads, states
+
+
+def sums() -> Target:
+    """Headers of contributions at a server, with payloads that fit."""
+    ops = server_codecs.ops_of(PLAN, 0)
+    core = summation.Summation(0, 1, dict(ops), server_codecs.senders_of(PLAN, 2))
+    good = [frame(Header(Kind.PUSH, 1, 0, b.id, codec=ops[b.id].codec, sender=rank, weight=1.0, total=2.0), _flagged(b))
+            for b in PLAN.buckets for rank in (0, 1)]
+
+    def read(data: bytes, rng: random.Random) -> None:
+        for one in Reader(CAP_NBYTES).feed(data):
+            cell = core.cells.get(one.header.bucket)
+            if cell is not None and cell.awaited is not None and rng.random() < 0.5:
+                one = one._replace(header=one.header._replace(step=cell.awaited))
+            message = Message(one.header.sender & 1, one.header, one.body)
+            if one.header.kind == Kind.PUSH:
+                core.push(message, 0.0)
+            elif one.header.kind == Kind.STATE_GET:
+                core.snapshot(message)
+            elif one.header.kind == Kind.UNDO:
+                core.undo(message)
+
+    return Target("sums", good, read, frames=True)
+
+
+def _flagged(bucket: records.Bucket) -> bytes:
+    from commlayer.compressors.payload import HEADER_NBYTES, write_flagged
+
+    out = memoryview(bytearray(HEADER_NBYTES))
+    write_flagged(out, codec_of(bucket, plan=PLAN).id, bucket.numel)
+    return bytes(out)
+
+
+def payloads() -> list[Target]:
+    """Of every codec, in every round: what a server adds and what a worker decodes."""
+    return [_payload(text, r) for text in CODECS for r in range(len(wrap(parse(text)).rounds))]
+
+
+class _Sides(NamedTuple):
+    codec: Codec
+    state: Any
+    acc: Any
+    out: torch.Tensor
+    payloads: list[bytes]
+
+
+def _sides(text: str, r: int) -> _Sides:
+    """A worker that has sent in round r, and the server's accumulator."""
+    codec, spec = wrap(parse(text)), Spec(SHAPE)
+    numel = math.prod(SHAPE)
+    state, server = codec.init(spec), codec.init_server(spec)
+    seed(state, "fuzz", 1, 0)
+    room, answer = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
+    x = torch.linspace(-1.0, 2.0, numel) ** 3
+    result, acc, seen = b"", None, []
+    for at in range(r + 1):
+        acc = codec.zeros(spec, at)
+        nbytes = codec.start(x, state, room) if at == 0 else codec.next(at - 1, result, state, room)
+        seen = [bytes(room[:nbytes])]
+        codec.add(at, seen[0], acc, first=True)
+        result = bytes(answer[: codec.emit(at, acc, server, answer)])
+    return _Sides(codec, state, acc, torch.zeros(numel), [*seen, result])
+
+
+def _payload(text: str, r: int) -> Target:
+    kept = [_sides(text, r)]
+
+    def read(data: bytes, rng: random.Random) -> None:
+        s = kept[0]
+        if rng.random() < 0.5 or r + 1 < len(s.codec.rounds):
+            s.codec.add(r, memoryview(data), s.acc, first=rng.random() < 0.5)
+        else:
+            s.codec.decode(memoryview(data), s.state, s.out)
+            kept[0] = s if len(s.codec.rounds) == 1 else _sides(text, r)  # a state of several rounds has come to its end
+
+    return Target(f"payload {text.partition('(')[0]} {r}", kept[0].payloads, read)
+
+
+def states() -> list[Target]:
+    """Saved codec states at a server."""
+    made = []
+    for text in ("topk(ratio=0.1)", "qsgd()", "partition(topk(ratio=0.1), parts=3)", "ef21(topk(ratio=0.1))"):
+        bucket = msgspec.structs.replace(PLAN.buckets[0], codec=text)
+        ops = server_codecs.CodecOps(codec_of(bucket, plan=PLAN), bucket, PLAN.job)
+        made.append(Target(f"state {text.partition('(')[0]}", [ops.snapshot()], _restoring(ops), (CorruptFrame, ValueError)))
+    return made
+
+
+def _restoring(ops: server_codecs.CodecOps) -> Callable[[bytes, random.Random], None]:
+    return lambda data, _: ops.restore(data)

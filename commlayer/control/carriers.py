@@ -1,0 +1,89 @@
+"""Which carrier a worker reaches a server by: TCP, gRPC, or what gets through. Knows addresses and settings; no frames."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+from commlayer import config as settings
+from commlayer.config import Config, check_plain_text, host_port
+from commlayer.control import grpc_channel
+from commlayer.control.coordinator_channel import fingerprint, shown
+from commlayer.control.tls_check import check
+from commlayer.errors import CommError, RecordError, Refused
+from commlayer.records import ServerInfo
+from commlayer.transport import grpc_ends
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE, peer_name
+from commlayer.transport.tcp import Address, TcpTransport
+
+log = logging.getLogger("commlayer")
+
+TCP_S = 5.0
+"""For so long a server may say nothing over TCP where gRPC may be tried behind it: firewalls give no answer at all."""
+Dial = Callable[[float], None]
+"""Connects before that deadline."""
+
+
+def dialler(transport: TcpTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
+    """Connects to that server by what is set, else by what gets through, and from then on by that. `joined`: the address by
+    which this process reached the coordinator."""
+    peer, name = SERVER_BASE + server.id, f"server {server.id}"
+    plain = _checked(server.address, f"address of {name}", config)
+    # What others reach need not be what the coordinator calls itself: there is a proxy between, or a router.
+    where = joined if server.beside and server.streams else server.streams
+    streams = _checked(where, f"address of {name} for gRPC", config) if where else None
+    carrier = "grpc" if server.address == server.streams and config.carrier == "auto" else config.carrier
+
+    def dial(deadline: float) -> None:
+        nonlocal carrier
+        either = carrier == "auto" and streams is not None
+        if carrier == "grpc" or streams == plain:
+            if carrier == "tcp" or streams is None:
+                offered = "takes gRPC streams alone" if streams else "takes no gRPC streams"
+                raise Refused(f"{offered} (setting carrier): set it alike here and there, or leave it out", peer=name)
+            over_grpc(transport, peer, streams, keys, deadline)
+            log.info("%s: over gRPC at %s", name, where)
+            return
+        try:
+            transport.dial(peer, plain, deadline, time.monotonic() + TCP_S if either else deadline)
+        except CommError as error:
+            # Where there are keys, who refuses may also be somebody in between.
+            if not either or (isinstance(error, Refused) and keys is None):
+                raise
+            first = error
+        else:
+            log.info("%s: over TCP at %s", name, server.address)
+            carrier = "tcp"
+            return
+        assert streams is not None
+        try:
+            over_grpc(transport, peer, streams, keys, deadline)
+        except CommError as error:
+            raise type(first)(f"{first.what}; nor over gRPC: {error.what}", peer=first.peer) from first
+        log.warning("%s: over gRPC at %s, since TCP did not get through: %s", name, where, first.what)
+        carrier = "grpc"
+
+    return dial
+
+
+def over_grpc(transport: TcpTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
+    """Connects to that peer by a gRPC stream."""
+    where = settings.join_host(*address)
+    if keys is not None:
+        check(where, keys, deadline, peer_name(peer))  # which heeds the list of the revoked, and gRPC knows none
+    options = [*grpc_ends.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
+    opened = functools.partial(grpc_channel.opened, where, options, shown(keys), on_loop=True)
+    transport.dial_over(lambda until: grpc_ends.dialled(opened, *address, until, fingerprint(keys)), peer, deadline)
+
+
+def _checked(address: str, name: str, config: Config) -> Address:
+    """The coordinator is believed as to where servers are, not as to where plain text may go."""
+    try:
+        host, port = host_port(address)
+    except ValueError as error:
+        raise RecordError(f"{name}: {error}") from None
+    check_plain_text(name, host, config)
+    return host, port

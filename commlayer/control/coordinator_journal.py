@@ -1,0 +1,79 @@
+"""What a coordinator must not forget, in a file: who has which seat, the view and the plan. Knows no network and no clock.
+
+It is written when a seat or the view changes, which is seldom. It holds no times: who takes it up has just heard everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+from commlayer.control.membership import Place, State
+from commlayer.files import write_whole
+from commlayer.records import Record
+
+log = logging.getLogger("commlayer")
+
+NAME = "coordinator.state"
+MAGIC = b"CMLC0001"
+
+
+class Kept(Record, frozen=True):
+    """The file's contents."""
+
+    address: str
+    token: str
+    """The job's secret, if this process has made it: with another one nobody's calls would be proved."""
+    state: State
+
+
+class CoordinatorJournal:
+    """Of one process. `found` is what an earlier one has left, None for nothing."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / NAME
+        self._failed = False
+        self.found: Kept | None = None
+        with contextlib.suppress(FileNotFoundError):
+            data = self._path.read_bytes()
+            try:
+                if not data.startswith(MAGIC):
+                    raise msgspec.DecodeError("it begins with something else")
+                self.found = msgspec.msgpack.decode(data[len(MAGIC) :], type=Kept)
+            except msgspec.MsgspecError as error:
+                log.warning("journal %s cannot be read (%s): nothing of it is used", self._path, error)
+
+    def write(self, kept: Kept) -> None:
+        if self._failed:
+            return
+        still = {token: msgspec.structs.replace(place, seen_s=0.0) for token, place in kept.state.places.items()}
+        state = msgspec.structs.replace(kept.state, places=still, ticked_s=None)
+        data = MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole({self._path: data})
+            self._path.chmod(0o600)
+        except OSError as error:
+            self.forget()
+            self._failed = True
+            log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends it", self._path,
+                        error.strerror)
+
+    def forget(self) -> None:
+        """The job is over."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def taken_up(kept: Kept, now: float) -> State:
+    """The state of a coordinator that goes on: everybody has just been heard."""
+    places: dict[str, Place] = {token: msgspec.structs.replace(place, seen_s=now) for token, place in kept.state.places.items()}
+    return msgspec.structs.replace(kept.state, places=places, ticked_s=now)
+
+
+def seats(state: State) -> tuple[object, ...]:
+    """What has changed when the file must be written anew."""
+    return state.view, tuple((token, p.dead, p.left) for token, p in state.places.items())

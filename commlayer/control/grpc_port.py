@@ -1,0 +1,100 @@
+"""A port with a gRPC server on it, behind TLS where there are keys. Knows certificates and connections; no calls."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from commlayer.config import join_host
+from commlayer.control.proved_calls import Unproved
+from commlayer.control.rpc_server import Host
+from commlayer.control.tls_front import Front
+from commlayer.transport import grpc_ends
+from commlayer.transport.grpc_ends import Take
+from commlayer.transport.key_folder import Certified, Keys
+
+LOOPBACK = "127.0.0.1"
+
+
+class GrpcPort:
+    """Without keys gRPC listens there itself, else the front does and gRPC on loopback."""
+
+    def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
+        self._bind, self.number = bind, port
+        self._front = Front(keys, bind, port, refused) if keys else None
+        self._host: Host | None = None
+
+    def start(self, host: Host) -> None:
+        self._host = host
+        if self._front is None:
+            self.number = host.start(join_host(self._bind, self.number))
+        else:
+            self._front.start(host.start(join_host(LOOPBACK, 0)))
+            self.number = self._front.port
+
+    def caller(self, peer: str) -> Certified | None:
+        """Whose certificate a connection has shown, which gRPC calls by that name; Unproved for one that came past TLS."""
+        if self._front is None:
+            return None
+        caller = self._front.caller(peer)
+        if caller is None:
+            raise Unproved
+        return caller
+
+    def streams(self, take: Take) -> Any:
+        """The handler of data streams to this port."""
+
+        def certified(peer: str) -> Certified | None:
+            try:
+                return self.caller(peer)
+            except Unproved:
+                raise PermissionError("it did not come through TLS") from None
+
+        return grpc_ends.handler(take, certified)
+
+    def spare(self, peer: str) -> bool:
+        """Whether that connection may have one unproved call to spare, and has it now; False without TLS."""
+        return self._front is not None and self._front.spare(peer)
+
+    def end(self, peer: str) -> None:
+        """Ends that connection, if it came through TLS."""
+        if self._front is not None:
+            self._front.end(peer)
+
+    def drop(self, serials: frozenset[int]) -> None:
+        """Ends all connections of these certificates."""
+        if self._front is not None:
+            self._front.drop(serials)
+
+    def close(self) -> None:
+        """Twice is once."""
+        if self._host is not None:
+            self._host.close()
+        if self._front is not None:
+            self._front.close()
+
+
+def stream_port(keys: Keys | None, bind: str, port: int, take: Take, refused: Callable[[str, str], None]) -> GrpcPort:
+    """One for data streams alone. OSError with a line if nothing can listen there."""
+    check_free(bind, port)
+    made = GrpcPort(keys, bind, port, refused)
+    made.start(Host({}, [made.streams(take)]))
+    return made
+
+
+def check_free(host: str, port: int) -> None:
+    """OSError with one line if nothing can listen there. gRPC's own error does not say why."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            where = join_host(host, port)
+            if error.errno == errno.EADDRINUSE:
+                line = f"{where} is in use: stop what listens there, or choose another --port (0 for any free one)"
+            else:
+                line = f"cannot listen on {where}: {error.strerror}; bind an address of this machine"
+            raise OSError(error.errno, line) from None

@@ -1,0 +1,313 @@
+"""A transport over a transport that makes broken connections again, and asks again what has no answer. Knows no plan, no codec.
+
+For the end that dials. A break is no error to who waits: within `window_s` the peer is dialled anew, with back-off, and what it
+was asked is asked again with the same bytes; answers that come twice are dropped. Only when the window is over, or the peer
+refuses, the peer's operations end. See Transport for what this needs of a carrier.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused
+from commlayer.transport import mailbox
+from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.protocol import Handle, Header, Key, Message, Transport, peer_name
+from commlayer.transport.unanswered import KEPT, Request, Unanswered, is_answer
+
+FIRST_S, MOST_S = 0.05, 3.0
+"""Pauses between two tries."""
+HELD_S = 10.0
+"""A connection that has held so long was a good one, also if it has brought nothing."""
+FIRST_TRIES = 8
+"""Of the first connection, whose greeting may be cut as well."""
+TRY_S = 10.0
+"""One try: a host that is away gives no answer at all."""
+
+Dial = Callable[[float], None]
+"""Connects one peer before that deadline, however that is done; CommError if it cannot."""
+
+
+class Carrier(Protocol):
+    """What of a carrier is needed beside a Transport."""
+
+    broken: Callable[[int, CommError], None]
+
+
+class Waits(NamedTuple):
+    """How long a broken connection is waited for, and whether nobody listening means that the peer has ended."""
+
+    window_s: float
+    refused_is_over: bool = False
+
+
+def nobody_listens(error: BaseException | None) -> bool:
+    """Whether a machine answered that no process has that port."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__context__
+    return error is not None
+
+
+class _Asked:
+    """Of a request under way: what its owner holds, and its latest sending."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.sending: Handle | None = None
+
+
+class _Link:
+    """One peer. `order` is held while requests are sent, so that those sent again are not overtaken by new ones."""
+
+    def __init__(self, dial: Dial) -> None:
+        self.dial = dial
+        self.order = threading.RLock()
+        self.unanswered: Unanswered[_Asked] = Unanswered()
+        self.state = threading.Lock()
+        self.up, self.mending, self.broken_anew = True, False, False
+        self.since: float | None = None
+        """When it first broke without having brought anything since,"""
+        self.back = 0.0
+        """and when it was last made again."""
+        self.pause_s = 0.0
+
+
+class Resumed:
+    """A Transport. Peers are those that it has dialled; what has no answer goes through as it is."""
+
+    def __init__(self, inner: Transport, carrier: Carrier, waits: Waits,
+                 recycle: Callable[[memoryview], None] = lambda _: None) -> None:
+        """`carrier` is what `inner` is, or what it is around. `recycle` takes back bodies that nobody needs."""
+        self._inner, self._waits, self._recycle = inner, waits, recycle
+        self._mailbox = Mailbox()
+        self._links: dict[int, _Link] = {}
+        self._closing = threading.Event()
+        self._count = threading.Lock()
+        self.breaks = self.resent_nbytes = self.repeats = 0
+        """Connections that were made again, what went out again, and answers that came twice."""
+        carrier.broken = self._broken
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self._inner.peers
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bodies that would be sent again now; their owners keep them."""
+        return sum(link.unanswered.nbytes for link in self._links.values())
+
+    def limit_kept(self, nbytes: int) -> None:
+        """As Mailbox.max_kept_nbytes."""
+        self._mailbox.max_kept_nbytes = nbytes
+
+    def connect(self, peer: int, dial: Dial, deadline: float) -> None:
+        """For the first time. `dial` is kept, to do it again."""
+        self._links[peer] = _Link(dial)
+        for left in reversed(range(FIRST_TRIES)):
+            try:
+                dial(deadline)
+                break
+            except (PeerLost, Damaged) as error:
+                if not left or nobody_listens(error):
+                    raise
+            self._closing.wait(FIRST_S)
+        self._listen(peer)
+
+    # ---- out
+
+    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        link = self._links.get(peer)
+        if link is None or header.kind not in KEPT:
+            return self._inner.send(peer, header, body)
+        asked = _Asked(mailbox.sending(peer, header))
+        with link.order:
+            if (error := self._mailbox.failure(peer)) is None:
+                request = link.unanswered.ask(header, body, asked)
+                try:
+                    asked.sending = self._inner.send(peer, request.header, body) if link.up else None
+                except ValueError:  # our own mistake
+                    link.unanswered.forget(request)
+                    raise
+        if error is not None:
+            asked.operation.fail(error)
+        elif asked.sending is not None:
+            asked.sending.on_done(lambda handle: self._sent(request, handle))
+        return asked.operation
+
+    def _sent(self, request: Request[_Asked], handle: Handle) -> None:
+        if handle.error() is None:  # else it is sent again, or ends with the peer
+            mailbox.sent(request.tag.operation, request.header)
+
+    # ---- in
+
+    def _listen(self, peer: int) -> None:
+        """Takes what has arrived, then leaves a receive behind."""
+        while True:
+            handle = self._inner.recv(peer)
+            if not handle.done():
+                handle.on_done(lambda handle: self._arrived(peer, handle))
+                return
+            if not self._took(peer, handle):
+                return
+
+    def _arrived(self, peer: int, handle: Handle) -> None:
+        if self._took(peer, handle):
+            self._listen(peer)
+
+    def _took(self, peer: int, handle: Handle) -> bool:
+        if (error := handle.error()) is not None:
+            self._lose(peer, error)
+            return False
+        self._take(handle.message())
+        return True
+
+    def _take(self, message: Message) -> None:
+        link = self._links[message.peer]
+        if link.since is not None:
+            with link.state:
+                link.since, link.pause_s = None, 0.0
+        if not is_answer(message.header):
+            self._deliver(message)
+            return
+        with link.order:
+            request = link.unanswered.answer(message.header)
+            repeated = request is None and link.unanswered.had(message.header)
+        if repeated:
+            with self._count:
+                self.repeats += 1
+            self._recycle(message.body)
+            return
+        if request is None:
+            self._deliver(message)  # which counts as something that nobody has asked for
+            return
+        mailbox.sent(request.tag.operation, request.header)
+        if (sending := request.tag.sending) is not None and not sending.done():
+            # Its owner may write to the body when it has the answer, and the one sent again is still being read.
+            sending.on_done(lambda _: self._deliver(message))
+        else:
+            self._deliver(message)
+
+    def _deliver(self, message: Message) -> None:
+        try:
+            self._mailbox.deliver(message)
+        except CorruptFrame as error:
+            self.abort(error, message.peer)
+
+    def _lose(self, peer: int, error: CommError) -> None:
+        """For good."""
+        self._mailbox.end(error, peer)
+        link = self._links[peer]
+        with link.order:
+            requests = link.unanswered.clear()
+        for request in requests:
+            request.tag.operation.fail(error)
+
+    # ---- a break
+
+    def _broken(self, peer: int, error: CommError) -> None:
+        link = self._links.get(peer)
+        if link is None or self._closing.is_set():
+            return
+        with link.state:
+            link.up = False
+            if link.mending:
+                link.broken_anew = True
+                return
+            link.mending = True
+        # Not on the thread that found it: it may hold locks of the carrier's, and others wait for it.
+        threading.Thread(target=self._mend, args=(peer, link, error), name=f"again to {peer_name(peer)}", daemon=True).start()
+
+    def _mend(self, peer: int, link: _Link, error: CommError) -> None:
+        begin, last = time.monotonic(), error
+        with link.state:
+            if link.since is None or begin - link.back > HELD_S:
+                link.since, link.pause_s = begin, 0.0
+            until = link.since + self._waits.window_s
+        self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", error, self._waits.window_s)
+        while self._wanted(peer):
+            if time.monotonic() + link.pause_s >= until:
+                self._give_up(peer, PeerLost(f"{error.what}, and it could not be reached again within "
+                                             f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
+                return
+            if link.pause_s:
+                self._closing.wait(link.pause_s * random.uniform(0.5, 1.0))  # all workers of a server dial it at once
+            link.pause_s = min(max(FIRST_S, 2 * link.pause_s), MOST_S)  # until something arrives
+            try:
+                link.dial(min(until, time.monotonic() + TRY_S))
+            except CommError as failed:
+                last = failed
+                if self._final(failed):
+                    self._give_up(peer, failed)
+                    return
+            else:
+                count, nbytes = self._ask_again(peer, link)
+                if self._done(link):
+                    self._say("%s: connected again after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
+                              time.monotonic() - begin, count, nbytes)
+                    return
+
+    def _wanted(self, peer: int) -> bool:
+        return not self._closing.is_set() and self._mailbox.failure(peer) is None
+
+    def _final(self, error: CommError) -> bool:
+        """Whether dialling again is no use."""
+        if isinstance(error, Refused):
+            return not isinstance(error, NotYet)
+        return self._waits.refused_is_over and nobody_listens(error)
+
+    def _ask_again(self, peer: int, link: _Link) -> tuple[int, int]:
+        with link.order:
+            requests = link.unanswered.again()
+            for request in requests:
+                request.tag.sending = self._inner.send(peer, request.header, request.body)
+            with link.state:
+                link.up = not link.broken_anew
+        for request in requests:
+            if (sending := request.tag.sending) is not None:
+                sending.on_done(lambda handle, request=request: self._sent(request, handle))  # type: ignore[misc]
+        nbytes = sum(len(request.body) for request in requests)
+        with self._count:
+            self.breaks += 1
+            self.resent_nbytes += nbytes
+        return len(requests), nbytes
+
+    def _done(self, link: _Link) -> bool:
+        with link.state:
+            if link.broken_anew:
+                link.broken_anew = False
+                return False
+            link.mending, link.back = False, time.monotonic()
+            return True
+
+    def _give_up(self, peer: int, error: CommError) -> None:
+        if self._wanted(peer):
+            self._inner.abort(error, peer)
+
+    def _say(self, line: str, *values: object) -> None:
+        if not self._closing.is_set():
+            mailbox.log.warning(line, *values)
+
+    # ---- the rest
+
+    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+        return self._mailbox.recv(peer, match)
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return mailbox.wait(handle, deadline)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        self._mailbox.abort(reason, peer)
+        self._inner.abort(reason, peer)
+
+    def close(self, flush_s: float | None = None) -> None:
+        self._closing.set()
+        self._mailbox.abort(CommError("this end of the transport was closed"))
+        self._inner.close(flush_s)

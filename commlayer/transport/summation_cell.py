@@ -1,0 +1,87 @@
+"""One bucket's sum on a server: what is handed in for it, and what it holds from step to step. Decides nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from commlayer.transport.ops import Lasting
+from commlayer.transport.protocol import Header, Message
+from commlayer.transport.quarantine import Watch
+
+KEPT_STEPS = 2
+MOST_REASON_NBYTES = 256
+"""Of a word on why a step was broken off."""
+Keep = Callable[[int, bytes, bytes], None]
+"""Writes down the words and the state of a bucket's sum, for good when it returns."""
+
+
+class Reply(NamedTuple):
+    peer: int
+    header: Header
+    body: memoryview | bytes
+
+
+class Stall(NamedTuple):
+    """A sum that waits: what for, since when, for whom, and who waits."""
+
+    bucket: int
+    step: int
+    missing: tuple[int, ...]
+    waiting: tuple[int, ...]
+    since: float
+
+
+class Cell:
+    """One bucket: the sum under way, or the step last finished, and the results kept."""
+
+    def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...], watch: Watch | None) -> None:
+        self.bucket, self.ops, self.members, self.watch = bucket, ops, members, watch
+        self.lock = threading.Lock()
+        self.accs: list[Any] = [None] * ops.rounds
+        # One buffer per kept step and round; a result stays whole until its step leaves the window.
+        self.outs: dict[tuple[int, int], memoryview] = {}
+        self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
+        self.refused: dict[tuple[int, int], frozenset[int]] = {}
+        """Whose contributions those are without."""
+        self.idle(None)
+
+    def idle(self, step: int | None) -> None:
+        """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
+        self.begin(step or 0, 0)
+        self.open, self.awaited = False, step
+        self.taken: dict[int, int] = {}
+        """Bytes from each member since then."""
+
+    def begin(self, step: int, r: int) -> None:
+        self.open = True
+        self.first: int | None = None  # who contributed first
+        self.step, self.round, self.next = step, r, 0
+        self.early: dict[int, Message] = {}
+        self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
+        self.totals: set[float] = set()
+        self.expected = 0.0
+        """What all weigh, once they have been told,"""
+        self.told: Header | None = None
+        """which is how."""
+        self.abandoned = b""
+        """Who broke the step off, and why."""
+        self.summed = 0
+        self.recalled = False
+        """Whether a former process summed this, and nobody has contributed since."""
+        if self.watch is not None:
+            self.watch.begin(r)
+
+    def forget_results(self) -> None:
+        self.results.clear()
+        self.refused.clear()
+
+    def here(self) -> set[int]:
+        return {*self.members[: self.next], *self.early} if self.open else set()
+
+    def out(self, step: int, r: int) -> memoryview:
+        slot = (step % KEPT_STEPS, r)
+        if slot not in self.outs:
+            self.outs[slot] = memoryview(bytearray(self.ops.bound))
+        return self.outs[slot]

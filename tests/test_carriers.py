@@ -1,0 +1,286 @@
+"""Which carrier a worker takes: what is set, else what gets through; and that one port is enough for a job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from control_kit import WAIT_S, Failures, quick
+from transport_kit import WIRES, exchange_pair, keys, soon
+
+from commlayer import records
+from commlayer.config import host_port
+from commlayer.control import carriers, client, messages, uplink
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.serving import Serving
+from commlayer.errors import PeerLost, Refused
+from commlayer.planner import default_plan
+from commlayer.records import Job, ServerInfo, TensorInfo
+from commlayer.transport import grpc_stream
+from commlayer.transport.hello import Hello
+from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.unproved_connections import MOST
+
+JOB = Job((TensorInfo("weight", (100,)),))
+PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
+
+
+@pytest.fixture
+def opened() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+class Server:
+    """A coordinator with a server in its process, or a server of its own, until the test ends."""
+
+    def __init__(self, opened: contextlib.ExitStack, *, beside: bool = True, **fields: Any) -> None:
+        self.opened, self.beside, self.config = opened, beside, quick(**fields)
+        self.coordinator = Coordinator(self.config, servers=1)
+        opened.callback(self.coordinator.close)
+        self.serving = Serving("127.0.0.1", 0, self.config, self.coordinator if beside else None)
+        opened.callback(self.serving.close)
+
+    def worker(self, *, joined: str = "", data: str = "", **fields: Any) -> uplink.Uplink:
+        """One that joins by that address and hears that TCP is there."""
+        address = joined or self.coordinator.address
+        with ThreadPoolExecutor(2) as pool:
+            request = messages.server(data or self.serving.address, beside=self.beside, streams=self.serving.streams)
+            seat = pool.submit(client.join, self.coordinator.address, request, self.config, Failures())
+            mine = messages.worker(PLAN.job, 0, 1, plan=records.encode(PLAN))
+            up = pool.submit(uplink.connect, address, mine, quick(**fields))
+            member = seat.result(WAIT_S)
+            self.opened.enter_context(contextlib.closing(SimpleNamespace(close=member.leave)))
+            self.serving.start(member.view, member.plan, member.rank)
+            made = up.result(WAIT_S)
+        self.opened.callback(made.close)
+        return made
+
+
+def channel(up: Any) -> str:
+    (one,) = up.transport._inner._connections.values()
+    return type(one._sock).__name__
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def answering(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """An address where connections get that treatment, one after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def loop() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = listener.accept()
+                    threading.Thread(target=serve, args=(one,), daemon=True).start()
+
+        threading.Thread(target=loop, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def web_server(sock: socket.socket) -> None:
+    with sock:
+        sock.recv(1000)
+        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
+def swallow(sock: socket.socket) -> None:
+    sock.recv(1000)
+    threading.Event().wait(WAIT_S)
+
+
+def http2_only(target: str) -> Callable[[socket.socket], None]:
+    """A proxy in front of `target` that ends whatever does not begin as HTTP/2 does."""
+
+    def serve(sock: socket.socket) -> None:
+        first = sock.recv(1 << 16)
+        if not first.startswith(b"PRI * HTTP/2.0"):
+            sock.close()
+            return
+        inner = socket.create_connection(host_port(target))
+        inner.sendall(first)
+        for source, sink in ((sock, inner), (inner, sock)):
+            threading.Thread(target=pump, args=(source, sink), daemon=True).start()
+
+    return serve
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(1 << 16):
+            sink.sendall(piece)
+        sink.shutdown(socket.SHUT_RDWR)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if " at " in r.getMessage() and "over" in r.getMessage()]
+
+
+def test_what_gets_through_is_taken_and_said_in_a_line(opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "commlayer")
+    server = Server(opened)
+    assert channel(server.worker()) == "socket"
+    assert said(caplog) == [f"server 0: over TCP at {server.serving.address}"]
+
+
+@pytest.mark.parametrize(("how", "why"), [
+    ("closed", "cannot reach .*refused"), ("web", "probably an HTTP server|connection lost"), ("swallow", "no CHALLENGE"),
+])
+def test_where_tcp_does_not_get_through_grpc_does(
+    how: str, why: str, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(carriers, "TCP_S", 0.3)
+    caplog.set_level(logging.INFO, "commlayer")
+    server = Server(opened)
+    there = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
+             "swallow": lambda: opened.enter_context(answering(swallow))}[how]()
+    up = server.worker(data=there)
+    assert channel(up) == "GrpcStream"
+    (line,) = said(caplog)
+    assert line.startswith(f"server 0: over gRPC at {server.coordinator.address}, since TCP did not get through: ")
+    assert re.search(why, line)
+
+
+def test_a_proxy_that_passes_http2_alone_and_one_open_port_are_enough(opened: contextlib.ExitStack) -> None:
+    """The worker knows the proxy's address and no other: all others are closed to it."""
+    server = Server(opened)
+    proxy = opened.enter_context(answering(http2_only(server.coordinator.address)))
+    assert channel(server.worker(joined=proxy, data=closed_port())) == "GrpcStream"
+
+
+def test_a_server_that_takes_streams_alone_opens_no_other_port(opened: contextlib.ExitStack) -> None:
+    server = Server(opened, carrier="grpc")
+    assert server.serving.address == server.serving.streams == server.coordinator.address
+    assert channel(server.worker()) == "GrpcStream"
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, opened: contextlib.ExitStack) -> None:
+    fields = {"keys": str(keys().folder)} if secured else {}
+    server = Server(opened, beside=False, **fields)
+    assert len({server.serving.address, server.serving.streams, server.coordinator.address}) == 3
+    assert channel(server.worker(carrier="grpc", **fields)) == "GrpcStream"
+
+
+@pytest.mark.parametrize(("here", "there", "line"), [
+    ("grpc", "tcp", "server 0: takes no gRPC streams .setting carrier.: set it alike"),
+    ("tcp", "grpc", "server 0: takes gRPC streams alone .setting carrier.: set it alike"),
+])
+def test_settings_that_do_not_meet_are_said(here: str, there: str, line: str, opened: contextlib.ExitStack) -> None:
+    with pytest.raises(Refused, match=line):
+        Server(opened, carrier=there).worker(carrier=here)
+
+
+def test_neither_gets_through(opened: contextlib.ExitStack) -> None:
+    """Both reasons, the first one first."""
+    server = Server(opened, beside=False)
+    server.serving.streams = closed_port()
+    with pytest.raises(PeerLost, match=r"server 0: cannot reach .*; nor over gRPC: cannot reach .* over gRPC") as caught:
+        server.worker(data=closed_port())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.ExitStack) -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    opened.callback(coordinator.close)
+    worker = TcpTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    with pytest.raises(Refused, match="server 0: takes no gRPC streams there: check the address"):
+        carriers.over_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
+
+
+def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
+    """A server that has answered no does so over any carrier."""
+    seen: list[str] = []
+    end = TcpTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
+    opened.callback(end.close)
+    worker = TcpTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    host, port = end.listen()
+    there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
+    with pytest.raises(Refused, match="server 0: not today"):
+        carriers.dialler(worker, there, "", quick(), None)(soon())
+    assert seen == ["job"]
+
+
+def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said its first word, so TCP gets through. What got through once is dialled again, and nothing else."""
+    monkeypatch.setattr(carriers, "TCP_S", 0.2)
+    late = threading.Event()
+    threading.Timer(0.5, late.set).start()
+    end = TcpTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
+    opened.callback(end.close)
+    worker = TcpTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    host, port = end.listen()
+    dial = carriers.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
+    dial(soon())
+    assert exchange_pair(worker, end)
+    end.close()
+    worker.abort(PeerLost("gone", peer="server 0"), SERVER_BASE)
+    with pytest.raises(PeerLost, match=r"cannot reach .* it runs there$"):
+        dial(soon())
+
+
+def test_silence_is_broken_by_empty_messages_that_nobody_sees(
+    opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that proxies keep a stream open between two steps."""
+    monkeypatch.setattr(grpc_stream, "IDLE_S", 0.02)
+    ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
+    for end, other in (ends, reversed(ends)):
+        (one,) = end._connections.values()
+        told, last_s = one._sock, one._sock._wrote_s
+        with told._changed:
+            assert told._changed.wait_for(lambda told=told, last_s=last_s: told._wrote_s > last_s, WAIT_S)
+        assert exchange_pair(end, other)
+
+
+def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.ExitStack) -> None:
+    refused: list[str] = []
+    settings = Settings(hello_s=0.1, refused=lambda where, why: refused.append(why))
+    end = WIRES["grpc"].end(Hello("test", SERVER_BASE), settings=settings)
+    opened.callback(end.close)
+    with contextlib.closing(WIRES["grpc"].raw(end.listen())) as silent:
+        assert silent.recv_into(bytearray(1)) == 0
+    assert "no HELLO before the deadline" in refused[0]
+
+
+def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
+    """They have as many places as silent sockets have, and must make room as those must."""
+    end = WIRES["grpc"].end(Hello("test", SERVER_BASE))
+    opened.callback(end.close)
+    address = end.listen()
+    for _ in range(MOST):
+        opened.callback(WIRES["grpc"].raw(address).close)
+    before = threading.active_count()
+    worker = WIRES["grpc"].end(Hello("test", 0))
+    opened.callback(worker.close)
+    worker.dial(SERVER_BASE, address, soon())
+    assert exchange_pair(worker, end)
+    assert threading.active_count() - before < 10
+
+
+def test_a_stream_that_is_closed_is_gone_with_its_connection() -> None:
+    """Not only when its next empty message would have been due."""
+    with WIRES["grpc"].mesh(2):
+        held = len(os.listdir("/proc/self/fd"))
+    until = soon()
+    while len(os.listdir("/proc/self/fd")) > held - 3:  # its two ends and the listener
+        threading.Event().wait(0.01)
+        assert time.monotonic() < until
