@@ -22,6 +22,8 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind
 
 log = logging.getLogger("commlayer")
 
+AGAIN = 1 << 30
+"""More than any place in the forward pass."""
 FOREVER_S = 86400.0
 """For a wait that others bound: the training thread's deadline latches an error, which ends it."""
 
@@ -110,7 +112,9 @@ class ServerExchange:
             return
         self._step.recorder.add(EXCHANGE, way.bucket.id, begin)
         if handle.message().header.flags & Flag.AGAIN:
-            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), way.urgency)
+            # Behind what has not been coded yet: else it depends on the network which buckets hear of the weight in time.
+            urgency = way.urgency and (way.urgency[0], AGAIN + way.urgency[1])
+            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), urgency)
         else:
             self._decode.put(lambda: self._take(way, r, handle), way.urgency)
 
