@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -16,8 +14,8 @@ import msgspec
 from commlayer import setting_kinds as kinds
 from commlayer.errors import RecordError
 from commlayer.records import Record
+from commlayer.setting_sources import PREFIX, checked, from_argument, from_environment, from_file
 
-PREFIX = "COMMLAYER_"
 KEYS_TOKEN = "token"
 """The file of a node's keys that holds the job's secret."""
 LEAST_UNHEARD_S = 5.0
@@ -99,11 +97,14 @@ class Config(Record, frozen=True):
     """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
     learning: kinds.Text = ""
     """A table that `commlayer tune --learning` wrote: what ways cost in steps on your own task, in place of the shipped one."""
+    quarantine: kinds.Quarantine = "off"
+    """Whether servers refuse a contribution whose norm is far out of what the others' are ("norms"), and also one that is not
+    finite ("all": not with a GradScaler, which lives by seeing those). The same on all ranks."""
     shape: kinds.Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
 
-ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps")
+ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps", "quarantine")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
 ALIKE_SET = ("join", "trace", "loss", "learning")
 """Settings that must be there on all ranks or on none, whatever they are."""
@@ -123,13 +124,6 @@ class Launch(NamedTuple):
     """Not empty: `commlayer launch` started it, and it reaches ranks on other machines through a coordinator alone."""
 
 
-class _Setting(NamedTuple):
-    value: Any
-    source: str
-    text: bool
-    """Values that arrive as text, from the environment, are converted; others must have their type."""
-
-
 _TYPES = get_type_hints(Config, include_extras=True)
 
 
@@ -137,8 +131,10 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
                 cwd: str | Path = ".") -> Config:
     """The settings in force, checked; a RecordError names the field, its source, what was got and what is allowed."""
     environ = os.environ if environ is None else environ
-    settings = _from_file(environ, Path(cwd)) | _from_environment(environ) | _from_argument(argument)
-    fields = {name: _checked(name, setting) for name, setting in settings.items()}
+    if isinstance(argument, Config):
+        argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
+    settings = from_file(environ, Path(cwd), _TYPES) | from_environment(environ, _TYPES) | from_argument(argument or {}, _TYPES)
+    fields = {name: checked(name, setting, _TYPES) for name, setting in settings.items()}
     config = Config(**fields)
 
     def source(name: str) -> str:
@@ -204,7 +200,12 @@ def _of_group() -> tuple[int, int] | None:
 
 def master() -> str:
     """The machine where the ranks meet, as far as the launcher says."""
-    return os.environ.get("MASTER_ADDR", "")
+    return launcher_says("MASTER_ADDR")
+
+
+def launcher_says(name: str) -> str:
+    """A variable of a launcher, or of what it starts, such as MASTER_PORT."""
+    return os.environ.get(name, "")
 
 
 def use_interface(name: str) -> None:
@@ -340,50 +341,3 @@ def _check_plain_text(config: Config) -> None:
     if getattr(config, named) in ("0.0.0.0", "::"):
         raise RecordError(f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
                           f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
-
-
-def _from_argument(argument: Config | Mapping[str, Any] | None) -> dict[str, _Setting]:
-    if isinstance(argument, Config):
-        argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
-    given = (argument or {}).items()
-    return {_known(name, f"argument {name}"): _Setting(value, f"argument {name}", False) for name, value in given}
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
-    # Kubernetes adds variables of this form for a service that is called commlayer.
-    linked = {n for n, v in environ.items() if PREFIX + "SERVICE_HOST" in environ
-              and (n.startswith((PREFIX + "SERVICE_", PREFIX + "PORT_")) or (n == PREFIX + "PORT" and "://" in v))}
-    names = [n for n in sorted(environ) if n.startswith(PREFIX) and n != PREFIX + "CONFIG" and n not in linked]
-    return {_known(n.removeprefix(PREFIX).lower(), f"environment variable {n}"):
-            _Setting(environ[n], f"environment variable {n}", True) for n in names}
-
-
-def _from_file(environ: Mapping[str, str], cwd: Path) -> dict[str, _Setting]:
-    named = environ.get(PREFIX + "CONFIG")
-    path = cwd / (named or "commlayer.toml")
-    if named == "" or (named is None and not path.is_file()):
-        return {}
-    try:
-        fields = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise RecordError(f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RecordError(f"{path} is not TOML: {error}") from None
-    return {_known(name, f"{path}:{name}"): _Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
-
-
-def _known(name: str, source: str) -> str:
-    if name not in _TYPES:
-        near = difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.5)
-        meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(_TYPES)}"
-        raise RecordError(f"{name}: no such setting ({source}); {meant}")
-    return name
-
-
-def _checked(name: str, setting: _Setting) -> Any:
-    try:
-        return msgspec.convert(setting.value, _TYPES[name], strict=not setting.text)
-    except msgspec.ValidationError:
-        allowed = next(m.description for m in _TYPES[name].__metadata__)
-        shown = "a text that is none" if name == "token" else repr(setting.value)
-        raise RecordError(f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None

@@ -31,7 +31,7 @@ from commlayer.job.switch import switch as go_over
 from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of, parameters_of
+from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
 
 
 class Driver(Inspected, Protocol):
@@ -167,6 +167,7 @@ def attach(
             raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
         outer = sync if isinstance(sync, Outer) else Outer()
         read = read_config(config)
+        check_quarantine(read.quarantine, scaler)
         check_model(model)
         refuse(model.named_parameters())
         asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None

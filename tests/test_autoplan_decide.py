@@ -99,7 +99,7 @@ def test_steps_that_it_does_not_hear_of_are_none_of_those_that_it_waits_for(rank
     for step in heard:
         if actions := made.feed(StepOver(step, 1.0, Meanwhile(made.in_force, ()))):
             did[step] = actions
-    assert did == {100 + WARM_STEPS: [RecordSteps()], heard[-1]: [Measure()]}
+    assert did == {100 + WARM_STEPS: [RecordSteps()], 900: [TellPace(1.0)], heard[-1]: [Measure()]}
     assert made.state.step == heard[-1]
 
 

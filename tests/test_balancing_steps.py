@@ -59,8 +59,8 @@ class Session:
     def __init__(self) -> None:
         self.steps = 0
         groups = SimpleNamespace(timeout_s=1.0, members=None)
-        self.connection = SimpleNamespace(groups=groups, on_close=[], on_shares=[], price=None, decisions=[],
-                                          explain=lambda error: error)
+        self.connection = SimpleNamespace(groups=groups, on_close=[], on_shares=[], decisions=[],
+                                          terms=SimpleNamespace(price=None), explain=lambda error: error)
 
     @property
     def inspect(self) -> Session:
@@ -82,7 +82,8 @@ class Session:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     made = Exchange()
-    monkeypatch.setattr(balancing, "Rows", made)
+    monkeypatch.setattr(balancing, "RowChannel", lambda members, timeout_s: SimpleNamespace(
+        rows=lambda what="": made(members, timeout_s), close=made.close))
     monkeypatch.setattr(balancing.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(balancing.dist, "get_world_size", lambda: WORLD)
     return made

@@ -48,7 +48,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     assert profile["codecs"][1]["task_loss"] is None, "what it costs in quality is not measured here"
     assert job["batch"] == 16
     assert len(job["timing"]["ready_s"]) == 4
-    made = ("make", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--out", "plan.json")
+    made = ("make", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--exact", "--out", "plan.json")
     planned = commlayer("plan", *made, cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "topk" in (tmp_path / "plan.json").read_text()

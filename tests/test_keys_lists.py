@@ -14,8 +14,9 @@ from transport_kit import exchange_pair, soon
 
 from commlayer.control import authority, client, messages
 from commlayer.control.coordinator import Coordinator
+from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.control.tls_front import Front
-from commlayer.errors import DeadlineExceeded, Refused
+from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import tls
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Certified, Keys
@@ -146,3 +147,52 @@ def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: p
     assert sock.recv_into(bytearray(1)) == 0
     for each in (sock, inner, front):
         each.close()
+
+
+def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folders) -> None:
+    """A stolen key that was revoked takes the coordinator's place while a job runs: gRPC connects anew, and knows no list."""
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    address, port = coordinator.address, int(coordinator.address.rsplit(":", 1)[1])
+    member = client.join(address, messages.worker("job", 0, 1, plan=b"a plan"), quick(token=SECRET, keys=str(folders.worker)),
+                         Failures())
+    link = member._link
+    request = messages.Heartbeat("nobody")
+    assert link.call("Heartbeat", request, messages.Pulse, 5.0).stranger
+    # A restarted one, with a key as good as before, is taken.
+    coordinator.close()
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.second), port=port), workers=1)
+    assert until_answered(link).stranger
+    coordinator.close()
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
+    heard: list[str] = []
+    heartbeat = coordinator._judge.opened
+    coordinator._judge.opened = lambda *args: (heard.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="its certificate was revoked"):
+        until_answered(link)
+    assert heard == [], "and hears nothing"
+    member.close()
+    coordinator.close()
+
+
+def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
+    member = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"),
+                         quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
+    request = messages.Heartbeat("nobody")
+    assert member._link.call("Heartbeat", request, messages.Pulse, 5.0).stranger
+    authority.revoke(ca.parent, "server-1")
+    with pytest.raises(Refused, match=r"its certificate \(server-1\) was revoked"):
+        member._link.call("Heartbeat", request, messages.Pulse, 5.0)
+    member.close()
+    coordinator.close()
+
+
+def until_answered(link: CoordinatorChannel) -> messages.Pulse:
+    """Past the time that it takes to connect anew."""
+    until = time.monotonic() + 20.0
+    while True:
+        try:
+            return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, 2.0)
+        except (PeerLost, DeadlineExceeded):
+            assert time.monotonic() < until
+            time.sleep(0.05)

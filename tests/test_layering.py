@@ -14,13 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "commlayer"
 
-BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "gpu", "setting_kinds"}
+BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "gpu", "setting_kinds", "setting_sources"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 FILES_OF_PLANS = {"plan_file", "loss_budget"}
 UPPER = {"runtime", "control"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | UPPER | {"measure"}
 SURFACE = {"job", "session", "ddp"}
-TOP = {"cli", "demo", "", "__main__"}
+TOP = {"cli", "demo", "doctor", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "native": {"errors"},
     "gpu": {"errors", "gpu"},
     "setting_kinds": {"records"},
-    "config": {"errors", "records", "setting_kinds"},
+    "config": {"errors", "records", "setting_kinds", "setting_sources"},
+    "setting_sources": {"errors"},
     **{part: BOTTOM | {part} for part in MIDDLE},
     # runtime executes and control decides: what they need of each other is handed in above them.
     **{part: BOTTOM | MIDDLE | {part} for part in UPPER},
@@ -51,8 +52,8 @@ ABOVE_ROUTES = {
 }
 """Modules of runtime/ that drive a worker, or are it. Routes know none of them, and of these only three know a route."""
 KNOW_ROUTES = {"intake", "unapplied", "worker"}
-TORCHLESS = {"codec_name", "errors", "files", "records", "native", "config", "setting_kinds", "plan_file", "loss_budget",
-             "planner", "balance", "observe", ""}
+TORCHLESS = {"codec_name", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
+             "loss_budget", "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 

@@ -18,7 +18,7 @@ from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.plan_rules import verify, verify_alone
-from commlayer.planner.pricing.steps_needed import Excesses, plan_excess
+from commlayer.planner.pricing.steps_needed import Excesses, plan_excess, weights
 from commlayer.planner.search import other_ways
 from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
 from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
@@ -27,7 +27,7 @@ from commlayer.planner.simulation.computing import locally
 from commlayer.planner.simulation.schedule import PortableSchedule, schedule
 from commlayer.planner.simulation.timeline import simulate
 from commlayer.planner.tables.learning import rows as shipped_rows
-from commlayer.records import Plan
+from commlayer.records import Plan, Slice
 
 FREE = Policy(exact=False)
 FP16: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ranks_per_node": 1, "fuse_nbytes": 1,
@@ -177,15 +177,15 @@ def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed()
     assert all(made.codes == "gradients" for made in forward)
 
 
-def test_codecs_count_by_the_energy_that_they_are_for() -> None:
-    """Where one tensor has all of it, only that one has to be sent finely."""
-    job, machines = toy_job(), at(2e7)
-    first = tuple(float(i == 0) for i in range(len(job.tensors)))
-    profile = structs.replace(learnt(machines), energy=first)
-    made = plan(job, machines, profile, Policy())
-    ratios = {s.tensor: named(b.codec).ratio or 1.0 for b in made.buckets for s in b.slices}
-    assert ratios[0] > min(ratios.values())
-    assert made.steps_high < made_for(machines, Policy()).steps_high
+def test_a_part_of_the_model_counts_by_its_elements_and_as_much_by_its_energy() -> None:
+    job = toy_job()
+    whole = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]
+    plain = weights(job, whole)
+    assert plain == pytest.approx([info.numel / job.numel for info in job.tensors])
+    first = weights(job, whole, [float(i == 0) for i in range(len(job.tensors))])
+    assert first == pytest.approx([part / 2 + (i == 0) / 2 for i, part in enumerate(plain)])
+    halves = [(Slice(0, 0, job.tensors[0].numel // 2),)]
+    assert weights(job, halves, [1.0] + [0.0] * (len(job.tensors) - 1)) == pytest.approx([first[0] / 2], rel=0.01)
 
 
 def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_other_ways_add_to_it() -> None:

@@ -19,7 +19,7 @@ from commlayer.job.requested_plan import housed
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
-from commlayer.planner.model.cluster import Basis, PlanInputs
+from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Plan
@@ -98,7 +98,7 @@ def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, cap
 def test_a_plan_for_other_machines_says_so() -> None:
     job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@10g")
     said: list[str] = []
-    basis = Basis(plan(job, machines), PlanInputs(job, machines))
+    basis = Basis(plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
     housed(basis.plan, basis, 2, said.append)
     assert said[0] == "the plan was made for 3 nodes, here are 2: what it predicts does not hold"
     assert "where the setting `servers` says: no rank trains on node 2; `commlayer serve` starts" in said[1]

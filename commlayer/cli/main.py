@@ -9,6 +9,7 @@ import typer
 
 from commlayer.cli import keys, plan
 from commlayer.cli.demo import demo
+from commlayer.cli.doctor import doctor
 from commlayer.cli.launch import launch
 from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
@@ -38,6 +39,7 @@ def commlayer(
 
 app.command()(demo)
 app.command()(serve)
+app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(tune)
 app.command()(profile)

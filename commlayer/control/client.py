@@ -23,6 +23,8 @@ POLL_S = (0.02, 0.25)
 """First and longest pause between two askings of one that waits for the others."""
 CALL_S = 5.0
 CHECK_S = 1.0
+CLOCK_S = 300.0
+"""So far apart clocks may be, unsaid: no answer takes that long."""
 ASK_S = 0.05
 """The least that a call waits for its answer."""
 OnSilence = Callable[[float], None]
@@ -165,7 +167,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     ended = ended or threading.Event()
     keys = Keys(config.keys) if config.keys else None
     link = CoordinatorChannel(address, config.token, keys)
-    missing, pause_s = "", POLL_S[0]
+    missing, pause_s, wrong_clock = "", POLL_S[0], False
     # A plan may be large and asking again is frequent.
     asked = msgspec.structs.replace(request, plan=b"")
     known = keys is None  # whether the coordinator's certificate is a good one: gRPC knows no list of the revoked
@@ -178,7 +180,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             if time.monotonic() > heard + config.join_deadline_s:
                 raise _late(address, "", config.join_deadline_s)
             if not known:
-                known = check(address, keys, min(deadline, time.monotonic() + CALL_S))
+                known = link.look(min(CALL_S, max(0.001, left_s)))
                 if not known:
                     ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
                     pause_s = min(2 * pause_s, POLL_S[1])
@@ -195,6 +197,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")
                 missing, heard = seat.missing, time.monotonic()
+                wrong_clock = wrong_clock or _check_clock(seat.time_s, address)
                 if seat.plan_wanted:
                     continue
                 if seat.view is not None:
@@ -208,6 +211,16 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     except BaseException:
         link.close()
         raise
+
+
+def _check_clock(time_s: float, address: str) -> bool:
+    """Says so if this machine's clock is far from the coordinator's."""
+    off_s = time.time() - time_s
+    if abs(off_s) < CLOCK_S:
+        return False
+    log.warning("this machine's clock is %.1f hours %s that of coordinator %s: certificates and logs go by it; set it by a "
+                "time server (timedatectl set-ntp true)", abs(off_s) / 3600, "ahead of" if off_s > 0 else "behind", address)
+    return True
 
 
 def _late(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:

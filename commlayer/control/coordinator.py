@@ -19,6 +19,7 @@ from commlayer import config as settings
 from commlayer.config import Config
 from commlayer.control import membership, messages, plan_parts
 from commlayer.control.audit import Audit
+from commlayer.control.call_quota import CallQuota, TooMany
 from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
 from commlayer.control.gathering import Gathering
 from commlayer.control.grpc_port import GrpcPort, check_free
@@ -68,6 +69,7 @@ class Coordinator:
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
         self._take: Take | None = None
         self._certificates: dict[str, Certified] = {}  # of seats, by token
+        self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
         self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit)
         self._port.start(Host({
@@ -78,6 +80,7 @@ class Coordinator:
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
+            "About": self._method("About", messages.About, self._about),
         }, [self._port.streams(self._stream)]))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
@@ -138,7 +141,20 @@ class Coordinator:
                     if p.join.kind == "worker" and not p.here}
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
+        caller = self._port.caller(peer)
+        self._count(caller.name if caller else peer, peer)
+        self._port.spare(peer)
         return self._judge.challenge(peer)
+
+    def _count(self, who: str, peer: str) -> None:
+        """TooMany, and the connection ends, for who makes too many calls; named once, until it makes fewer."""
+        if not (over := self._quota.over(who, self._clock())):
+            return
+        why = f"makes more than {self._quota.rate:g} calls a second"
+        if over == 1:
+            self._audit.refused(who, why)
+        self._port.end(peer)
+        raise TooMany(f"{who} {why}")
 
     def _part(self, request: messages.Part) -> Record:
         with self._lock:
@@ -155,6 +171,7 @@ class Coordinator:
             self._write_down(before)
             view = self._state.view
             place = None if known else self._state.places.get(request.token)
+        reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
             log.warning("refused: %s", reply.error)
             self._audit.note("refused", where=f"{request.name} (pid {request.pid})", why=reply.error)
@@ -184,6 +201,11 @@ class Coordinator:
             # Who has finished hears who has not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
         return pulse
+
+    def _about(self, request: messages.About) -> Record:
+        with self._lock:
+            state = self._state
+        return membership.told(state, request, time.time())
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -251,11 +273,14 @@ class Coordinator:
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
         """A call that is proved, and whose certificate it came with."""
         caller = self._port.caller(peer)
+        self._count(caller.name if caller else peer, peer)
         try:
             body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
         except Unproved:
-            # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken.
-            where = f"{caller.name} at {peer}" if caller else peer
-            self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
+            # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken. Whose
+            # certificate is known may do so unnoted; who was given a challenge here has no such excuse.
+            if not self._port.spare(peer):
+                where = f"{caller.name} at {peer}" if caller else peer
+                self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
             raise
         return messages.unpack(body, kind, peer), caller

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -10,10 +11,11 @@ from commlayer import config as settings
 from commlayer.control import grpc_channel, messages
 from commlayer.control.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NBYTES, PART_NBYTES, SERVICE
 from commlayer.control.proved_calls import Asker, Unproved
+from commlayer.control.tls_check import check
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import Record
 from commlayer.transport.key_folder import SERVICE as NAMED
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.secret import unproved
 
 settings.quiet_forks()
@@ -61,6 +63,31 @@ class CoordinatorChannel:
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
         self._channel = grpc_channel.opened(address, options(address) + apart, shown(keys))
         self._asker = Asker(secret, self._send, _unproved, fingerprint(keys))
+        self._seen: Certified | None = None
+        self._connected = self._anew = False
+        if keys is not None:
+            self._channel.subscribe(self._changed)
+
+    def _changed(self, state: Any) -> None:
+        """gRPC connects anew by itself, and checks by the CA alone: whose certificate it is then nobody has looked at."""
+        ready = state is grpc.ChannelConnectivity.READY
+        self._anew = self._anew or (self._connected and not ready)
+        self._connected = ready
+
+    def look(self, timeout_s: float) -> bool:
+        """By a connection of our own: whether somebody answers with a certificate of this job's that nobody has revoked, else
+        Refused with the reason."""
+        self._anew = False
+        self._seen = check(self.address, self.keys, time.monotonic() + timeout_s)
+        self._anew = self._seen is None
+        return self._seen is not None
+
+    def _heed(self, timeout_s: float) -> None:
+        peer = f"coordinator {self.address}"
+        if self._anew and not self.look(timeout_s):
+            raise PeerLost("not reachable: nobody answers there", peer=peer)
+        if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
+            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer)
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
@@ -68,6 +95,7 @@ class CoordinatorChannel:
 
     def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
         peer = f"coordinator {self.address}"
+        self._heed(timeout_s)
         try:
             reply = self._asker.ask(method, messages.pack(request), timeout_s)
         except Unproved:

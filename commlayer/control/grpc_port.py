@@ -54,6 +54,15 @@ class GrpcPort:
 
         return grpc_ends.handler(take, certified)
 
+    def spare(self, peer: str) -> bool:
+        """Whether that connection may have one unproved call to spare, and has it now; False without TLS."""
+        return self._front is not None and self._front.spare(peer)
+
+    def end(self, peer: str) -> None:
+        """Ends that connection, if it came through TLS."""
+        if self._front is not None:
+            self._front.end(peer)
+
     def drop(self, serials: frozenset[int]) -> None:
         """Ends all connections of these certificates."""
         if self._front is not None:

@@ -89,7 +89,7 @@ class Attendance:
         while True:
             now = time.monotonic()
             try:
-                known = known or check(self.address, self._keys, now + CALL_S)
+                known = known or check(self.address, self._keys, now + CALL_S) is not None
                 answer = self._link.call("Attend", self.request, messages.Attended, CALL_S) if known else None
             except (PeerLost, DeadlineExceeded):
                 answer = None

@@ -12,8 +12,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.control.messages import ANY, FINISHED, PROTOCOL, Gone, Heartbeat, Join, Pulse, Seat, digest_of
+from commlayer.control.messages import (
+    ABOUT_NBYTES,
+    ANY,
+    FINISHED,
+    PROTOCOL,
+    About,
+    Gone,
+    Heartbeat,
+    Join,
+    Pulse,
+    Seat,
+    Told,
+    digest_of,
+    version,
+)
 from commlayer.records import Member, Record, ServerInfo, View
+from commlayer.transport import framing
 from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
@@ -109,6 +124,15 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead)
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left)
     return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state))
+
+
+def told(state: State, request: About, time_s: float) -> Told:
+    """What somebody hears who only asks. `time_s`: by the clock on the wall."""
+    here = [place for place in state.places.values() if place.here]
+    filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, ABOUT_NBYTES)))
+    return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in here),
+                tuple(p.join.address for p in here if p.join.kind == "server"), state.view is not None,
+                state.view.plan if state.view is not None else "", filler)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:

@@ -73,6 +73,8 @@ class Seat(Record, frozen=True):
     view: View | None = None
     plan: bytes = b""
     missing: str = ""
+    time_s: float = 0.0
+    """The coordinator's clock, in seconds since 1970."""
     plan_wanted: bool = False
     """There is no such seat (any more), and the plan of that digest is not here: send its parts, then ask again."""
 
@@ -179,6 +181,38 @@ class Kept(Record, frozen=True):
     found: tuple[bytes | None, ...] = ()
     error: str = ""
     sum: int = 0
+
+
+class About(Record, frozen=True):
+    """Asks who coordinates here, and how the way there is: `data` goes up, and `wanted` bytes come down. Takes no seat."""
+
+    data: bytes = b""
+    wanted: int = 0
+    """At most ABOUT_NBYTES; once the job has begun none come, since they would be in its way."""
+
+
+class Told(Record, frozen=True):
+    """The answer to About."""
+
+    version: str
+    protocol: int
+    wire: int
+    """Version of the frames."""
+    time_s: float
+    """Its clock, in seconds since 1970."""
+    workers: int
+    """How many the job is for, 0 if nobody has said."""
+    seated: int
+    """How many of them are here."""
+    servers: tuple[str, ...] = ()
+    """Data addresses of those that are here."""
+    begun: bool = False
+    plan: str = ""
+    """Its digest, once there is one."""
+    data: bytes = b""
+
+
+ABOUT_NBYTES = 192 << 10
 
 
 def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from commlayer import config as settings
+from commlayer.control.call_quota import TooMany
 from commlayer.control.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.control.proved_calls import Unproved
 from commlayer.errors import CorruptFrame
@@ -73,6 +74,8 @@ class Host:
                 return await made if inspect.isawaitable(made) else made
             except Unproved:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the secret")
+            except TooMany as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except CorruptFrame as error:
                 line = str(error) if error.peer else f"{peer}: {error}"
                 log.warning("%s", line)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.numpy
 
@@ -37,6 +39,8 @@ class CodecOps:
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.in_means = codec.keeps
         self._undone = 0
+        self._alone: dict[int, Any] = {}
+        """By round, an accumulator for one payload by itself."""
 
     def zeros(self, r: int) -> Any:
         return self._codec.zeros(self._spec, r)
@@ -57,6 +61,13 @@ class CodecOps:
     def skip(self) -> None:
         """Nothing was emitted, so nothing can be taken back."""
         self._undone = (1 << len(self._bucket.slices)) - 1
+
+    def norm(self, r: int, payload: memoryview) -> float:
+        acc = self._alone.get(r)
+        if acc is None:
+            acc = self._alone[r] = self._codec.zeros(self._spec, r)
+        self._codec.add(r, payload, acc, first=True)
+        return _norm(acc)
 
     def debts(self) -> list[Debt]:
         """What this server still owes, by tensor elements."""
@@ -107,6 +118,21 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
     except safetensors.SafetensorError as error:
         raise ValueError(f"codec state is not in the safetensors format: {error}") from None
     return {path: tensor_of(value) for path, value in arrays.items()}
+
+
+def _norm(acc: Any) -> float:
+    """Of an accumulator, whatever its numbers are in: payloads of one round are compared with each other only."""
+    if isinstance(acc, Mapping):
+        if any(acc.get("flagged", ())):
+            return math.inf
+        if "max" in acc:  # as bfloat16
+            return _norm((np.asarray(acc["max"]).astype(np.uint32) << 16).view(np.float32))
+        return _norm(acc["parts"] if "parts" in acc else acc["sum"])
+    if isinstance(acc, list | tuple):
+        return math.hypot(*map(_norm, acc))
+    values = np.asarray(acc)
+    norm = float(np.linalg.norm(values.astype(np.float32, copy=False)))
+    return norm if math.isfinite(norm) else float(np.linalg.norm(values.astype(np.float64)))  # squares may not be finite
 
 
 def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:

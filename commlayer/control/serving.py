@@ -21,9 +21,10 @@ from commlayer.errors import CommError, CorruptFrame, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.protocol import SERVER_BASE, peer_name
+from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
 from commlayer.transport.summation import Summation
-from commlayer.transport.summation_memory import WORDS_NBYTES
+from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
 from commlayer.transport.tcp import Settings, TcpTransport
 
@@ -52,6 +53,9 @@ class Serving:
         self._transport = TcpTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
+        self._quarantine = None if config.quarantine == "off" else Quarantine(
+            self._refused, finite_only=config.quarantine == "all")
+        self._named: set[int] = set()
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
         """What a server that was killed has left, and what this one leaves."""
@@ -152,14 +156,23 @@ class Serving:
             return
         assert self._view is not None
         about = About(self._token, server, self.address, self._view, plan, core.generation)
-        sizes = {b: ops.memory_nbytes + ops.bound + WORDS_NBYTES for b, ops in self._ops.items()}
+        words_nbytes = WORDS_NBYTES + REFUSED_NBYTES * self._world
+        sizes = {b: ops.memory_nbytes + ops.bound + words_nbytes for b, ops in self._ops.items()}
         if (keep := self.journal.begin(about, sizes)) is not None:
             core.remember(keep)
             self.journal.publish()
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))
-        return Summation(server, generation, dict(self._ops), senders_of(plan, world))
+        return Summation(server, generation, dict(self._ops), senders_of(plan, world), self._quarantine)
+
+    def _refused(self, member: int, step: int, bucket: int, why: str) -> None:
+        """A contribution is in quarantine: each in the audit log, the first of each member in the log, too."""
+        self._audit.note("quarantined", peer=peer_name(member), step=step, bucket=bucket, why=why)
+        if member not in self._named:
+            self._named.add(member)
+            log.warning("%s: its contribution to step %d, bucket %d is refused: %s; the others' go on, and it is dropped if "
+                        "that happens in %d of %d steps", peer_name(member), step, bucket, why, OFTEN, WITHIN)
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""

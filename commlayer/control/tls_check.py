@@ -8,36 +8,39 @@ import ssl
 import time
 
 from commlayer.config import host_port
+from commlayer.control.farewell import MOST_NBYTES, reason_of
 from commlayer.errors import CommError, Refused
 from commlayer.transport.connection import drop, watch
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.tls import CONTROL, TlsSocket
 
 HANDSHAKE = b"\x16\x03"
 
 
-def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> bool:
+def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Certified | None:
     """Refused, with the reason, where either end does not take the other's certificate, or only one has any.
 
-    Whether it is known that all is well with certificates; False where nobody answers, which may change.
+    Whose certificate it is, if all is well with it; None where nobody answers, which may change, and without keys.
     """
     where = who or f"coordinator {address}"
     try:
         sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
     except OSError:
-        return False
-    good = False
+        return None
+    good = None
     try:
         if keys is None:
             _plain(sock, deadline)
-            return False
+            return None
         made = TlsSocket(sock, keys, CONTROL, server=False)
         drop(sock)
         sock = watch(made)
-        made.handshake(deadline)
-        good = True  # by our list; what follows is what the other end thinks of us
+        good = made.handshake(deadline)  # by our list; what follows is what the other end thinks of us
         made.settimeout(max(0.001, deadline - time.monotonic()))
-        made.recv_into(bytearray(1))  # the other end judges last: either gRPC says something first, or it refuses
+        first = bytearray(2 * MOST_NBYTES)
+        n = made.recv_into(first)  # the other end judges last: either gRPC says something first, or it refuses
+        if why := reason_of(bytes(first[:n])):
+            raise Refused(why)
     except Refused as error:
         raise Refused(error.what, peer=where) from None
     except (CommError, OSError):

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from commlayer.config import join_host
+from commlayer.control.farewell import goaway
 from commlayer.errors import CommError, RecordError
 from commlayer.transport.connection import drop, tune, watch
 from commlayer.transport.key_folder import Certified, Keys
-from commlayer.transport.tls import CONTROL, TlsSocket
+from commlayer.transport.tls import CONTROL, LINGER_S, TlsSocket
 from commlayer.transport.unproved_connections import HURRY_S, Hall
 
 HANDSHAKE_S = 5.0
@@ -37,6 +38,7 @@ class Front:
         self._hall = Hall(hurry_s=2 * HURRY_S)
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Certified, TlsSocket]] = {}  # by what gRPC calls the connection
+        self._spent: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._target = ("127.0.0.1", 0)
         self._closed = False
@@ -54,6 +56,21 @@ class Front:
         with self._lock:
             found = self._known.get(peer)
         return found[0] if found else None
+
+    def spare(self, peer: str) -> bool:
+        """Whether this is the first time that it is asked of that connection, which may have one unproved call to spare."""
+        with self._lock:
+            first = peer in self._known and peer not in self._spent
+            if first:
+                self._spent.add(peer)
+        return first
+
+    def end(self, peer: str) -> None:
+        """Of the connection that gRPC calls so."""
+        with self._lock:
+            found = self._known.get(peer)
+        if found:
+            _end(found[1])
 
     def drop(self, serials: frozenset[int]) -> list[Certified]:
         """Ends all connections of these certificates, which are returned."""
@@ -104,6 +121,7 @@ class Front:
             if over:
                 reason = f"its certificate ({certified.name}) has {MOST_EACH} control connections already"
                 self._refused(where, reason)
+                _say(sock, reason)
                 return
             sock.settimeout(None)
             tune(sock, KEEPALIVE_S, SILENT_S)
@@ -143,6 +161,7 @@ class Front:
                 back.join()
                 with self._lock:
                     del self._known[name]
+                    self._spent.discard(name)
                 drop(inner)
 
 
@@ -154,6 +173,17 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(piece[:n])
     _end(source)
     _end(sink)
+
+
+def _say(sock: TlsSocket, reason: str) -> None:
+    """Hears out for a while what the other end still sends: a connection that is closed over unread bytes loses the reason."""
+    until, heard = time.monotonic() + LINGER_S, bytearray(1024)
+    with contextlib.suppress(OSError, CommError):
+        sock.settimeout(LINGER_S)
+        sock.sendall(goaway(reason))
+        sock.shutdown(socket.SHUT_WR)
+        while time.monotonic() < until and sock.recv_into(heard):
+            pass
 
 
 def _end(sock: socket.socket) -> None:

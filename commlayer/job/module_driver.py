@@ -168,6 +168,8 @@ class ModuleDriver:
         self._attached.check(self._loop.worker.latch)
         if self._loop.count_local():
             return
+        if self._overlap is not None:
+            self._overlap.look()  # where no gradient came first: the step before is over
         make_dense(self._lazy)
         buffers = self._buffers_now()
         if self._overlap is not None and self._overlap.takes():

@@ -76,6 +76,9 @@ class _Idle:
     def skip(self) -> None:
         """As `undo`."""
 
+    def norm(self, r: int, payload: memoryview) -> float:
+        return 0.0
+
     def snapshot(self) -> bytes:
         return b""
 

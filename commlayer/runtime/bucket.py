@@ -16,7 +16,7 @@ import torch
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
-from commlayer.compressors.debts import Debt, cut_of, owed, spread
+from commlayer.compressors.debts import Debt, cut_of, forgive, owed, spread
 from commlayer.compressors.feedback import add_where, in_updates
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
@@ -27,6 +27,8 @@ PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
 SMALL_NUMEL = 1 << 14
 """Elements of a slice, on average, up to which a call for each costs more than a second pass over all."""
+HIDES = 1 << 20
+"""So many times what is usual, a number's own rounding is a sixteenth of that."""
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
 
@@ -158,6 +160,8 @@ class WorkerBucket:
         """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
         self.abandoned = ""
         """Who broke the step off, and why: then there is no sum."""
+        self.partial = False
+        """Whether a server has refused somebody's contribution: the sum and its weight are the others'."""
         self.total = 0.0
         """The weight of all workers that this exchange's gradients were taken as a part of."""
 
@@ -254,6 +258,19 @@ class WorkerBucket:
         x.sub_(carried).mul_(self.total / total).add_(carried)
         self.total = total
         return self.encode()
+
+    def refuse(self) -> None:
+        """The server has not added what this worker sent (quarantine): that is lost, and its debts are what they were before.
+
+        Beside numbers so large that their rounding hides what was owed, nothing is owed any more.
+        """
+        x, y = self.coded_x, self.y if self.on_device else self.host_y
+        if self.codes:
+            self.codec.undo(self.state, x)
+            forgive(self.state, x.abs() > HIDES * float(y.norm()) / math.sqrt(max(1, self.numel)))
+        if self.carried is not None:
+            self.carry = self.carried if self.carry is None else self.carry + self.carried
+        self.codes, self.carried = False, None
 
     @property
     def coded_x(self) -> torch.Tensor:

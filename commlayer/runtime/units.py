@@ -88,12 +88,13 @@ class Units:
         if not self._shared:
             self.total, self.told = total, False
 
-    def learn(self, total: float) -> None:
+    def learn(self, total: float, *, partial: bool = False) -> None:
         """What all weighed in the step that is over, and for all that is known will in the next; 0 where nobody knows.
 
-        ValueError if the script has said something else.
+        `partial`: it is not of all, since a server has refused somebody's part. Ranks of one node learn it all the same: they
+        must take one weight for granted, and only the one that coded has heard. ValueError if the script has said otherwise.
         """
-        if not total:
+        if not total or (partial and not self._shared):
             return
         if self.told and abs(total - self.total) > 1e-6 * total:
             raise ValueError(f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "

@@ -183,7 +183,9 @@ class Worker(Unapplied):
     def end(self, *, finite: bool, computes: bool = True) -> None:
         """The step is over, its averages written. `computes`: from here on computing for the next one is timed."""
         try:
-            self.units.learn(next((w for bucket in self._in_time if (w := bucket.summed_weight())), 0.0))
+            told = next((bucket for bucket in self._in_time if bucket.summed_weight()), None)
+            if told is not None:
+                self.units.learn(told.summed_weight(), partial=told.partial)
         except ValueError as error:
             self.latch(error)
             raise

@@ -112,6 +112,12 @@ class Keys:
                 self._stamp = stamp
             return self._listed.serials
 
+    @property
+    def list_number(self) -> int:
+        """Of the list in force: see Listed."""
+        with self._lock:
+            return self._listed.number
+
     def context(self, protocol: str, *, server: bool) -> ssl.SSLContext:
         """TLS 1.3, both ends with a certificate of this CA that nobody has revoked."""
         self.revoked()

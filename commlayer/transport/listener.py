@@ -15,6 +15,14 @@ def listening(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port}: {_remedy(error)}") from None
 
 
+def wake(listener: socket.socket) -> None:
+    """The thread in accept() returns."""
+    try:
+        listener.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
 def _remedy(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"

@@ -46,6 +46,8 @@ class Flag(enum.IntFlag):
     NONE = 0
     AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, as the header has it. PUSH: done so
     ABANDON = 2  # PUSH, RESULT: a worker broke the step off, so there is no sum; the body says who and why (UTF-8)
+    PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
+    REFUSED = 8  # RESULT: it was the receiver's
 
 
 ANSWERED_BY: dict[int, Kind] = {

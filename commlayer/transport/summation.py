@@ -17,23 +17,32 @@ from typing import Any
 
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
+from commlayer.transport.quarantine import Quarantine, Watch
 from commlayer.transport.summation_cell import KEPT_STEPS, MOST_REASON_NBYTES, Cell, Keep, Reply, Stall
 from commlayer.transport.summation_memory import Memory, read, words_of
 
 log = logging.getLogger("commlayer")
 
+REPEATS = 16
+"""So often may a member say its part of a step again: connections break, and parts are coded again."""
+OVERHEAD_NBYTES = 512
+"""What a message costs beside its body."""
+
 
 class Summation:
     """All buckets of one server. `push` may be called from any number of threads."""
 
-    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
+    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]],
+                 quarantine: Quarantine | None = None) -> None:
         """`ops` by bucket. `senders[bucket]` are the members that contribute to it, in the order in which they are added."""
         self._keep: Keep | None = None
+        self.quarantine = quarantine
         self.peer = SERVER_BASE + server
         self.generation = generation
         self.fenced = 0
         """Messages of views that have ended: none of them changed anything."""
-        self.cells = {bucket: Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
+        self.cells = {bucket: Cell(bucket, o, senders[bucket], quarantine.watch(o.rounds, o.norm) if quarantine else None)
+                      for bucket, o in ops.items()}
 
     # ---- what outlasts this process
 
@@ -47,9 +56,11 @@ class Summation:
     def _remember(self, cell: Cell) -> None:
         if self._keep is None:
             return
-        header, body = cell.results[max(cell.results)] if cell.results else (None, b"")
+        last = max(cell.results, default=None)
+        header, body = cell.results[last] if last is not None else (None, b"")
+        refused = tuple(sorted(cell.refused[last])) if last is not None else ()
         step = cell.step if cell.open else cell.awaited
-        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body))
+        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body), refused)
         self._keep(cell.bucket, words_of(memory), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -61,12 +72,15 @@ class Summation:
                 room = cell.out(found.result.step, found.result.round)
                 room[: len(kept)] = kept
                 kept = room[: len(kept)].toreadonly()
-            cell.results = {(found.result.step, found.result.round): (found.result, kept)}
+            key, refused = (found.result.step, found.result.round), frozenset(found.memory.refused)
+            cell.results, cell.refused = {key: (found.result, kept)}, {key: refused}
         cell.ops.recall(state, kept)
         if found.memory.open and found.memory.step is not None:
             cell.begin(found.memory.step, found.memory.round)
             if found.told is not None:
                 cell.expected, cell.told = found.told.weight, found.told
+            if cell.watch is not None and found.memory.round:
+                cell.watch.recall(found.memory.refused)
         else:
             cell.idle(found.memory.step)
         cell.recalled = True
@@ -74,7 +88,7 @@ class Summation:
     def forget(self, bucket: int) -> None:
         """Nothing is known of that bucket's sum: its residual begins anew, at whatever step a contribution names."""
         cell = self.cells[bucket]
-        cell.results.clear()
+        cell.forget_results()
         cell.ops.begin_anew()
         cell.idle(None)
         cell.recalled = True
@@ -96,7 +110,7 @@ class Summation:
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
-                return [Reply(message.peer, *kept)]
+                return [_told(message.peer, *kept, cell.refused[(h.step, h.round)])]
             self._admit(cell, message)
             if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
@@ -139,6 +153,10 @@ class Summation:
             raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
+        allowed = (1 + REPEATS) * ops.rounds * (ops.bound + OVERHEAD_NBYTES)
+        taken = cell.taken[message.peer] = cell.taken.get(message.peer, 0) + len(message.body) + OVERHEAD_NBYTES
+        if taken > allowed:
+            raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
             raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
@@ -168,7 +186,7 @@ class Summation:
                 log.warning("bucket %d: the journal ends before step %d, round %d: its residual begins anew", cell.bucket,
                             h.step, h.round)
                 cell.ops.begin_anew()
-                cell.results.clear()
+                cell.forget_results()
             cell.begin(h.step, h.round)
 
     def _advance(self, cell: Cell, release: Callable[[Message], None]) -> list[Reply]:
@@ -178,7 +196,7 @@ class Summation:
             cell.accs[r] = ops.zeros(r)
         while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
             message = cell.early.pop(cell.members[cell.next])
-            h = message.header
+            h, added = message.header, True
             first = cell.next == 0
             if not first and h.undone != cell.undone:
                 raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
@@ -190,22 +208,42 @@ class Summation:
             if h.flags & Flag.ABANDON:
                 cell.abandoned = cell.abandoned or bytes(message.body)
             else:
-                try:
-                    ops.add(r, message.body, cell.accs[r], cell.summed == 0)
-                except (CorruptFrame, ValueError) as error:
-                    raise _breach(message, str(error)) from None
-                cell.summed += 1
-                cell.totals.add(h.total)
+                added = self._add(cell, message)
             cell.next += 1
-            cell.weight += h.weight
-            cell.used |= h.used
             cell.order, cell.undone = h.order, h.undone
-            release(message)
+            if added:
+                release(message)
         if cell.next < len(cell.members):
             return []
+        if cell.watch is not None:
+            self._decide(cell, cell.watch, release)
         if cell.abandoned:
             return self._abandon(cell)
         return self._again(cell) if self._misjudged(cell) else self._emit(cell)
+
+    def _add(self, cell: Cell, message: Message, *, judged: bool = False) -> bool:
+        """Whether it is added; else it is too odd, and held back until all are in."""
+        h = message.header
+        try:
+            if cell.watch is not None and not judged and cell.watch.holds(message, cell.round):
+                return False
+            cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
+        except (CorruptFrame, ValueError) as error:
+            raise _breach(message, str(error)) from None
+        cell.summed += 1
+        cell.totals.add(h.total)
+        cell.weight += h.weight
+        cell.used |= h.used
+        return True
+
+    def _decide(self, cell: Cell, watch: Watch, release: Callable[[Message], None]) -> None:
+        """All are in: what is held back is added after all, where it is most of them, or it is refused for good."""
+        for message, why in watch.decided(len(cell.members)):
+            if why:
+                watch.note(message.peer, cell.step, cell.bucket, why)
+            else:
+                self._add(cell, message, judged=True)
+            release(message)
 
     def _abandon(self, cell: Cell) -> list[Reply]:
         cell.ops.skip()
@@ -231,7 +269,9 @@ class Summation:
     def _emit(self, cell: Cell) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
         out = cell.out(step, r)
-        replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
+        refused = cell.watch.settle(r) if cell.watch is not None else frozenset()
+        flags = Flag.PARTIAL if refused else Flag.NONE
+        replies = self._reply(cell, flags, out[: ops.emit(r, cell.accs[r], out)].toreadonly(), refused)
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
         else:
@@ -239,13 +279,13 @@ class Summation:
         self._remember(cell)
         return replies
 
-    def _reply(self, cell: Cell, flags: Flag, body: memoryview) -> list[Reply]:
+    def _reply(self, cell: Cell, flags: Flag, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
         """To all members, and kept for whoever asks again."""
         header = self._header(cell, flags)
-        cell.results[(cell.step, cell.round)] = (header, body)
+        cell.results[(cell.step, cell.round)], cell.refused[(cell.step, cell.round)] = (header, body), refused
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
-            del cell.results[old]
-        return [Reply(member, header, body) for member in cell.members]
+            del cell.results[old], cell.refused[old]
+        return [_told(member, header, body, refused) for member in cell.members]
 
     def _header(self, cell: Cell, flags: Flag) -> Header:
         return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
@@ -300,7 +340,7 @@ class Summation:
                 cell.ops.restore(message.body)
             except (CorruptFrame, ValueError) as error:
                 raise _breach(message, f"sent a state that does not fit: {error}") from None
-            cell.results.clear()
+            cell.forget_results()
             cell.idle(h.step)
             self._remember(cell)
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
@@ -320,6 +360,10 @@ class Summation:
     def _between(self, cell: Cell, message: Message) -> None:
         if cell.open:
             raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+
+
+def _told(member: int, header: Header, body: memoryview, refused: frozenset[int]) -> Reply:
+    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if member in refused else header, body)
 
 
 def _applied(undone: int) -> str:

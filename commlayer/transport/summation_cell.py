@@ -4,60 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from commlayer.transport.ops import Lasting
 from commlayer.transport.protocol import Header, Message
+from commlayer.transport.quarantine import Watch
 
 KEPT_STEPS = 2
 MOST_REASON_NBYTES = 256
 """Of a word on why a step was broken off."""
 Keep = Callable[[int, bytes, bytes], None]
 """Writes down the words and the state of a bucket's sum, for good when it returns."""
-
-
-class Ops(Protocol):
-    """What the codec side does for one bucket. One instance belongs to one bucket and holds its server state."""
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def codec(self) -> int: ...
-
-    @property
-    def bound(self) -> int: ...
-
-    @property
-    def in_means(self) -> bool:
-        """Whether payloads must be coded as parts of all workers' weight: see `Header.total`."""
-        ...
-
-    def zeros(self, r: int) -> Any: ...
-
-    def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
-
-    def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
-
-    def undo(self, slices: int) -> None: ...
-
-    def skip(self) -> None: ...
-
-    def snapshot(self) -> bytes: ...
-
-    def restore(self, data: bytes | memoryview) -> None: ...
-
-
-class Lasting(Ops, Protocol):
-    """Ops whose state outlasts the process."""
-
-    @property
-    def memory_nbytes(self) -> int: ...
-
-    def remember(self) -> bytes: ...
-
-    def recall(self, data: bytes, sent: memoryview) -> None: ...
-
-    def begin_anew(self) -> None: ...
 
 
 class Reply(NamedTuple):
@@ -79,19 +36,23 @@ class Stall(NamedTuple):
 class Cell:
     """One bucket: the sum under way, or the step last finished, and the results kept."""
 
-    def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...]) -> None:
-        self.bucket, self.ops, self.members = bucket, ops, members
+    def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...], watch: Watch | None) -> None:
+        self.bucket, self.ops, self.members, self.watch = bucket, ops, members, watch
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round; a result stays whole until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
+        self.refused: dict[tuple[int, int], frozenset[int]] = {}
+        """Whose contributions those are without."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
         """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
         self.begin(step or 0, 0)
         self.open, self.awaited = False, step
+        self.taken: dict[int, int] = {}
+        """Bytes from each member since then."""
 
     def begin(self, step: int, r: int) -> None:
         self.open = True
@@ -109,6 +70,12 @@ class Cell:
         self.summed = 0
         self.recalled = False
         """Whether a former process summed this, and nobody has contributed since."""
+        if self.watch is not None:
+            self.watch.begin(r)
+
+    def forget_results(self) -> None:
+        self.results.clear()
+        self.refused.clear()
 
     def here(self) -> set[int]:
         return {*self.members[: self.next], *self.early} if self.open else set()

@@ -15,7 +15,9 @@ from commlayer.records import Record
 from commlayer.transport.protocol import Flag, Header
 
 WORDS_NBYTES = 1024
-"""More than an entry's words have beside the result."""
+"""More than an entry's words have beside the result and whom that is without."""
+REFUSED_NBYTES = 5
+"""Of each of those, at most."""
 
 
 class Memory(Record, frozen=True):
@@ -28,6 +30,8 @@ class Memory(Record, frozen=True):
     """How members were told to code again, if they were."""
     result: tuple[int | float, ...] | None = None
     body: bytes = b""
+    refused: tuple[int, ...] = ()
+    """Whose contributions that result is without."""
 
 
 class Recalled(NamedTuple):

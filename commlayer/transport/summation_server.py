@@ -32,6 +32,9 @@ FAREWELL_S = 2.0
 """After a failure of the server: how long its reason may take to the members before their connections end."""
 
 
+OFTEN_REFUSED = "its contributions were refused (quarantine), time and again"
+
+
 class Stalled(Record, frozen=True):
     """Body of a STALLED frame: the sum of this bucket and step waits for these peers."""
 
@@ -121,6 +124,9 @@ class SumServer:
                 sent = self._transport.send(reply.peer, reply.header, reply.body)
                 if reply.header.kind == Kind.PROBE_OK:
                     self._probes.setdefault(reply.peer, []).append((sent, len(reply.body)))
+            if self._core.quarantine is not None:
+                for member in self._core.quarantine.offences.over():
+                    self._drop(CorruptFrame(OFTEN_REFUSED, peer=peer_name(member)))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:

@@ -19,7 +19,7 @@ from commlayer.transport.connection import Connection, drop, tune, watch
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Admit, Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.listener import listening
+from commlayer.transport.listener import listening, wake
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
@@ -29,8 +29,8 @@ from commlayer.transport.unproved_connections import HURRY_S, Hall
 Address = tuple[str, int]
 FORMER_S = 0.5
 """How long a new connection waits for the end of the peer's former one, which may still be on its way."""
-
-
+MOST_EACH = 256
+"""Connections of one certificate at a time: a machine has one, and may have many workers."""
 REVOKED_S = 1.0
 """How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
 Refusal = Callable[[str, str], None]
@@ -218,7 +218,7 @@ class TcpTransport:
             hello, proof = greeting.meet(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._hall.leave(sock)
-            reason = self._judge(hello)
+            reason = self._crowded(sock) or self._judge(hello)
             if not reason:
                 peer = hello.rank
             greeting.welcome(sock, self.rank, reason, proof, where, deadline)
@@ -238,6 +238,12 @@ class TcpTransport:
                     self._lock.notify_all()
         finally:
             self._hall.leave(sock)
+
+    def _crowded(self, sock: ByteChannel) -> str:
+        certified = certified_of(sock)
+        with self._lock:
+            full = sum(c.certified == certified for c in self._connections.values()) >= MOST_EACH
+        return f"its certificate ({certified.name}) has {MOST_EACH} data connections already" if certified and full else ""
 
     def _judge(self, hello: Hello) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
@@ -375,10 +381,7 @@ class TcpTransport:
             connections = list(self._connections.values())
         self._hall.close()
         for listener in listeners:
-            try:
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
-            except OSError:
-                pass
+            wake(listener)
             drop(listener)
         reason = CommError("this end of the transport was closed")
         self._mailbox.abort(reason)

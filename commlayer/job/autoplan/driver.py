@@ -63,6 +63,9 @@ from commlayer.transport.groups import Groups
 
 log = logging.getLogger("commlayer")
 
+SEARCH_S = 60.0
+"""A search that takes longer, all the while that training waits for it, is given up. Planning takes seconds."""
+
 
 def auto_of(connection: Connection) -> AutoPlan | None:
     """For a job whose plan was left to commlayer and which has a network to plan for: one of several nodes."""
@@ -207,8 +210,7 @@ class AutoPlan:
         self._feed(Probed(tuple(links_of(made, rows)), took_s, order.plan_s, order.step_s))
 
     def _start_planning(self, order: StartPlanning) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         try:
             # Here, between two steps: it tries the script's optimizer, and what a trial draws it puts back for all threads.
             policy = loss_limits.policy_of(self._connection, self._replanner.rows)
@@ -230,7 +232,7 @@ class AutoPlan:
     def _await_plan(self) -> None:
         groups = self._groups()
         if self._thread is not None:
-            self._thread.join()
+            self._join()
             self._feed(self._meanwhile())
         found = self._state.lead is not None and isinstance(self._state.lead.phase, Proposing)
         told = torch.tensor([found], dtype=torch.int64, device=groups.device)
@@ -250,6 +252,14 @@ class AutoPlan:
         self._feed(Switched(made.plan, left))
 
     # ---- what actions need
+
+    def _join(self) -> None:
+        """A search that hangs is ended, long before the others would wonder."""
+        if self._thread is not None:
+            self._thread.join(SEARCH_S)
+            if self._thread.is_alive():
+                self._replanner.stop()
+                self._thread.join()
 
     def _meanwhile(self) -> Meanwhile:
         made, news = self._connection, list[Planned | SharesMoved]()

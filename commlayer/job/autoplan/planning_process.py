@@ -23,7 +23,8 @@ from commlayer.records import Record
 
 ROOT = Path(__file__).parents[3]
 # The child must run the package that this process runs, installed or not, whatever lies in the current directory.
-RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.job.autoplan.planning_process import main; main()"
+RUN = ("import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
+       "from commlayer.job.autoplan.planning_process import main; main()")
 LENGTH = struct.Struct("<Q")
 NICE = 5
 """Steps go before."""
@@ -44,9 +45,11 @@ class PlanningProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._over = False
 
     def start(self) -> None:
-        if self._process is None:
+        """OSError where no process can be made. Behind close() none is."""
+        if self._process is None and not self._over:
             self._process = subprocess.Popen([sys.executable, "-P", "-c", RUN, str(ROOT)], stdin=subprocess.PIPE,
                                              stdout=subprocess.PIPE, start_new_session=True)
 
@@ -55,14 +58,15 @@ class PlanningProcess:
         the end of the process among them."""
         self.start()
         process = self._process
-        assert process is not None
+        if process is None:
+            raise RuntimeError("the session is over")
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             _write(process.stdin, order)
             data = _read(process.stdout)
         except (OSError, ValueError, EOFError):  # ended, or closed here meanwhile
-            self.close()
+            self.stop()
             raise RuntimeError(f"the process that plans has ended (exit code {process.wait()})") from None
         answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.found is None:
@@ -70,7 +74,12 @@ class PlanningProcess:
         return answer.found
 
     def close(self) -> None:
-        """Ends the child, and with it a search under way."""
+        """For good."""
+        self._over = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the child, and with it a search under way; the next search starts another."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -5,6 +5,7 @@ Codecs of this machine are measured once behind each measuring of the job; plan_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
@@ -44,8 +45,13 @@ class Replanner:
         self._process = PlanningProcess()
 
     def start(self) -> None:
-        """Loads what planning needs, beside the training; without it the first planning does."""
-        self._process.start()
+        """Loads what planning needs, beside the training; without it the first planning does, and says why it cannot."""
+        with contextlib.suppress(OSError):
+            self._process.start()
+
+    def stop(self) -> None:
+        """Ends a search under way, which says so."""
+        self._process.stop()
 
     def close(self) -> None:
         self._process.close()

@@ -5,6 +5,7 @@ Routes hand it a bucket, a function that puts what is to be coded into x, and on
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
 
+log = logging.getLogger("commlayer")
+
+AGAIN = 1 << 30
+"""More than any place in the forward pass."""
 FOREVER_S = 86400.0
 """For a wait that others bound: the training thread's deadline latches an error, which ends it."""
 
@@ -46,6 +51,8 @@ class ServerExchange:
         self._encode = Lane("encode", step.latch)
         self._decode = Lane("decode", step.latch)
         self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._said = False
+        """Whether the user knows that servers refuse what this worker sends."""
 
     def put(
         self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None], *, in_turn: bool = False,
@@ -105,7 +112,9 @@ class ServerExchange:
             return
         self._step.recorder.add(EXCHANGE, way.bucket.id, begin)
         if handle.message().header.flags & Flag.AGAIN:
-            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), way.urgency)
+            # Behind what has not been coded yet: else it depends on the network which buckets hear of the weight in time.
+            urgency = way.urgency and (way.urgency[0], AGAIN + way.urgency[1])
+            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), urgency)
         else:
             self._decode.put(lambda: self._take(way, r, handle), way.urgency)
 
@@ -134,9 +143,14 @@ class ServerExchange:
             return
         try:
             if last:
+                flags = message.header.flags
                 with self._staging.way_back(bucket):
                     bucket.decode(message.body)
+                    if flags & Flag.REFUSED:
+                        bucket.refuse()
+                        self._refused(bucket)
                 bucket.weight, bucket.used = message.header.weight, message.header.used
+                bucket.partial = bool(flags & Flag.PARTIAL)
             else:
                 next_nbytes = bucket.encode_next(r, message.body)
         except CorruptFrame as error:
@@ -150,6 +164,13 @@ class ServerExchange:
             self._finished(way)
         else:
             self._send(way, r + 1, bucket.payload[:next_nbytes])
+
+    def _refused(self, bucket: WorkerBucket) -> None:
+        if not self._said:
+            self._said = True
+            log.warning("%s has refused this worker's contribution to step %d, bucket %d: it is not finite, or its norm is far "
+                        "out of what others send (quarantine); gradients here are odd",
+                        peer_name(SERVER_BASE + bucket.server), bucket.step, bucket.id)
 
     def _finished(self, way: _Way) -> None:
         way.bucket.done = True

@@ -1,0 +1,167 @@
+"""What is looked at for these settings, and by when each must have come back. Knows the checks; not how they are shown."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from commlayer.config import Config, host_port, is_loopback, launcher_says
+from commlayer.control import messages
+from commlayer.doctor import (
+    machine_checks,
+    machine_facts,
+    network_checks,
+    network_facts,
+    security_checks,
+    security_facts,
+    server_checks,
+    server_facts,
+)
+from commlayer.doctor.examination import Look
+from commlayer.doctor.finding import Finding, warn
+from commlayer.errors import RecordError
+from commlayer.transport import framing, tls
+from commlayer.transport.key_folder import Keys
+
+QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
+LINK_DEADLINE_S = 15.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SLOW_NAMES = "a name service does not answer: see /etc/resolv.conf, or use addresses"
+F = TypeVar("F")
+
+
+class Asked(NamedTuple):
+    """What the command was asked. `problem`: what is wrong with the settings; `config` is then what could be read.
+
+    `master`: where ranks of a cluster meet, its port 0 if nobody says. `launched`: by torchrun, which listens there already.
+    """
+
+    config: Config
+    problem: str = ""
+    master: tuple[str, int] = ("", 0)
+    launched: bool = False
+    nodes: int = 0
+    plan: Path | None = None
+    save: Path = Path(".")
+
+
+class Seen:
+    """All facts, by the name of their check: for who wants them beside the judgement, and for checks that need two."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, list[Any]] = {}
+
+    def first(self, check: str) -> Any:
+        """None if there are none, or not yet."""
+        return next(iter(self.facts.get(check, ())), None)
+
+    def look(self, check: str, gather: Callable[[], F], judge: Callable[[F], Iterable[Finding]], deadline_s: float = QUICK_S,
+             remedy: str = "see what keeps this machine busy") -> Look:
+        def run() -> Iterable[Finding]:
+            found = gather()
+            self.facts.setdefault(check, []).append(found)
+            return judge(found)
+
+        return Look(check, run, deadline_s, remedy)
+
+
+def looks(asked: Asked, seen: Seen) -> Iterator[Look]:
+    """In the order in which they are shown, the slowest last."""
+    config = asked.config
+    yield seen.look("version", machine_facts.software, machine_checks.software)
+    yield seen.look("cpu", machine_facts.processor, machine_checks.processor)
+    yield seen.look("files", machine_facts.files, machine_checks.files)
+    yield seen.look("shm", machine_facts.shared, machine_checks.shared)
+    for what, place in _folders(asked):
+        yield seen.look("disk", functools.partial(machine_facts.folder, what, place), machine_checks.folder,
+                        remedy="the disk does not answer: is a network file system gone?")
+    yield from _network(asked, seen)
+    if config.keys:
+        yield seen.look("keys", lambda: security_facts.keys(Path(config.keys), time.time()),
+                        lambda f: security_checks.keys(f, serves=not config.join))
+    yield Look("secure", lambda: security_checks.settings(config), QUICK_S, "")
+    if asked.plan is not None:
+        path = asked.plan
+        yield seen.look("plan", lambda: security_facts.plan(path), lambda f: security_checks.plan(f, nodes=asked.nodes))
+    if config.join:
+        yield seen.look("server", lambda: server_facts.server(config, messages.version(), framing.VERSION),
+                        lambda f: [*server_checks.server(f, keys=bool(config.keys)),
+                                   *server_checks.plans(seen.first("plan"), f)],
+                        SERVER_S, "its machine is overloaded, or large packets are lost on the way: try an MTU of 1280")
+    yield seen.look("torch", machine_facts.torch, machine_checks.torch, machine_facts.CHILD_S + 2)
+
+
+def _folders(asked: Asked) -> Iterator[tuple[str, Path]]:
+    yield "checkpoints in", asked.save
+    if asked.config.audit:
+        yield "the audit log in", Path(asked.config.audit).absolute().parent
+
+
+def _network(asked: Asked, seen: Seen) -> Iterator[Look]:
+    config, master = asked.config, asked.master[0]
+    joined = host_port(config.join)[0] if config.join else ""
+    towards = joined or master
+    told = [(name, value) for name in INTERFACES if (value := launcher_says(name))]
+    # Who joins a server has no process group across machines.
+    alone = bool(joined) or (asked.nodes < 2 and (not towards or is_loopback(towards)))
+    yield seen.look("address", lambda: network_facts.addresses(towards, config.bind, told, alone=alone),
+                    network_checks.addresses, NAMES_S, SLOW_NAMES)
+    for role, name in (("server", joined), ("master", master), ("advertised name", config.advertise)):
+        if name:
+            yield seen.look("dns", functools.partial(network_facts.look_up, role, name), network_checks.name,
+                            NAMES_S, SLOW_NAMES)
+    if joined:
+        yield seen.look("port", lambda: _server(config), network_checks.reached, NAMES_S, SLOW_NAMES)
+    elif master:
+        yield Look("port", lambda: _master(asked), NAMES_S, SLOW_NAMES)
+    if not joined:
+        for what, number in _ports(config):
+            yield seen.look("port", functools.partial(network_facts.port, what, config.bind, number),
+                            network_checks.port, NAMES_S, SLOW_NAMES)
+    if towards:
+        yield Look("mtu", lambda: _mtu(towards), NAMES_S, SLOW_NAMES)
+
+
+def _server(config: Config) -> network_facts.Reached:
+    try:
+        known = Keys(config.keys) if config.keys else None
+    except RecordError:
+        known = None  # told elsewhere; the port can be looked at all the same
+    return server_facts.dialled(config.join, known, tls.CONTROL)
+
+
+def _ports(config: Config) -> list[tuple[str, int]]:
+    """That a job would be served at from here."""
+    if not config.port:
+        return [("a port of", 0)]
+    return [("coordinator", config.port), *([("server", config.port + 1)] if config.port < 65535 else [])]
+
+
+def _master(asked: Asked) -> Iterable[Finding]:
+    host, number = asked.master
+    if not number:
+        return []
+    if not network_facts.look_up("", host).own:
+        return network_checks.reached(network_facts.reach("master", host, number), expected=False)
+    return [] if asked.launched else network_checks.port(network_facts.port("master", host, number))
+
+
+def _mtu(host: str) -> Iterable[Finding]:
+    found = network_facts.addresses(host, "", (), alone=True)
+    interface = next((one for one in found.interfaces if one.address == found.chosen), None)
+    return network_checks.mtu(host, interface, network_facts.path_mtu(host))
+
+
+def link(asked: Asked, seen: Seen) -> Look | None:
+    """The last one, since it would slow the others, and they it. None where there is nobody to measure with."""
+    server = seen.first("server")
+    if server is None or server.error:
+        return None
+    if server.said.begun:
+        why = [warn("link", "not measured: a job is running there", "measure before it begins")]
+        return Look("link", lambda: why, QUICK_S, "")
+    return seen.look("link", lambda: server_facts.link(asked.config, server.round_trip_s, LINK_S), server_checks.link,
+                     LINK_DEADLINE_S, "the link is slower than any that training is worth over, or another uses it")

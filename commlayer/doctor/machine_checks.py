@@ -1,0 +1,154 @@
+"""Judges what a machine has: pure functions over machine_facts. Knows no system call."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+from commlayer.doctor.finding import Finding, fail, ok, warn
+from commlayer.doctor.machine_facts import Files, Folder, Processor, Shared, Software, Torch
+
+TESTED_TORCH = "2.13"
+"""What constraints.txt pins."""
+LEAST_TORCH = (2, 6)
+TESTED_PYTHON = "3.11"
+GIB, MIB = 1 << 30, 1 << 20
+FEW_FILES, TOO_FEW_FILES = 1024, 256
+"""A server has two sockets for each worker, and a process that trains some dozens beside those of its data."""
+SMALL_SHARED = 512 * MIB
+"""Containers begin with 64 MiB, in which a few batches or one of NCCL's channels have no room."""
+SMALL_DISK, NO_DISK = 2 * GIB, 64 * MIB
+
+
+def software(f: Software) -> Iterator[Finding]:
+    here = f"commlayer {f.commlayer}, control protocol {f.protocol}, wire format {f.wire}, Python {f.python}"
+    if f.python.rpartition(".")[0] == TESTED_PYTHON:
+        yield ok("version", here)
+    else:
+        yield warn("version", here, f"tested on Python {TESTED_PYTHON} alone: use it where anything is odd")
+    if f.native:
+        yield ok("core", f"native, with {f.native} code")
+    else:
+        yield warn("core", "no native core: codecs run on the reference backend, which is slow",
+                   "install a C++ compiler, then `pip install --force-reinstall --no-deps commlayer`")
+
+
+def processor(f: Processor) -> Iterator[Finding]:
+    wide = [name for name in ("avx2", "avx512f", "asimd") if name in f.flags]
+    seen = f"{f.cores} core{'s' if f.cores != 1 else ''} of {f.architecture}" + (f" with {', '.join(wide)}" if wide else "")
+    if f.quota < f.cores:
+        yield warn("cpu", f"{seen}, but its control group allows the time of {f.quota:g}",
+                   "raise the container's limit (docker run --cpus, or limits.cpu), or codecs are throttled in bursts")
+    elif f.cores < 2:
+        yield warn("cpu", seen, "give it 2 or more: training, codecs and sockets share this one")
+    elif f.architecture in ("x86_64", "AMD64") and "avx2" not in f.flags:
+        yield warn("cpu", f"{seen} without AVX2", "codecs run portable code, several times slower: have them run on the GPU")
+    else:
+        yield ok("cpu", seen)
+
+
+def folder(f: Folder) -> Iterator[Finding]:
+    if f.error:
+        yield fail("disk", f"{f.what} {f.path}: {f.error}", "name a folder that this user may write to")
+    elif f.free_nbytes < NO_DISK:
+        yield fail("disk", f"{f.what} {f.path}: {size(f.free_nbytes)} free", "free some, or name another folder")
+    elif f.free_nbytes < SMALL_DISK:
+        yield warn("disk", f"{f.what} {f.path}: {size(f.free_nbytes)} free",
+                   "a checkpoint holds weights, optimizer and residuals: free some, or name another folder")
+    else:
+        yield ok("disk", f"{f.what} {f.path}: {size(f.free_nbytes)} free")
+
+
+def shared(f: Shared) -> Iterator[Finding]:
+    if f.error:
+        yield warn("shm", f"/dev/shm: {f.error}", "mount a tmpfs there: DataLoader workers and NCCL use it")
+    elif f.free_nbytes < SMALL_SHARED:
+        yield warn("shm", f"/dev/shm: {size(f.free_nbytes)} free of {size(f.total_nbytes)}",
+                   "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: DataLoader workers and NCCL use it")
+    else:
+        yield ok("shm", f"/dev/shm: {size(f.free_nbytes)} free of {size(f.total_nbytes)}")
+
+
+def files(f: Files) -> Iterator[Finding]:
+    soft = "any number" if f.soft == resource.RLIM_INFINITY else str(f.soft)
+    seen = f"{soft} open files allowed"
+    can = f.hard == resource.RLIM_INFINITY or f.hard >= FEW_FILES
+    remedy = "ulimit -n 4096" if can else "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=4096"
+    if f.soft != resource.RLIM_INFINITY and f.soft < TOO_FEW_FILES:
+        yield fail("files", seen, remedy)
+    elif f.soft != resource.RLIM_INFINITY and f.soft < FEW_FILES:
+        yield warn("files", seen, remedy)
+    else:
+        yield ok("files", seen)
+
+
+def torch(f: Torch) -> Iterator[Finding]:
+    if not f.torch:
+        yield fail("torch", f.error or "not installed", "pip install torch, and see that `python -c 'import torch'` works")
+        return
+    release = f.torch.partition("+")[0]
+    number = tuple(int(part) for part in release.split(".")[:2] if part.isdecimal())
+    if number < LEAST_TORCH:
+        yield fail("torch", f"{f.torch}", f"commlayer needs {'.'.join(map(str, LEAST_TORCH))} or later: pip install -U torch")
+    elif not release.startswith(f"{TESTED_TORCH}."):
+        yield warn("torch", f"{f.torch}, untested", f"tested with {TESTED_TORCH}: pip install 'torch=={TESTED_TORCH}.*' where "
+                   "anything is odd")
+    else:
+        yield ok("torch", f"{f.torch}, tested")
+    yield from _gpu(f)
+
+
+def _gpu(f: Torch) -> Iterator[Finding]:
+    if f.error:
+        yield fail("gpu", f.error, "see that `nvidia-smi` works, and reinstall driver or torch where it does not")
+        return
+    if not f.gpus:
+        if f.driver and not (f.cuda or f.hip):
+            yield warn("gpu", f"the system has NVIDIA's driver, but torch {f.torch} is built without CUDA",
+                       "install torch with CUDA from https://pytorch.org")
+        elif f.driver:
+            yield warn("gpu", f"torch with CUDA {f.cuda} finds no GPU, though there is a driver",
+                       "see what `nvidia-smi` says: a driver too old for it, no GPU given to the container, or "
+                       "CUDA_VISIBLE_DEVICES")
+        else:
+            yield ok("gpu", "none: this machine trains, codes and serves on the CPU")
+        return
+    names: dict[str, int] = {}
+    for name, nbytes, _ in f.gpus:
+        said = f"{name} ({nbytes / GIB:.0f} GiB)"
+        names[said] = names.get(said, 0) + 1
+    kind = f"ROCm {f.hip}" if f.hip else f"CUDA {f.cuda}"
+    seen = f"{', '.join(f'{count} x {name}' for name, count in names.items())}, {kind}"
+    unfit = sorted({arch for _, _, arch in f.gpus if f.archs and not _runs(arch, f.archs)})
+    if unfit:
+        yield fail("gpu", f"{seen}: torch has no code for {', '.join(unfit)}, only {', '.join(f.archs)}",
+                   "install a build of torch for this GPU")
+    else:
+        yield ok("gpu", seen)
+    yield ok("nccl", f.nccl) if f.nccl else warn("nccl", "torch is built without it", "ranks of one machine then use Gloo")
+    if f.hip:
+        return
+    extra = f"gpu{f.cuda.partition('.')[0]}"
+    want = f"cupy-cuda{f.cuda.partition('.')[0]}x"
+    if not f.cupy:
+        yield warn("cupy", "not installed: codecs run on the CPU", f"pip install 'commlayer[{extra}]'")
+    elif f.cupy_from.startswith("cupy-cuda") and f.cupy_from != want:
+        yield warn("cupy", f"{f.cupy_from} {f.cupy}, but torch has CUDA {f.cuda}",
+                   f"pip uninstall {f.cupy_from}, then pip install 'commlayer[{extra}]'")
+    else:
+        yield ok("cupy", f"{f.cupy_from} {f.cupy}")
+
+
+def _runs(arch: str, archs: tuple[str, ...]) -> bool:
+    """Code of the same major version runs on it, and so does PTX of an earlier one, which is compiled when it is loaded."""
+    number = int(arch.removeprefix("sm_"))
+    have = [(kind, int(text)) for kind, _, text in (a.partition("_") for a in archs) if text.isdecimal()]
+    return any(n <= number and (kind == "compute" or n // 10 == number // 10) for kind, n in have)
+
+
+def size(nbytes: float) -> str:
+    """
+    >>> size(64 << 20), size(3.5 * (1 << 30))
+    ('64 MiB', '3.5 GiB')
+    """
+    return f"{nbytes / MIB:.0f} MiB" if nbytes < GIB else f"{nbytes / GIB:.1f} GiB"

@@ -1,0 +1,212 @@
+"""Gathers how this machine is connected: interfaces, names, ports, sizes of packets. Judges nothing; knows no job.
+
+Names are asked as programs ask, so an answer may take as long as a resolver does: call it on a thread that may be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from commlayer.config import is_loopback, join_host
+from commlayer.records import Record
+from commlayer.transport import route
+
+SYSTEM = Path("/sys/class/net")
+SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921
+IP_MTU_DISCOVER, IP_PMTUDISC_DO, IP_MTU = 10, 2, 14
+TCP_MAXSEG = 2
+UDP_HEADERS_NBYTES = 28
+CONNECT_S = 3.0
+ICMP_S = 0.3
+"""For so long a router on the way may take to say that a packet is too large for it."""
+
+
+class Interface(Record, frozen=True):
+    """One address of one. `kind`: what the system says it is, as far as that matters here."""
+
+    name: str
+    address: str
+    mtu: int = 1500
+    kind: str = "link"
+    """"loopback", "bridge" (of this machine alone), "tunnel" (a VPN), else "link"."""
+
+
+class Addresses(Record, frozen=True):
+    """How this machine stands in the network, and by what it would reach `towards` (empty: the default route)."""
+
+    host: str
+    resolves: tuple[str, ...] = ()
+    """What its own name leads to."""
+    interfaces: tuple[Interface, ...] = ()
+    towards: str = ""
+    chosen: str = ""
+    bind: str = "127.0.0.1"
+    alone: bool = True
+    """The job is on this machine only, as far as is known."""
+    told: tuple[tuple[str, str], ...] = ()
+    """Variables that name interfaces to Gloo and NCCL."""
+
+
+class Name(Record, frozen=True):
+    """What asking for a name brought. `role`: what it is in the job."""
+
+    role: str
+    name: str
+    addresses: tuple[str, ...] = ()
+    took_s: float = 0.0
+    error: str = ""
+    own: bool = False
+    """Whether one of these addresses is of this machine."""
+
+
+class Port(Record, frozen=True):
+    """An address of this machine, to listen on."""
+
+    what: str
+    address: str
+    error: str = ""
+    """What the system says, empty if it is free."""
+    taken: bool = False
+
+
+class Reached(Record, frozen=True):
+    """An address elsewhere, dialled. `answer`: "open", "refused", "silent", "no way" or what else the system says."""
+
+    what: str
+    address: str
+    answer: str
+    took_s: float = 0.0
+    path_mtu: int = 0
+    mss: int = 0
+    """As the kernel has it for that connection: largest packet, and largest part of a stream in one."""
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """One for each address; the first IPv4 address of each, and those of IPv6 that reach beyond the link."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                row = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(Interface(name, socket.inet_ntoa(row[20:24]), mtu_of(name), kind_of(name)))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == "00":
+                address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+                found.append(Interface(name, address, mtu_of(name), kind_of(name)))
+    return tuple(found)
+
+
+def mtu_of(name: str) -> int:
+    """By the kernel itself: /sys may show another network than this process is in."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        row = fcntl.ioctl(probe, SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))
+        return int(struct.unpack("16xi", row[:20])[0])
+    return 0
+
+
+def kind_of(name: str, system: Path = SYSTEM) -> str:
+    place = system / name
+    if (place / "bridge").is_dir():
+        # One that a network card is part of leads outside, as on hosts of virtual machines.
+        return "link" if any((system / port.name / "device").exists() for port in (place / "brif").glob("*")) else "bridge"
+    with contextlib.suppress(OSError, ValueError):
+        if int((place / "type").read_text()) == 772:
+            return "loopback"
+    if (place / "tun_flags").exists() or name.startswith(("wg", "tailscale", "zt")):
+        return "tunnel"
+    return "link"
+
+
+def addresses(towards: str, bind: str, told: Sequence[tuple[str, str]], *, alone: bool) -> Addresses:
+    """`towards`: the host whose side of this machine counts, as where ranks meet."""
+    host = socket.gethostname()
+    chosen = route.address_to(towards) if towards else route.default_address()
+    return Addresses(host, look_up("", host).addresses, interfaces(), towards, chosen, bind, alone, tuple(told))
+
+
+def own_towards(host: str) -> str:
+    """This machine's address as `host` sees it; that machine itself is known to others by the name's address."""
+    way = route.address_to(host)
+    if not is_loopback(way or "localhost") or is_loopback(host):
+        return way
+    own = {one.address for one in interfaces()}
+    return next((one for one in look_up("", host).addresses if one in own and not is_loopback(one)), "")
+
+
+def look_up(role: str, name: str) -> Name:
+    begin = time.monotonic()
+    try:
+        rows = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return Name(role, name, took_s=time.monotonic() - begin, error=getattr(error, "strerror", "") or str(error))
+    took_s = time.monotonic() - begin
+    found = tuple(dict.fromkeys(str(row[4][0]) for row in rows))
+    own = {one.address for one in interfaces()}
+    return Name(role, name, found, took_s, own=any(one in own or one.startswith("127.") for one in found))
+
+
+def port(what: str, host: str, number: int) -> Port:
+    """Bound for a moment, without SO_REUSEPORT, as a server would."""
+    where = join_host(host, number)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+            probe.listen(1)
+        except OSError as error:
+            return Port(what, where, error.strerror or str(error), error.errno == errno.EADDRINUSE)
+    return Port(what, where)
+
+
+def reach(what: str, host: str, number: int, limit_s: float = CONNECT_S,
+          greet: Callable[[socket.socket], None] = lambda _: None) -> Reached:
+    """`greet`: what is said there, so that whoever listens does not take it for a stranger."""
+    where, begin = join_host(host, number), time.monotonic()
+    try:
+        with socket.create_connection((host, number), limit_s) as made:
+            took_s = time.monotonic() - begin
+            mss = made.getsockopt(socket.IPPROTO_TCP, TCP_MAXSEG)
+            mtu = made.getsockopt(socket.IPPROTO_IP, IP_MTU) if made.family == socket.AF_INET else 0
+            greet(made)
+            return Reached(what, where, "open", took_s, mtu, mss)
+    except TimeoutError:
+        answer = "silent"
+    except ConnectionRefusedError:
+        answer = "refused"
+    except socket.gaierror as error:
+        answer = f"its name does not resolve ({error.strerror})"
+    except OSError as error:
+        no_way = error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+        answer = "no way" if no_way else error.strerror or str(error)
+    return Reached(what, where, answer, time.monotonic() - begin)
+
+
+def path_mtu(host: str) -> int:
+    """The largest packet that goes to that host as far as routers say; 0 where that is not known.
+
+    Full-size packets that must not be cut are sent to a port that nobody hears: routers that cannot pass them say so.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, route.PORT, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
+            probe.connect(where)
+            for _ in range(2):
+                mtu = probe.getsockopt(socket.IPPROTO_IP, IP_MTU)
+                with contextlib.suppress(OSError):  # too large for what is known, or nobody is there: both are answers
+                    probe.send(bytes(mtu - UDP_HEADERS_NBYTES))
+                time.sleep(ICMP_S / 2)
+            return int(probe.getsockopt(socket.IPPROTO_IP, IP_MTU))
+    except OSError:
+        return 0
+

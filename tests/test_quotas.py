@@ -1,0 +1,191 @@
+"""Members that send, connect or ask too much are named and told, and the others go on; what is no offence is not noted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from control_kit import WAIT_S, Failures, quick
+from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
+from test_service_sums import VALUES, push, service
+from transport_kit import exchange_pair, soon
+
+from commlayer.control import client, coordinator, messages, tls_front
+from commlayer.control.call_quota import MOST_KNOWN, CallQuota
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.coordinator_channel import CoordinatorChannel
+from commlayer.control.farewell import goaway, reason_of
+from commlayer.errors import CommError, CorruptFrame, Refused
+from commlayer.transport import tcp
+from commlayer.transport.hello import Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.summation import OVERHEAD_NBYTES, REPEATS
+from commlayer.transport.tcp import Settings, TcpTransport
+
+SECRET = "correct-horse-battery"
+
+
+# ---- bytes of a step
+
+
+def test_a_member_may_say_its_part_again_but_not_for_ever() -> None:
+    core, ops = service()
+    for step in range(3):
+        for _ in range(REPEATS):
+            core.push(push(1, VALUES[1], step), 0.0)
+        for member in (0, 1, 2):
+            core.push(push(member, VALUES[member], step), 0.0)
+    for _ in range(REPEATS + 1):
+        core.push(push(1, VALUES[1], 3), 0.0)
+    with pytest.raises(CorruptFrame, match=r"worker 1: sent \d+ bytes within a step, the plan allows \d+ "):
+        core.push(push(1, VALUES[1], 3), 0.0)
+    ops.added.clear()
+    for member in (0, 2):
+        core.push(push(member, VALUES[member], 3), 0.0)
+    assert ops.added == VALUES, "what it had said counts, and the others go on"
+
+
+def test_results_that_are_asked_for_again_and_again_are_an_offence_too() -> None:
+    core, _ = service(1)
+    core.push(push(0, 1.0), 0.0)
+    for _ in range(REPEATS + 1):
+        assert core.push(push(0, 1.0), 0.0)
+    with pytest.raises(CorruptFrame, match=f"the plan allows {(REPEATS + 1) * (8 + OVERHEAD_NBYTES)} "):
+        core.push(push(0, 1.0), 0.0)
+
+
+# ---- connections of a certificate
+
+
+def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MOST_EACH", 2)
+    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+    address = server.listen()
+    mine, other = ([TcpTransport(Hello("job", rank), settings=Settings(secret=SECRET, keys=Keys(folder))) for rank in ranks]
+                   for folder, ranks in ((folders.worker, (1, 2, 3)), (folders.second, (4,))))
+    for worker in (*mine[:2], *other):
+        worker.dial(SERVER_BASE, address, soon())
+    with pytest.raises(Refused, match=r"its certificate \(gpu-1\) has 2 data connections already"):
+        mine[2].dial(SERVER_BASE, address, soon())
+    assert exchange_pair(other[0], server)
+    mine[0].close()
+    until = time.monotonic() + WAIT_S
+    while 1 in server.peers and time.monotonic() < until:
+        time.sleep(0.01)
+    mine[2].dial(SERVER_BASE, address, soon())
+    for each in (*mine, *other, server):
+        each.close()
+
+
+def test_control_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_front, "MOST_EACH", 0)
+    made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    begin = time.monotonic()
+    with pytest.raises(Refused, match=r"coordinator 127.*: its certificate \(gpu-1\) has 0 control connections already"):
+        client.join(made.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)), Failures())
+    assert time.monotonic() - begin < WAIT_S / 2, "not at the deadline"
+    made.close()
+
+
+def test_farewells_are_read_and_nothing_else_is() -> None:
+    said = goaway("its certificate has enough")
+    assert reason_of(said) == "its certificate has enough"
+    assert [reason_of(said[:n]) for n in range(len(said))] == [""] * len(said)
+    assert reason_of(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + bytes(18) + b"\x00\x00\x04\x08" + bytes(9)) == ""
+    assert reason_of(b"\xff" * 64) == ""
+
+
+# ---- calls a second
+
+
+def test_calls_are_counted_by_who_makes_them() -> None:
+    quota = CallQuota(rate=10.0, burst=5.0)
+    assert [quota.over("a", 0.0) for _ in range(7)] == [0] * 5 + [1, 2]
+    assert quota.over("b", 0.0) == 0
+    assert [quota.over("a", 0.2) for _ in range(3)] == [0, 0, 1]
+    assert [quota.over("a", 100.0) for _ in range(6)] == [0] * 5 + [1]
+    for number in range(2 * MOST_KNOWN):
+        quota.over(f"stranger {number}", 101.0)
+    assert len(quota._left) == MOST_KNOWN
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_who_asks_too_much_is_named_once_and_others_go_on(keyed: bool, folders: Folders, tmp_path: Path) -> None:
+    def keys(folder: Path) -> dict[str, str]:
+        return {"keys": str(folder)} if keyed else {}
+
+    made = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), **keys(folders.server)), workers=2)
+    made._quota = CallQuota(rate=20.0, burst=40.0)
+    mine, other = (CoordinatorChannel(made.address, SECRET, Keys(folder) if keyed else None)
+                   for folder in (folders.worker, folders.second))
+    asked = next(number for number in range(1000) if not answered(mine))
+    assert asked >= 30
+    if keyed:  # without, both are on one connection, and so one asker
+        assert all(answered(other) for _ in range(10))
+    noted = [line for line in audited(tmp_path) if "calls a second" in line.get("why", "")]
+    assert len(noted) == 1
+    assert noted[0]["where"].startswith("gpu-1" if keyed else "ipv4:127.0.0.1:")
+    for each in (mine, other, made):
+        each.close()
+
+
+def answered(link: CoordinatorChannel) -> bool:
+    try:
+        return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+    except CommError:
+        return False
+
+
+def audited(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "audit").read_text().splitlines()]
+
+
+# ---- what is no offence
+
+
+def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders: Folders, tmp_path: Path) -> None:
+    made = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
+    link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
+    request = messages.Heartbeat("nobody")
+    assert link.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
+    front = made._port._front
+    assert front is not None
+    for name in list(front._known):
+        front.end(name)
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            assert link.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
+            break
+        except CommError:
+            assert time.monotonic() < until
+    assert [line for line in audited(tmp_path) if line["event"] == "refused"] == []
+    # Whoever goes on without proof is noted, from the second call of a connection on.
+    forged = bytes(40)
+    for _ in range(2):
+        with pytest.raises(Exception, match="does not prove"):
+            link._send("Heartbeat", forged, WAIT_S)
+    assert [line["where"].split()[0] for line in audited(tmp_path) if line["event"] == "refused"] == ["gpu-1", "gpu-1"]
+    link.close()
+    made.close()
+
+
+def test_a_clock_that_is_hours_off_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    later = SimpleNamespace(time=lambda: time.time() - 3 * 3600, monotonic=time.monotonic)
+    with caplog.at_level(logging.WARNING, "commlayer"):
+        made = Coordinator(quick(), workers=1)
+        client.join(made.address, messages.worker("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
+        made.close()
+        assert [r for r in caplog.records if "clock" in r.getMessage()] == []
+        monkeypatch.setattr(coordinator, "time", later)
+        made = Coordinator(quick(), workers=1)
+        client.join(made.address, messages.worker("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
+        made.close()
+    (line,) = [r.getMessage() for r in caplog.records if "clock" in r.getMessage()]
+    assert "this machine's clock is 3.0 hours ahead of that of coordinator 127.0.0.1:" in line
