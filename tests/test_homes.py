@@ -266,3 +266,23 @@ def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> N
     opened.append(coordinator)
     with pytest.raises(Refused, match="expects 1 workers, the job has 3: .* or with `commlayer launch --join`"):
         client.join(coordinator.address, messages.worker("job", 0, 1), quick(), lambda _: None)
+
+
+def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    config = quick(port=int(coordinator.address.rpartition(":")[2]))
+    attendance = Attendance(coordinator.address, config, asked("a"), lambda _: None)
+    desk = Desk(coordinator.address, config, attendance.request.home)
+    try:
+        attendance.meet(10.0)
+        desk.ask(time.monotonic() + 10.0, put=[("key", b"value")])
+        coordinator.close()
+        coordinator = Coordinator(config, workers=1)
+        assert attendance.ended.wait(20.0)
+        assert attendance.why == homes.RESTARTED
+        with pytest.raises(CommError, match=homes.RESTARTED):
+            desk.ask(time.monotonic() + 10.0, want=[("key", messages.ANY)])
+    finally:
+        desk.close()
+        attendance.close("done")
+        coordinator.close()

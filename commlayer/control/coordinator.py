@@ -72,6 +72,8 @@ class Coordinator:
         self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
         self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit)
+        if self._state.view is not None:
+            self._gathering.begin()
         self._port.start(Host({
             CHALLENGE: self._challenge,
             "Attend": self._method("Attend", messages.Attend, self._gathering.attend, certified=self._named),

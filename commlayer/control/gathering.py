@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,6 @@ log = logging.getLogger("commlayer")
 
 MAX_WAIT_S = 2.0
 """How long an answer may take: a call that waits holds no thread, but a place among those under way."""
-UNKNOWN = "this coordinator does not know this home: it was restarted, or its job is over"
 Clock = Callable[[], float]
 
 
@@ -27,7 +27,7 @@ class Gathering:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  clock: Clock = time.monotonic) -> None:
-        self._state, self._store = homes.Homes(workers), KeyStore()
+        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8)), KeyStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._lock = threading.Lock()
 
@@ -76,7 +76,7 @@ class Gathering:
             if home in self._state.here:
                 self._state = homes.heard(self._state, home, self._clock())
                 return ""
-            return self._state.former.get(home, UNKNOWN)
+            return self._state.former.get(home, homes.RESTARTED)
 
     def _note(self, before: homes.Homes) -> None:
         """What has changed since."""

@@ -115,6 +115,7 @@ class Attendance:
             time.sleep(PAUSE_S)
 
     def _go_on(self, answer: messages.Attended) -> messages.Attended:
+        self.request = msgspec.structs.replace(self.request, meeting=answer.meeting)
         self._thread = threading.Thread(target=self._stay, name="commlayer-home", daemon=True)
         self._thread.start()
         return answer

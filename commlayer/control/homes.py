@@ -20,6 +20,9 @@ FORMER = 64
 """So many homes of meetings that broke off are kept in mind, to be told why."""
 
 
+RESTARTED = "the coordinator was restarted; homes do not outlast that: start all homes again"
+
+
 class Home(Record, frozen=True):
     asked: Attend
     seen_s: float
@@ -37,6 +40,7 @@ class Homes(Record, frozen=True):
     workers: int = 0
     here: Mapping[str, Home] = msgspec.field(default_factory=dict)
     """By token, in the order that they came in."""
+    meeting: str = ""
     met: bool = False
     begun: bool = False
     former: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -49,6 +53,8 @@ def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
         return state, Attended(error=why)
     if asked.leave:
         return gone(state, asked.home, f"left before the job began: {asked.leave}"), Attended()
+    if asked.meeting not in ("", state.meeting):
+        return state, Attended(error=RESTARTED)
     if asked.home in state.here:
         state = heard(state, asked.home, now)
     elif problem := _problem(state, asked):
@@ -57,7 +63,7 @@ def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
         state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Home(asked, now)}))
     home = state.here[asked.home]
     return state, Attended(missing=missing(state), first=home.first, world=state.workers if state.met else 0, node=home.node,
-                           nodes=len(state.here))
+                           nodes=len(state.here), meeting=state.meeting)
 
 
 def heard(state: Homes, home: str, now: float) -> Homes:
