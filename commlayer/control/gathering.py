@@ -11,7 +11,7 @@ import msgspec
 
 from commlayer.control import homes
 from commlayer.control.audit import Audit
-from commlayer.control.key_store import KeyStore
+from commlayer.control.meeting_store import MeetingStore
 from commlayer.control.messages import Ask, Attend, Attended, Kept
 
 log = logging.getLogger("commlayer")
@@ -27,7 +27,7 @@ class Gathering:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  clock: Clock = time.monotonic) -> None:
-        self._state, self._store = homes.Homes(workers), KeyStore()
+        self._state, self._store = homes.Homes(workers), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._lock = threading.Lock()
 
@@ -90,6 +90,6 @@ class Gathering:
         for why in dict.fromkeys(left):
             log.warning("%s", why)
         if state.former is not before.former:
-            self._store = KeyStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
+            self._store = MeetingStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
 
 

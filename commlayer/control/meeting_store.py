@@ -1,4 +1,4 @@
-"""A coordinator's store: bytes by key, for whoever asks to wait for. Lives on one event loop; knows no home and no meaning."""
+"""Where homes meet at a coordinator: bytes by name, for whoever asks to wait for. Lives on one event loop; knows no meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY_NBYTES = 128
 """What a key is charged beside its value."""
 
 
-class KeyStore:
+class MeetingStore:
     """All calls come from the loop's thread."""
 
     def __init__(self) -> None:
