@@ -262,7 +262,7 @@ def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.E
 
 
 @pytest.mark.parametrize(("carrier", "missed"), [("tcp", ("worker 0",)), ("grpc", ())])
-def test_only_a_socket_tells_a_cut_link_from_a_death(carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
+def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
     """Whom a server is said to miss is dead long before reconnect_s; gRPC ends streams for a cut link, too."""
     end = WIRES[carrier].end(Hello("test", SERVER_BASE), settings=Settings(resume=True))
     opened.callback(end.close)
