@@ -12,7 +12,7 @@ import msgspec
 
 from commlayer.control import homes
 from commlayer.control.audit import Audit
-from commlayer.control.key_store import KeyStore
+from commlayer.control.meeting_store import MeetingStore
 from commlayer.control.messages import Ask, Attend, Attended, Kept
 
 log = logging.getLogger("commlayer")
@@ -23,11 +23,11 @@ Clock = Callable[[], float]
 
 
 class Gathering:
-    """`lost`: workers of the running job that take no part any more, and why, by rank."""
+    """`lost`: workers of the running job that died or broke off, and why, by rank. Who has finished may still ask."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  clock: Clock = time.monotonic) -> None:
-        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8)), KeyStore()
+        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8)), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class Gathering:
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
         names = [name for name, _ in asked.want]
         while None in (found := store.found(names)):
-            lost = self._lost()
+            lost = {**self._state.left, **self._lost()}
             never = [f"worker {rank}: {lost[rank]}" for (_, rank), value in zip(asked.want, found, strict=True)
                      if value is None and rank in lost]
             left_s = until - time.monotonic()
@@ -64,6 +64,11 @@ class Gathering:
         """The job has."""
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
+
+    def staying(self) -> bool:
+        """Whether a home is there that may still ask: each says so until its scripts have ended, or falls silent."""
+        with self._lock:
+            return homes.staying(self._state, self._clock(), self._silence_s)
 
     def tick(self) -> None:
         with self._lock:
@@ -88,8 +93,8 @@ class Gathering:
         left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()
                 if token not in state.here]
         for why in dict.fromkeys(left):
-            log.warning("%s", why)
-        if state.former is not before.former:
-            self._store = KeyStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
+            log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
+        if state.former is not before.former and not state.begun:
+            self._store = MeetingStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
 
 
