@@ -8,17 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False) -> None:
+def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: int = 0o666) -> None:
     """All of them, each in place of what was there, or none. OSError with the name of the one that cannot be written.
 
-    `durable`: they outlast a power failure when this returns.
+    `durable`: they outlast a power failure when this returns. `mode`: who may read them, from the first
+    byte on, less the umask.
     """
     # By process, so that two that write the same file do not mix: the last one's stays.
     parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in contents}
     path = next(iter(parts))
     try:
         for path, part in parts.items():
-            part.write_bytes(contents[path])
+            with contextlib.suppress(FileNotFoundError):
+                part.unlink()  # of a former process of that number, with another mode
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+                file.write(contents[path])
             if durable:
                 sync(part)
         for path, part in parts.items():

@@ -169,6 +169,8 @@ def test_once_optimizers_remember_different_things_only_what_steps_locally_is_co
 
 def test_without_compression_is_in_updates_then_too() -> None:
     made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    assert plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current)) is None, "homes"
+    made_from = structs.replace(made_from, cluster=structs.replace(made_from.cluster, reachable=True))
     dense = plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
     assert dense is not None
     assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")

@@ -20,7 +20,7 @@ from transport_kit import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
 from commlayer.config import host_port
-from commlayer.control import carriers, client, messages, uplink
+from commlayer.control import carriers, client, grpc_port, messages, uplink
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.serving import Serving
 from commlayer.errors import PeerLost, Refused
@@ -259,6 +259,47 @@ def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.E
     with contextlib.closing(WIRES["grpc"].raw(end.listen())) as silent:
         assert silent.recv_into(bytearray(1)) == 0
     assert "no HELLO before the deadline" in refused[0]
+
+
+@pytest.mark.parametrize(("carrier", "missed"), [("tcp", ("worker 0",)), ("grpc", ())])
+def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
+    """Whom a server is said to miss is dead long before reconnect_s; gRPC ends streams for a cut link, too."""
+    end = WIRES[carrier].end(Hello("test", SERVER_BASE), settings=Settings(resume=True))
+    opened.callback(end.close)
+    broken = threading.Event()
+    end.broken = lambda *_: broken.set()
+    worker = WIRES[carrier].end(Hello("test", 0, session=b"s" * 16), settings=Settings(resume=True))
+    opened.callback(worker.close)
+    worker.dial(SERVER_BASE, end.listen(), soon())
+    assert exchange_pair(worker, end)
+    (one,) = worker._connections.values()
+    one._sock.close() if carrier == "grpc" else one._sock.shutdown(socket.SHUT_RDWR)
+    assert broken.wait(WAIT_S)
+    assert end.missed() == missed
+
+
+@pytest.mark.parametrize("room", [False, None])
+def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: bool | None) -> None:
+    """Its timer would keep it, and what it has read, for a while."""
+    came: list[Any] = []
+
+    def take(stream: Any, _: str) -> bool:
+        came.append(stream)
+        if room is None:
+            raise LookupError("nobody is here")
+        return room
+
+    port = grpc_port.stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
+    opened.callback(port.close)
+    worker = TcpTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    with pytest.raises((PeerLost, Refused)):
+        carriers.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 1.0)
+    until = soon()
+    while not all(stream._over for stream in came):
+        threading.Event().wait(0.01)
+        assert time.monotonic() < until
+    assert came
 
 
 def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:

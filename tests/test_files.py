@@ -20,6 +20,20 @@ def test_all_are_written_in_place_of_what_was_there(durable: bool, tmp_path: Pat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"new", "b": b""}
 
 
+def test_nobody_else_may_read_a_secret_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "a", list[int]()
+    path.with_name(f"a.{os.getpid()}.part").write_bytes(b"left by a former process of that number")
+    monkeypatch.setattr("commlayer.files.sync", lambda p: seen.append(p.stat().st_mode & 0o777))
+    before = os.umask(0)
+    try:
+        write_whole({path: b"new"}, durable=True, mode=0o600)
+        write_whole({tmp_path / "b": b"new"})
+    finally:
+        os.umask(before)
+    assert seen[0] == 0o600
+    assert [p.stat().st_mode & 0o777 for p in (path, tmp_path / "b")] == [0o600, 0o666]
+
+
 def test_if_one_cannot_be_written_none_is_and_it_is_named(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "none" / "b"
     first.write_bytes(b"old")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 import time
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from control_kit import quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.control import client, homes, messages
+from commlayer.control import client, home, homes, meeting_store, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.home import Attendance, Desk
-from commlayer.errors import CommError, DeadlineExceeded, Refused
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.relayed_group import AHEAD, PART_NBYTES, RelayedGroup
 from commlayer.transport.world_store import WorldStore
 
@@ -90,6 +91,54 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     assert "home b" in come(homes.tick(state, 45.0, 10.0), a)[1][0].error
     begun = msgspec.structs.replace(state, begun=True)
     assert homes.tick(begun, 45.0, 10.0) == begun
+
+
+def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:
+    a, b = asked("a"), asked("b", workers=2)
+    state, _ = come(homes.Homes(3), a, b)
+    state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
+    assert {rank: why.partition(")")[2] for rank, why in state.left.items()} == dict.fromkeys((1, 2), " has left: finished")
+    assert [homes.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
+    assert come(state, a)[1][0].first == 0
+    assert "has left: finished" in come(state, b)[1][0].error
+    assert not homes.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
+
+
+# ---- what the store takes
+
+NAME = "n" * meeting_store.MAX_NAME_NBYTES
+
+
+@pytest.mark.parametrize("act", [
+    lambda store: store.put([(NAME + "n", b"")]), lambda store: store.add(NAME + "n", 1, "once"),
+    lambda store: store.add("n", 1, NAME + "n"), lambda store: store.found(["n", "n"]),
+])
+def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any) -> None:
+    with pytest.raises(CorruptFrame, match="allowed"):
+        act(meeting_store.MeetingStore())
+
+
+def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_store, "MAX_KEPT_NBYTES", 1 << 20)
+    store = meeting_store.MeetingStore()
+    store.put([(NAME, b"12"), (NAME, b"1")])
+    assert store._nbytes == len(NAME) + 1 + meeting_store.KEY_NBYTES
+    for number in range(meeting_store.MAX_TOKENS):
+        with contextlib.suppress(CorruptFrame):
+            store.add("sum", 1, str(number))
+    assert (1 << 20) - 2 * meeting_store.TOKEN_NBYTES < store._nbytes <= 1 << 20
+    assert store.add("sum", 1, "0") == int(store.found(["sum"])[0] or b"") - 1 > 1000
+    store.drop([NAME, "sum"])
+    assert (store._nbytes, store._sums) == (0, {})
+
+
+def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_store, "MAX_FOUND_NBYTES", 10)
+    store = meeting_store.MeetingStore()
+    store.put([("a", bytes(6)), ("b", bytes(6))])
+    assert store.found(["a"]) == (bytes(6),)
+    with pytest.raises(CorruptFrame, match="wants 12 bytes in one answer, allowed 10"):
+        store.found(["a", "b"])
 
 
 # ---- over sockets
@@ -214,6 +263,36 @@ def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any])
     assert told[0] == told[2] == "nothing heard within 0.5 s from rank 1, which has not come as far as this one"
 
 
+def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a slow link has not brought in time would be sent all over again."""
+    monkeypatch.setattr(home, "CALL_S", 0.3)
+    (desk, _), *_ = met(opened, 2)
+    given: list[float] = []
+    call = desk._link.call
+
+    def slow(method: str, request: Any, kind: Any, timeout_s: float) -> Any:
+        given.append(timeout_s)
+        return call(method, request, kind, timeout_s)
+
+    monkeypatch.setattr(desk._link, "call", slow)
+    desk.ask(time.monotonic() + 30.0, put=[("a", b"bytes")], want=[("a", 0)])
+    desk.ask(time.monotonic() + 600.0, want=[("a", 0)])
+    desk.ask(time.monotonic() + 600.0, drop=["a"])
+    assert [round(one, 1) for one in given] == [30.0, home.BYTES_S, 0.3]
+
+
+def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "CALL_S", 0.3)
+    (desk, _), *_ = met(opened, 1)
+    opened[0].close()
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match="coordinator .* not reachable"):
+        desk.ask(begin + 600.0, want=[("a", 0)])
+    assert time.monotonic() - begin < 20.0
+
+
 def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[Any]) -> None:
     desks = met(opened, 2)
     begin = time.monotonic()
@@ -266,3 +345,23 @@ def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> N
     opened.append(coordinator)
     with pytest.raises(Refused, match="expects 1 workers, the job has 3: .* or with `commlayer launch --join`"):
         client.join(coordinator.address, messages.worker("job", 0, 1), quick(), lambda _: None)
+
+
+def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    config = quick(port=int(coordinator.address.rpartition(":")[2]))
+    attendance = Attendance(coordinator.address, config, asked("a"), lambda _: None)
+    desk = Desk(coordinator.address, config, attendance.request.home)
+    try:
+        attendance.meet(10.0)
+        desk.ask(time.monotonic() + 10.0, put=[("key", b"value")])
+        coordinator.close()
+        coordinator = Coordinator(config, workers=1)
+        assert attendance.ended.wait(20.0)
+        assert attendance.why == homes.RESTARTED
+        with pytest.raises(CommError, match=homes.RESTARTED):
+            desk.ask(time.monotonic() + 10.0, want=[("key", messages.ANY)])
+    finally:
+        desk.close()
+        attendance.close("done")
+        coordinator.close()

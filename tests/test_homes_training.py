@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,13 @@ def main(how: str, *_: str) -> None:
         inspected = session.inspect.connection
         told = {"rank": rank, "world": world, "sum": losses.item(), "nodes": [s.node for s in inspected.uplink.view.servers],
                 "local": os.environ["LOCAL_RANK"], "sha": digest(model.parameters())}
-        print(json.dumps(told), flush=True)
+    if how == "evaluation":
+        time.sleep(2.0 * rank)  # the last one to come has left the job after all others
+        losses = torch.tensor([float(rank)])
+        dist.all_reduce(losses)
+        dist.barrier()
+        told["sum"] = 10.0 * losses.item()
+    print(json.dumps(told), flush=True)
 
 
 def digest(tensors: Any) -> str:
@@ -137,6 +144,13 @@ def test_workers_of_one_home_sum_among_themselves_first(homes: Homes) -> None:
     told, _ = ended(homes.launch("inside", "--nproc-per-node", "2"))
     assert [one["nodes"] for one in told] == [[1]] * 2
     assert {one["sha"] for one in told} == set(in_a_rack("inside", 2))
+
+
+def test_collectives_behind_training_work_as_in_a_rack_and_the_server_ends_with_the_last_home(homes: Homes) -> None:
+    server = homes.serve(2)
+    both = [homes.launch("evaluation") for _ in range(2)]
+    assert [one["sum"] for home in both for one in ended(home)[0]] == [10.0, 10.0]
+    ended(server)
 
 
 @pytest.mark.parametrize("who", ["a home", "a launcher", "the server"])

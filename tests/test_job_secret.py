@@ -92,6 +92,25 @@ def test_a_proof_is_good_for_one_connection_one_method_and_one_body() -> None:
         asker.ask("Join", b"body", 1.0)
 
 
+class Spoiled(Asker):
+    """Another thread, whose proof for an older connection is refused, resets what this one keeps."""
+
+    _challenge = property(lambda self: b"", lambda self, value: None)  # type: ignore[assignment]
+
+
+def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proof_wrong() -> None:
+    judge, connection, anew = Judge(SECRET), ["old"], iter(["new", "newer", "newest"])
+
+    def call(method: str, data: bytes, _: float) -> bytes:
+        if method == "Challenge":
+            return judge.challenge(connection[0])
+        connection[0] = next(anew, connection[0])
+        return judge.sealed(data, judge.opened(connection[0], method, data))
+
+    for kind in (Asker, Spoiled):
+        assert kind(SECRET, call, lambda error: isinstance(error, Unproved)).ask("Join", b"body", 1.0) == b"body"
+
+
 def test_a_coordinator_that_does_not_know_the_secret_is_not_believed() -> None:
     asker = Asker(SECRET, lambda method, data, _: b"0" * 16 if method == "Challenge" else b"0" * 32 + b"\x80", lambda _: False)
     with pytest.raises(Unproved):

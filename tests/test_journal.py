@@ -249,8 +249,51 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
     assert left == (["lock", "server.journal"] if required else ["lock"]), "an old one must not be taken for the new plan's"
     assert [r.getMessage().endswith("the job goes on without it, and a crash of this server ends it") for r in caplog.records] \
         == ([] if required else [True])
-    journal.close()
+    journal.close(over=True)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_one_follows_another_and_the_last_is_found_by_who_comes_next(tmp_path: Path) -> None:
+    for over in (False, True):
+        journal = ServerJournal(str(tmp_path), required=False)
+        assert journal.entries == ({} if not over else {0: Entry(b"3", b"state")})
+        for generation in range(1, 4):
+            keep = journal.begin(about(), {0: 1000})
+            assert keep is not None
+            keep(0, str(generation).encode(), b"state")
+            assert journal.publish()
+            keep(0, str(generation).encode(), b"state")
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "server.journal"]
+        journal.close(over=over)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_one_that_cannot_be_put_in_force_is_one_line(required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     caplog: pytest.LogCaptureFixture) -> None:
+    journal = ServerJournal(str(tmp_path), required=required)
+    former = journal.begin(about(), {0: 1000})
+    assert former is not None
+    assert journal.publish()
+    keep = journal.begin(about(), {0: 1000})
+    assert keep is not None
+
+    def fail(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", fail)
+        if required:
+            with pytest.raises(RecordError, match="cannot be put in force: Read-only file system; mend the folder, or set"):
+                journal.publish()
+            former(0, b"words", b"state")  # the plan before is still served, and written down
+        else:
+            assert not journal.publish()
+    assert [r.getMessage().endswith("the job goes on without it, and a crash of this server ends it") for r in caplog.records] \
+        == ([] if required else [True])
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["lock", "server.journal"] if required else ["lock"])
+    journal.close(over=True)
 
 
 def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,4 +302,4 @@ def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: 
     assert (journal.found, journal.entries) == (None, {})
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("nothing of it is used")
-    journal.close()
+    journal.close(over=True)

@@ -87,7 +87,7 @@ def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
 
     true_s = seconds(CLUSTER)
     slow = structs.replace(CLUSTER, nodes=tuple(
-        structs.replace(node, link=structs.replace(node.link, up_bps=node.link.up_bps / 2)) for node in CLUSTER.nodes))
+        structs.replace(node, link=structs.replace(node.link, up_bps=node.link.up_bps / 1.4)) for node in CLUSTER.nodes))
     assert seconds(slow) > true_s * (1 + NEARLY)
     found = sped_up(slow, seconds, true_s)
     assert seconds(found) == pytest.approx(true_s, rel=0.1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +23,13 @@ from runtime_kit import Rig, job, on_ranks, step
 
 from commlayer import records
 from commlayer.compressors import codec_of
+from commlayer.config import join_host
 from commlayer.control import messages, uplink
 from commlayer.control.coordinator import Coordinator
+from commlayer.control.server_journal import About, ServerJournal
+from commlayer.control.serving import Serving
 from commlayer.planner import default_plan
-from commlayer.records import Plan
+from commlayer.records import Member, Plan, ServerInfo, View
 from commlayer.runtime.worker import Worker
 
 WORLD, STEPS, TOKEN = 2, 30, "a-job's-secret"
@@ -91,11 +96,14 @@ class Served:
             self.steps[rank] = number + 1
         return found
 
-    def killed(self) -> None:
-        self.process.kill()
+    def killed(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
         self.said.append(self.process.communicate(timeout=WAIT_S)[1])
 
     def close(self) -> None:
+        until = time.monotonic() + WAIT_S
+        while not all(up.coordinated for up in self.ups) and time.monotonic() < until:
+            time.sleep(0.01)  # one whose leaving is not heard is missed only by its silence
         for worker in self.workers:
             worker.close()
         for up in self.ups:
@@ -126,11 +134,11 @@ def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: b
     results: list[Any] = []
     trains = threading.Thread(target=lambda: results.extend(on_ranks(WORLD, served.train, 90.0)))
     trains.start()
-    for after in (4, 15):
+    for after, number in ((4, signal.SIGKILL), (12, signal.SIGTERM), (18, signal.SIGINT)):
         while max(served.steps) < after and trains.is_alive():
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.02))
-        served.killed()
+        served.killed(number)
         begun, steps = time.monotonic(), max(served.steps)
         served.process = served.started()
         while max(served.steps) <= steps + 1 and trains.is_alive():
@@ -145,5 +153,56 @@ def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: b
     served.close()
     assert served.failures.errors == []
     again = "taken up where an earlier process ended, in generation 1, with "
+    assert [again in said for said in served.said] == [False, True, True, True], served.said
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
+
+
+def test_who_is_killed_behind_a_change_of_plans_takes_up_the_later_one(opened: list[Any], tmp_path: Path) -> None:
+    served = Served(plan("topk(ratio=0.1)"), tmp_path / "journal", together=False)
+    opened.append(served)
+    for generation, codec in ((2, "int8()"), (3, "topk(ratio=0.2)")):
+        served.ups[0].send_plan(0, records.encode(plan(codec)), generation, {})
+    for _ in range(2):
+        served.killed()
+        served.process = served.started()
+        served.ups[0].send_plan(0, records.encode(plan("topk(ratio=0.2)")), 3, {})  # asked for again it changes nothing
+    opened.clear()
+    served.close()
+    again = "taken up where an earlier process ended, in generation 3, with "
     assert [again in said for said in served.said] == [False, True, True], served.said
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
+
+
+def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
+    journal = ServerJournal(str(tmp_path), required=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = join_host(*free.getsockname())
+    view = View(1, (Member(0, 0, "host"),), (ServerInfo(0, address),), "digest")
+    assert journal.begin(About("a token", 0, address, view, b"plan", 1), {0: 1000}) is not None
+    journal.publish()
+    journal.close(over=False)
+    command = [*SERVE, "--journal", str(tmp_path), "--join", "127.0.0.1:1"]
+    for wait_s in ("1", "60"):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                                   env=CLEAN | {"COMMLAYER_JOIN_DEADLINE_S": wait_s})
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        if wait_s == "60":
+            process.terminate()
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == (0 if wait_s == "60" else 2)
+        assert (tmp_path / "server.journal").exists()
+
+
+def test_streams_come_to_the_port_that_they_came_to(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        serving = Serving("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
+        made = plan("int8()")
+        view = View(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
+                    messages.digest_of(records.encode(made)))
+        found.append((serving.address, serving.streams))
+        serving.start(view, records.encode(made), 0)
+        serving.close(over=False)
+    assert found[0] == found[1]
+    assert found[0][1]

@@ -40,7 +40,8 @@ Q = TypeVar("Q", bound=Record)
 
 
 class Coordinator:
-    """Listens from construction on. `over` is set when the job has begun and its last worker has left or died."""
+    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its homes
+    have gone: what they do behind training, they still do through here."""
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
@@ -72,6 +73,8 @@ class Coordinator:
         self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
         self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit)
+        if self._state.view is not None:
+            self._gathering.begin()
         self._port.start(Host({
             CHALLENGE: self._challenge,
             "Attend": self._method("Attend", messages.Attend, self._gathering.attend, certified=self._named),
@@ -135,10 +138,10 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _lost(self) -> dict[int, str]:
-        """Workers that have left or died, and how they did."""
+        """Workers that have died, or left with an error, and how they did. Who has finished may still go on beside the job."""
         with self._lock:
             return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
-                    if p.join.kind == "worker" and not p.here}
+                    if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))}
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
         caller = self._port.caller(peer)
@@ -188,7 +191,8 @@ class Coordinator:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
             self._note_deaths(before)
-        return pulse
+            over = pulse.over and not self._gathering.staying()
+        return msgspec.structs.replace(pulse, over=over)
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
@@ -246,7 +250,7 @@ class Coordinator:
                 self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
 
     def _note_end(self) -> None:
-        if membership.over(self._state):
+        if membership.over(self._state) and not self._gathering.staying():
             self.over.set()
         if membership.empty(self._state):
             self._empty.set()

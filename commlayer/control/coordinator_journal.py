@@ -53,9 +53,8 @@ class CoordinatorJournal:
         state = msgspec.structs.replace(kept.state, places=still, ticked_s=None)
         data = MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole({self._path: data})
-            self._path.chmod(0o600)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole({self._path: data}, mode=0o600)  # the secret may be in it
         except OSError as error:
             self.forget()
             self._failed = True

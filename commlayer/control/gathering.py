@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,23 +12,22 @@ import msgspec
 
 from commlayer.control import homes
 from commlayer.control.audit import Audit
-from commlayer.control.key_store import KeyStore
+from commlayer.control.meeting_store import MeetingStore
 from commlayer.control.messages import Ask, Attend, Attended, Kept
 
 log = logging.getLogger("commlayer")
 
 MAX_WAIT_S = 2.0
 """How long an answer may take: a call that waits holds no thread, but a place among those under way."""
-UNKNOWN = "this coordinator does not know this home: it was restarted, or its job is over"
 Clock = Callable[[], float]
 
 
 class Gathering:
-    """`lost`: workers of the running job that take no part any more, and why, by rank."""
+    """`lost`: workers of the running job that died or broke off, and why, by rank. Who has finished may still ask."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  clock: Clock = time.monotonic) -> None:
-        self._state, self._store = homes.Homes(workers), KeyStore()
+        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8)), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class Gathering:
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
         names = [name for name, _ in asked.want]
         while None in (found := store.found(names)):
-            lost = self._lost()
+            lost = {**self._state.left, **self._lost()}
             never = [f"worker {rank}: {lost[rank]}" for (_, rank), value in zip(asked.want, found, strict=True)
                      if value is None and rank in lost]
             left_s = until - time.monotonic()
@@ -65,6 +65,11 @@ class Gathering:
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
 
+    def staying(self) -> bool:
+        """Whether a home is there that may still ask: each says so until its scripts have ended, or falls silent."""
+        with self._lock:
+            return homes.staying(self._state, self._clock(), self._silence_s)
+
     def tick(self) -> None:
         with self._lock:
             before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s)
@@ -76,7 +81,7 @@ class Gathering:
             if home in self._state.here:
                 self._state = homes.heard(self._state, home, self._clock())
                 return ""
-            return self._state.former.get(home, UNKNOWN)
+            return self._state.former.get(home, homes.RESTARTED)
 
     def _note(self, before: homes.Homes) -> None:
         """What has changed since."""
@@ -88,8 +93,8 @@ class Gathering:
         left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()
                 if token not in state.here]
         for why in dict.fromkeys(left):
-            log.warning("%s", why)
-        if state.former is not before.former:
-            self._store = KeyStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
+            log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
+        if state.former is not before.former and not state.begun:
+            self._store = MeetingStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from commlayer.config import Config
+from commlayer.config import Config, reconnect_window_s
 from commlayer.control import messages
 from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.control.tls_check import check
@@ -20,6 +21,8 @@ from commlayer.transport.key_folder import Keys
 log = logging.getLogger("commlayer")
 
 CALL_S = 5.0
+BYTES_S = 60.0
+"""As CALL_S where bytes go up or down: several calls share a link that may be slow, and what is late is sent all over again."""
 WAIT_S = 2.0
 """How long one asking waits for what is not there yet."""
 PAUSE_S = 0.25
@@ -34,6 +37,7 @@ class Desk:
         self.address, self._home = address, home
         self._link = CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None, own=True)
         self._closed = False
+        self._patience_s = max(CALL_S, reconnect_window_s(config))
 
     def ask(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
@@ -41,22 +45,27 @@ class Desk:
     ) -> messages.Kept:
         """What is there of what it wants: all of it, if it waits, by `deadline`; else `found` has gaps.
 
-        CommError for what will never be there, or where nobody answers until then.
+        CommError for what will never be there, or where nobody answers until then, or nothing listens for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
         asked = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want))
+        lost_s = math.inf  # since when nothing listens there
         while True:
             if self._closed:
                 raise CommError("this process takes no part any more")
             left_s = max(0.0, deadline - time.monotonic())
+            call_s = max(CALL_S, min(left_s, BYTES_S)) if asked.put or asked.want else CALL_S
             try:
                 kept = self._link.call("Ask", msgspec.structs.replace(asked, wait_s=min(WAIT_S, left_s) if wait else 0.0),
-                                       messages.Kept, CALL_S)
-            except (PeerLost, DeadlineExceeded):  # a break of the network; what is said again changes nothing
-                if left_s <= 0:
+                                       messages.Kept, call_s)
+            except (PeerLost, DeadlineExceeded) as error:  # a break of the network; what is said again changes nothing
+                now = time.monotonic()
+                lost_s = min(lost_s, now) if isinstance(error, PeerLost) else math.inf
+                if left_s <= 0 or now - lost_s > self._patience_s:
                     raise
                 time.sleep(min(PAUSE_S, left_s))
                 continue
+            lost_s = math.inf
             if kept.error:
                 raise CommError(kept.error, peer=f"coordinator {self.address}")
             if None not in kept.found or not wait or left_s <= 0:
@@ -115,6 +124,7 @@ class Attendance:
             time.sleep(PAUSE_S)
 
     def _go_on(self, answer: messages.Attended) -> messages.Attended:
+        self.request = msgspec.structs.replace(self.request, meeting=answer.meeting)
         self._thread = threading.Thread(target=self._stay, name="commlayer-home", daemon=True)
         self._thread.start()
         return answer

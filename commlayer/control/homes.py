@@ -20,6 +20,9 @@ FORMER = 64
 """So many homes of meetings that broke off are kept in mind, to be told why."""
 
 
+RESTARTED = "the coordinator was restarted; homes do not outlast that: start all homes again"
+
+
 class Home(Record, frozen=True):
     asked: Attend
     seen_s: float
@@ -37,10 +40,13 @@ class Homes(Record, frozen=True):
     workers: int = 0
     here: Mapping[str, Home] = msgspec.field(default_factory=dict)
     """By token, in the order that they came in."""
+    meeting: str = ""
     met: bool = False
     begun: bool = False
     former: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Homes of a meeting that broke off, and why it did."""
+    """Homes of a meeting that broke off, and why it did; and those that have left since the job began."""
+    left: Mapping[int, str] = msgspec.field(default_factory=dict)
+    """Ranks of homes that have left since the job began, and why nothing comes of them any more."""
 
 
 def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
@@ -48,7 +54,10 @@ def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
     if (why := state.former.get(asked.home)) is not None:
         return state, Attended(error=why)
     if asked.leave:
-        return gone(state, asked.home, f"left before the job began: {asked.leave}"), Attended()
+        why = f"has left: {asked.leave}" if state.begun else f"left before the job began: {asked.leave}"
+        return gone(state, asked.home, why), Attended()
+    if asked.meeting not in ("", state.meeting):
+        return state, Attended(error=RESTARTED)
     if asked.home in state.here:
         state = heard(state, asked.home, now)
     elif problem := _problem(state, asked):
@@ -57,7 +66,7 @@ def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
         state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Home(asked, now)}))
     home = state.here[asked.home]
     return state, Attended(missing=missing(state), first=home.first, world=state.workers if state.met else 0, node=home.node,
-                           nodes=len(state.here))
+                           nodes=len(state.here), meeting=state.meeting)
 
 
 def heard(state: Homes, home: str, now: float) -> Homes:
@@ -65,23 +74,34 @@ def heard(state: Homes, home: str, now: float) -> Homes:
 
 
 def gone(state: Homes, home: str, why: str) -> Homes:
-    """One takes no part any more. Behind the job's beginning its workers' heartbeats say that, and better."""
-    if home not in state.here or state.begun:
+    """One takes no part any more. Behind the job's beginning that is the end of its own ranks alone."""
+    if home not in state.here:
         return state
+    if state.begun:
+        one = state.here[home]
+        said = f"its home {one.who} {why}"
+        ranks = range(one.first, one.first + one.asked.workers) if state.met else ()
+        here = {token: h for token, h in state.here.items() if token != home}
+        return msgspec.structs.replace(state, here=here, left={**state.left, **dict.fromkeys(ranks, said)},
+                                       former=_kept({**state.former, home: said}))
     if not state.met:
         return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
     said = f"home {state.here[home].who} {why}; start all homes again"
     former = {**state.former, **dict.fromkeys(state.here, said)}
-    kept = dict(list(former.items())[-FORMER:])
-    return msgspec.structs.replace(state, here={}, met=False, former=kept)
+    return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 
 
 def tick(state: Homes, now: float, silence_s: float) -> Homes:
-    """Judges silence."""
+    """Judges silence. Behind the job's beginning its workers' heartbeats do, and better."""
     for token, home in state.here.items():
-        if now - home.seen_s >= max(silence_s, SILENCE_S):
+        if not state.begun and now - home.seen_s >= max(silence_s, SILENCE_S):
             state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
     return state
+
+
+def staying(state: Homes, now: float, silence_s: float) -> bool:
+    """Whether any home is there still: its scripts may go on behind the job's end, and ask each other."""
+    return any(now - home.seen_s < silence_s for home in state.here.values())
 
 
 def missing(state: Homes) -> str:
@@ -91,6 +111,10 @@ def missing(state: Homes) -> str:
     here = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
                      for h in state.here.values())
     return f"{_count(state)} of {state.workers} workers are here ({here})"
+
+
+def _kept(former: Mapping[str, str]) -> dict[str, str]:
+    return dict(list(former.items())[-FORMER:])
 
 
 def _problem(state: Homes, asked: Attend) -> str:

@@ -147,6 +147,8 @@ class Attend(Record, frozen=True):
     leave: str = ""
     certificate: str = ""
     """As in Join."""
+    meeting: str = ""
+    """In which it got its ranks."""
 
 
 class Attended(Record, frozen=True):
@@ -160,6 +162,8 @@ class Attended(Record, frozen=True):
     node: int = ANY
     """Which of the homes it is."""
     nodes: int = 0
+    meeting: str = ""
+    """A random name, of one process of the coordinator."""
 
 
 class Ask(Record, frozen=True):

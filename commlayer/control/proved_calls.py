@@ -13,6 +13,8 @@ from collections.abc import Callable
 from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, nonce, proof, proves
 
 CHALLENGE = "Challenge"
+FRESH = 3
+"""So often a refused proof is made again with a fresh challenge: the connection may have been made anew meanwhile."""
 Call = Callable[[str, bytes, float], bytes]
 """Method, body, seconds: the answer."""
 
@@ -51,24 +53,30 @@ class Asker:
         self._challenge = b""
 
     def ask(self, method: str, body: bytes, timeout_s: float) -> bytes:
-        """The proved answer. A connection that was made anew has another challenge, so a refused proof is tried once more."""
-        fresh = not self._challenge
-        if fresh:
-            self._challenge = self._call(CHALLENGE, b"", timeout_s)
-        mine = proof(self._secret, b"ask", method.encode(), self._challenge, body, *_bound(self._channel))
-        try:
-            data = self._call(method, mine + body, timeout_s)
-        except Exception as error:
-            if not self._refused(error):
-                raise
-            self._challenge = b""
-            if fresh:
-                raise Unproved from error
-            return self.ask(method, body, timeout_s)
-        answer = data[PROOF_NBYTES:]
-        if not proves(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
-            raise Unproved
-        return answer
+        """The proved answer. Any number of threads may ask at once.
+
+        A connection that was made anew has another challenge, so a refused proof is tried again with a fresh one; where that
+        is the one that was refused, it is the secret that does not fit.
+        """
+        challenge, refused, why = self._challenge, b"", None
+        for _ in range(1 + FRESH):
+            if not challenge:
+                challenge = self._challenge = self._call(CHALLENGE, b"", timeout_s)
+            if challenge == refused:
+                break
+            mine = proof(self._secret, b"ask", method.encode(), challenge, body, *_bound(self._channel))
+            try:
+                data = self._call(method, mine + body, timeout_s)
+            except Exception as error:
+                if not self._refused(error):
+                    raise
+                challenge, refused, why = b"", challenge, error
+                continue
+            answer = data[PROOF_NBYTES:]
+            if not proves(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
+                raise Unproved
+            return answer
+        raise Unproved from why
 
 
 def _bound(channel: bytes) -> tuple[bytes, ...]:

@@ -31,6 +31,8 @@ class About(Record, frozen=True):
     plan: bytes
     generation: int
     """Of that plan, which may be a later one than the view's."""
+    streams: str = ""
+    """Where its gRPC streams come in, if they may."""
 
 
 class ServerJournal:
@@ -41,6 +43,8 @@ class ServerJournal:
         self._folder, self._required = Folder(path), required
         self._path = path
         self._journal: Journal | None = None
+        self._next: Journal | None = None
+        """Not yet in force."""
         self.found: About | None = None
         self.entries: Mapping[int, Entry] = {}
         try:
@@ -50,38 +54,57 @@ class ServerJournal:
             log.warning("%s: nothing of it is used", error)
 
     def begin(self, about: About, sizes: Mapping[int, int]) -> Keep | None:
-        """A new one, not yet in force: see `publish`. None if there is no room, and then there is none at all.
+        """A new one, not yet in force: see `publish`. None if there is no room, and then there is none at all; RecordError
+        where it is required, and the former one stays.
 
         `sizes`: by bucket, the most bytes of words and state together.
         """
+        self._discard()
         try:
-            journal = Journal(self._folder, msgspec.msgpack.encode(about), sizes)
+            self._next = Journal(self._folder, msgspec.msgpack.encode(about), sizes)
         except OSError as error:
-            line = f"journal {self._path}: no room for {sum(sizes.values()) * 2 / (1 << 20):.1f} MiB: {error.strerror}"
-            if self._required:
-                raise RecordError(f"{line}; make room, or set journal_required to false") from None
-            self._end()
-            self._folder.forget()
-            log.warning("%s; the job goes on without it, and a crash of this server ends it", line)
+            self._fail(f"no room for {sum(sizes.values()) * 2 / (1 << 20):.1f} MiB: {error.strerror}", "make room")
             return None
-        self._end()
-        self._journal = journal
-        return journal.write
+        return self._next.write
 
-    def publish(self) -> None:
-        """All of it has been written."""
-        if self._journal is not None:
-            self._journal.publish()
+    def publish(self) -> bool:
+        """All of it has been written, and it takes the place of the former one. False if it cannot: as in `begin`."""
+        if self._next is None:
+            return False
+        try:
+            self._next.publish()
+        except OSError as error:
+            self._discard()
+            self._fail(f"cannot be put in force: {error.strerror}", "mend the folder")
+            return False
+        self._end()
+        self._journal, self._next = self._next, None
+        return True
+
+    def _fail(self, what: str, remedy: str) -> None:
+        line = f"journal {self._path}: {what}"
+        if self._required:
+            raise RecordError(f"{line}; {remedy}, or set journal_required to false") from None
+        self._end()
+        self._folder.forget()
+        log.warning("%s; the job goes on without it, and a crash of this server ends it", line)
 
     def ignore(self, why: str) -> None:
         log.warning("journal %s: %s; nothing of it is used", self._path, why)
         self.found, self.entries = None, {}
 
-    def close(self) -> None:
-        """The end of the job: nobody is to take it up."""
+    def close(self, *, over: bool) -> None:
+        """`over`: the job is, so nobody is to take it up; else the file stays for who comes next."""
+        self._discard()
         self._end()
-        self._folder.forget()
+        if over:
+            self._folder.forget()
         self._folder.close()
+
+    def _discard(self) -> None:
+        journal, self._next = self._next, None
+        if journal is not None:
+            journal.close()
 
     def _end(self) -> None:
         journal, self._journal = self._journal, None

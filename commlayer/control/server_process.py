@@ -43,14 +43,19 @@ class Part(NamedTuple):
 
 
 def run(config: Config, part: Part) -> None:
-    """Until the job is over, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made here."""
+    """Until the job is over, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made here.
+
+    With a journal only the end of the job is the end: whatever else ends this process, nobody hears of it, and the same command
+    takes the job up.
+    """
     if config.port == 65535 and not config.join and part.sums:
         raise ValueError("--port 65535 leaves no next port for the data: choose a lower one")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again
-    end = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: end.set())
+    end, stopped = threading.Event(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: _stop(end, stopped))
+    goes_on = functools.partial(_goes_on, config, end, stopped)
     reason = [messages.FINISHED]
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
@@ -76,7 +81,7 @@ def run(config: Config, part: Part) -> None:
             from commlayer.control.serving import Serving
 
             serving = Serving(config.bind, data_port, config, coordinator)
-            stack.callback(serving.close)
+            stack.callback(lambda: serving.close(over=not goes_on()))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
@@ -92,13 +97,14 @@ def run(config: Config, part: Part) -> None:
             try:
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
                                      on_silence=lambda silent_s: _alone(
-                                         serving.alone and silent_s >= reconnect_window_s(config), control, silent_s, end))
+                                         serving.alone and silent_s >= reconnect_window_s(config), control, silent_s,
+                                         end, stopped))
             except CommError:
                 if end.is_set():
                     return
                 raise
             member.missed = serving.missed
-            stack.callback(lambda: member.leave(reason[0]))
+            stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
             try:
                 serving.start(member.view, member.plan, member.rank, request.token)
             except ValueError as error:
@@ -106,6 +112,21 @@ def run(config: Config, part: Part) -> None:
                 member.leave(str(error))
                 raise
         end.wait()
+        if goes_on():
+            log.info("stops, and keeps its journal: the same command takes the job up; to end it for good, remove %s",
+                     config.journal)
+
+
+def _stop(end: threading.Event, stopped: threading.Event) -> None:
+    """This process is to end; nobody has said that the job has."""
+    if not end.is_set():
+        stopped.set()
+    end.set()
+
+
+def _goes_on(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
+    """Whether the job does, as far as this process was told, and somebody may take up what it leaves."""
+    return bool(config.journal) and (stopped.is_set() or not end.is_set())
 
 
 def _advertised(address: str, config: Config) -> str:
@@ -139,12 +160,12 @@ def _abandon(reason: list[str], parent: int) -> None:
     reason[0] = f"its training process (pid {parent}) has ended"
 
 
-def _alone(alone: bool, control: str, silent_s: float, end: threading.Event) -> None:
+def _alone(alone: bool, control: str, silent_s: float, end: threading.Event, stopped: threading.Event) -> None:
     """The coordinator does not answer. Without it nobody says that the job is over, so a server ends to which no worker comes
     back."""
     if alone and not end.is_set():
         log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
-        end.set()
+        _stop(end, stopped)
 
 
 def _note(error: CommError) -> None:

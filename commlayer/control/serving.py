@@ -45,7 +45,7 @@ class Serving:
         kernels.threads(codec_threads(config, Launch()))
         self._config = config
         self._ready = threading.Event()
-        self._unfit = ""
+        self._unfit = self._away = ""
         self._world = 0
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
@@ -62,23 +62,24 @@ class Serving:
         self._token = ""
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
-        if self.journal is not None and self.journal.found is not None:
-            port = port or host_port(self.journal.found.address)[1]  # where workers look for it
+        streams_port = port and port + (config.carrier != "grpc")
+        if (found := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
+            port = port or host_port(found.address)[1]
+            streams_port = streams_port or (host_port(found.streams)[1] if found.streams else 0)
         self.streams = ""
         """Where gRPC streams come in, if they may."""
         self._streams: GrpcPort | None = None
         self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
         if config.carrier != "tcp":
-            self._take_streams(bind, port, keys, coordinator)
+            self._take_streams(bind, streams_port, keys, coordinator)
 
     def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None) -> None:
         if coordinator is not None:
             coordinator.serve_streams(self._transport.take)
             self.streams = coordinator.address
         else:
-            own = port if not self.address or not port else port + 1
             try:
-                self._streams = stream_port(keys, bind, own, self._transport.take, self._audit.refused)
+                self._streams = stream_port(keys, bind, port, self._transport.take, self._audit.refused)
             except OSError as error:
                 if not self.address:
                     raise
@@ -90,6 +91,8 @@ class Serving:
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
             return Later("has no plan yet: its coordinator still waits for others")
+        if self._away:
+            return self._away
         if self._unfit:
             return self._unfit
         if theirs.rank >= self._world:
@@ -155,12 +158,13 @@ class Serving:
         if self.journal is None:
             return
         assert self._view is not None
-        about = About(self._token, server, self.address, self._view, plan, core.generation)
+        about = About(self._token, server, self.address, self._view, plan, core.generation, self.streams)
         words_nbytes = WORDS_NBYTES + REFUSED_NBYTES * self._world
         sizes = {b: ops.memory_nbytes + ops.bound + words_nbytes for b, ops in self._ops.items()}
         if (keep := self.journal.begin(about, sizes)) is not None:
             core.remember(keep)
-            self.journal.publish()
+            if not self.journal.publish():
+                core.remember(None)
 
     def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))
@@ -202,7 +206,11 @@ class Serving:
         """Until `stop` is set; the carrier's threads do the work."""
         stop.wait()
 
-    def close(self, reason: CommError | None = None) -> None:
+    def close(self, reason: CommError | None = None, *, over: bool = True) -> None:
+        """`over`: the job is, as the coordinator has said. Else, with a journal, workers hear no farewell, and dial until the
+        process that takes it up is there."""
+        if self.journal is not None and not over:
+            self._away, reason = Later("is being started again"), CommError("was stopped, and its journal is kept")
         if self._server is not None:
             self._server.close(reason)
         else:
@@ -210,7 +218,7 @@ class Serving:
         if self._streams is not None:
             self._streams.close()
         if self.journal is not None:
-            self.journal.close()
+            self.journal.close(over=over)
         self._audit.close()
 
 

@@ -45,6 +45,12 @@ def binding_of(channel: ByteChannel) -> bytes:
     return bound
 
 
+def tells_ends(channel: ByteChannel) -> bool:
+    """Whether its end without a word means that the other machine is there, and has ended it; else it may be a cut link."""
+    told: bool = getattr(channel, "tells_ends", True)
+    return told
+
+
 def certified_of(channel: ByteChannel) -> Certified | None:
     """Whose certificate the other end has shown."""
     peer: Certified | None = getattr(channel, "peer", None)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerLost
 from commlayer.transport import credit, framing, mailbox
-from commlayer.transport.byte_channel import ByteChannel, certified_of
+from commlayer.transport.byte_channel import ByteChannel, certified_of, tells_ends
 from commlayer.transport.crc import crc32c
 from commlayer.transport.credit import Credit
 from commlayer.transport.framing import Frame, Reader
@@ -140,7 +140,8 @@ class Connection:
         self.broken = False
         """Whether it ended without a word of the peer or of this end,"""
         self.by_peer = False
-        """and, if so, whether the peer's machine did it: then its process may have ended."""
+        """and, if so, whether the peer's machine did it: then its process may have ended. Of a gRPC stream nobody knows."""
+        self._tells_ends = tells_ends(sock)
         self._resumes = resumes
         self.certified = certified_of(sock)
         self._name = f" ({self.certified.name})" if self.certified else ""
@@ -290,7 +291,7 @@ class Connection:
                 if n == 0:
                     between = self._reader.between and self._assembly.between
                     how = "connection closed" + ("" if between else " in the middle of a frame")
-                    self.by_peer = True
+                    self.by_peer = self._tells_ends
                     self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
                     return
                 self._reader.filled(n)
@@ -316,7 +317,7 @@ class Connection:
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
-        self.by_peer = isinstance(error, ConnectionResetError | BrokenPipeError)
+        self.by_peer = self._tells_ends and isinstance(error, ConnectionResetError | BrokenPipeError)
         return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
 
     @property

@@ -58,12 +58,12 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
 
         stream = GrpcStream(context.read, context.write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
         try:
-            room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
-        except LookupError as error:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
-        if not room:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
-        try:
+            try:
+                room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
+            except LookupError as error:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+            if not room:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
             with contextlib.suppress(grpc.aio.UsageError):  # who does not wait for it may have been answered already
                 await context.send_initial_metadata((TAKEN,))
             await over.wait()  # or this is cancelled: the other end is gone

@@ -34,6 +34,9 @@ GONE = "the gRPC stream has ended"
 class GrpcStream:
     """A ByteChannel. `channel` and `peer` as of a TlsSocket; after a TimeoutError it is of no more use."""
 
+    tells_ends = False
+    """gRPC ends a call for a cut link, and for a proxy's reasons, as it does for a process that was killed."""
+
     def __init__(
         self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[Any]],
         finish: Callable[[], Awaitable[Any]], cancel: Callable[[], Any], *, channel: bytes = b"", peer: Certified | None = None,

@@ -54,7 +54,7 @@ class Folder:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +78,7 @@ class Folder:
 
     def forget(self) -> None:
         """The job is over, or goes on without a journal: nobody may take it up."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             self.file.unlink()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Journal:
 
     def __init__(self, folder: Folder, about: bytes, sizes: Mapping[int, int]) -> None:
         """`sizes`: of each place, the most bytes of an entry. OSError if there is no room, and nothing has changed."""
-        self._folder = folder
+        self._folder, self._published = folder, False
         first = _FILE.size + len(about) + 4 + _PLACE.size * len(sizes)
         at = -(-first // ALIGN) * ALIGN
         self._places: dict[int, tuple[int, int]] = {}
@@ -131,13 +131,15 @@ class Journal:
         self._number[place] = number
 
     def publish(self) -> None:
-        """From now on this is the journal."""
+        """From now on this is the journal. OSError, and the former one is."""
         os.replace(self._path, self._folder.file)
+        self._published = True
 
     def close(self) -> None:
         self._map.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()  # of one that was never published
+        if not self._published:  # else the name is that of the one that comes next
+            with contextlib.suppress(FileNotFoundError):
+                self._path.unlink()
 
 
 def _read(data: memoryview) -> Found:

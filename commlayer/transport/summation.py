@@ -46,8 +46,9 @@ class Summation:
 
     # ---- what outlasts this process
 
-    def remember(self, keep: Keep) -> None:
-        """Writes everything down with `keep`, and from now on what changes, ahead of the replies that tell of it."""
+    def remember(self, keep: Keep | None) -> None:
+        """Writes everything down with `keep`, and from now on what changes, ahead of the replies that tell of it. None: no
+        more."""
         self._keep = keep
         for cell in self.cells.values():
             with cell.lock:

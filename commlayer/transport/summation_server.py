@@ -205,7 +205,7 @@ class SumServer:
         h = message.header
         what = f"failed: {type(error).__name__}: {error}"
         with self._failing:
-            if self._failed is not None:
+            if self._failed is not None or self._closing.is_set():
                 return
             self._failed_s = time.monotonic()
             self._failed = CommError(what, peer=peer_name(self._core.peer), step=h.step, bucket=h.bucket)
