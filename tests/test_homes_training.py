@@ -172,7 +172,8 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
         _, said = ended(both[1], 130)
         assert "commlayer launch: this home was interrupted; the other homes end with it" in said
     _, said = ended(both[0], 1)
-    assert "commlayer.errors.PeerLost: worker 1: left the job: KeyboardInterrupt" in said
+    # Whichever of the two is heard first.
+    assert re.search(r"PeerLost: worker 1: .*(left the job: KeyboardInterrupt|says that it has ended)", said)
 
 
 if __name__ == "__main__":
