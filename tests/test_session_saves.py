@@ -233,8 +233,8 @@ def test_a_full_disk_at_any_point_fails_on_all_ranks_and_costs_nothing(tmp_path:
     assert results == [[]] * WORLD
 
 
-def killed(rank: int, where: Setting, folder: str, victim: int, operation: str, count: int) -> None:
-    job, left = Job(rank, where), [count]
+def killed(rank: int, where: Setting, folder: str, victim: int, operation: str, file: str) -> None:
+    job = Job(rank, where)
     for step in range(2):
         job.train(step, step + 1)
         torch.save(job.kept(), f"{folder}/kept-{step}-{rank}.pt")
@@ -242,9 +242,8 @@ def killed(rank: int, where: Setting, folder: str, victim: int, operation: str, 
         if step == 0:
             job.session.save(f"{folder}/save")
 
-    def kill(name: str, _: tuple[Any, ...]) -> None:
-        left[0] -= name == operation
-        if rank == victim and left[0] < 0:
+    def kill(name: str, args: tuple[Any, ...]) -> None:
+        if rank == victim and name == operation and str(args[-1]).endswith(file):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with before_each(kill):
@@ -259,13 +258,14 @@ def which(rank: int, where: Setting, folder: str) -> list[bool]:
     return [equal(now, torch.load(f"{folder}/kept-{step}-{rank}.pt", weights_only=True)) for step in range(2)]
 
 
-@pytest.mark.parametrize(("victim", "operation", "count", "loads"), [
-    pytest.param(1, "fsync", 1, 0, id="rank 1 while it writes"), pytest.param(0, "replace", 0, 0, id="rank 0 before it counts"),
-    pytest.param(0, "unlink", 1, 1, id="rank 0 while it tidies up"),
+@pytest.mark.parametrize(("victim", "operation", "file", "loads"), [
+    pytest.param(1, "fsync", "", 0, id="rank 1 while it writes"),
+    pytest.param(0, "replace", "save-2/manifest.json", 0, id="rank 0 before it counts"),
+    pytest.param(0, "unlink", "save-1/manifest.json", 1, id="rank 0 while it tidies up"),
 ])
-def test_a_rank_that_is_killed(victim: int, operation: str, count: int, loads: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed(victim: int, operation: str, file: str, loads: int, tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers, pytest.raises(PoolError, match=f"rank {victim}: EOFError"):
-        pool(WORLD).call(killed, setting(servers), str(tmp_path), victim, operation, count)
+        pool(WORLD).call(killed, setting(servers), str(tmp_path), victim, operation, file)
     with Servers(WORLD, SERVERS) as servers:
         assert pool(WORLD).call(which, setting(servers), str(tmp_path)) == [[loads == 0, loads == 1]] * WORLD
 
