@@ -16,25 +16,25 @@ from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.tcp import Settings, TcpTransport, note_refusal
+from commlayer.transport.stream_transport import Settings, StreamTransport, note_refusal
 
 WAIT_S = 60.0
 KINDS = ("plain", "tls", "grpc")
 
 
-def ends(rank: int, folder: str) -> dict[str, TcpTransport]:
+def ends(rank: int, folder: str) -> dict[str, StreamTransport]:
     """One over TCP in plain text, one in TLS, one over gRPC in plain text."""
-    return {kind: TcpTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
+    return {kind: StreamTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
             for kind in KINDS}
 
 
-def listening(kind: str, transport: TcpTransport, address: str) -> int:
+def listening(kind: str, transport: StreamTransport, address: str) -> int:
     if kind != "grpc":
         return transport.listen(address)[1]
     return stream_port(None, address, 0, transport.take, note_refusal).number
 
 
-def dial(kind: str, transport: TcpTransport, address: tuple[str, int]) -> None:
+def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:
     deadline = time.monotonic() + WAIT_S
     if kind == "grpc":
         carriers.over_grpc(transport, SERVER_BASE, address, None, deadline)
@@ -51,7 +51,7 @@ def take(args: argparse.Namespace) -> None:
     sys.stdin.read()
 
 
-def answer(transport: TcpTransport) -> None:
+def answer(transport: StreamTransport) -> None:
     """Says of each burst that its last body is there, and what this end has taken of the processor since it began."""
     with contextlib.suppress(CommError):  # the sender has ended
         while True:
@@ -83,7 +83,7 @@ def send(args: argparse.Namespace) -> None:
     print(json.dumps(told), flush=True)
 
 
-def burst(transport: TcpTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
+def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
     """Seconds until all are there, and those of the processor at the other end since it began."""
     told = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
     begin = time.monotonic()

@@ -26,7 +26,7 @@ from commlayer.control import client, coordinator, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.doctor import network_checks, network_facts, security_checks, security_facts, server_checks, server_facts
 from commlayer.doctor.finding import Finding
-from commlayer.transport import framing, route
+from commlayer.transport import framing, own_address
 
 SECRET = "correct-horse-battery"
 LIMIT_S = 60.0
@@ -187,7 +187,7 @@ def test_interfaces_and_names_of_this_machine() -> None:
     assert any(one.address == "127.0.0.1" and one.kind == "loopback" for one in found)
     assert network_facts.look_up("", "localhost").own
     assert not network_facts.look_up("", "203.0.113.9").own
-    default = route.default_address()
+    default = own_address.default_address()
     chosen = network_facts.addresses("", "127.0.0.1", (), alone=True)
     assert chosen.chosen == default
     assert not default or any(one.address == default for one in found)

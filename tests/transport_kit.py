@@ -32,7 +32,7 @@ from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Header, Kind, Message, Transport, key
 from commlayer.transport.shaped import shaped
 from commlayer.transport.shaped_links import HostLink, ShapedLinks
-from commlayer.transport.tcp import Address, Settings, TcpTransport
+from commlayer.transport.stream_transport import Address, Settings, StreamTransport
 
 PATIENCE_S = 30.0
 """Longer than anything takes that works: only failures wait for it."""
@@ -68,7 +68,7 @@ FAR = "127.0.0.2"
 """An end that listens here seems to be on another machine to who dials it, and the other way round."""
 
 
-def connect_all(transports: list[TcpTransport], host: str = "127.0.0.1") -> None:
+def connect_all(transports: list[StreamTransport], host: str = "127.0.0.1") -> None:
     """Every pair, the lower rank dialling; both ends are ready when it returns."""
     ready = Header(Kind.DATA, bucket=2**32 - 1)
     for i, dialler in enumerate(transports):
@@ -78,7 +78,7 @@ def connect_all(transports: list[TcpTransport], host: str = "127.0.0.1") -> None
             acceptor.wait(acceptor.recv(dialler.rank, key(ready)), soon())
 
 
-class GrpcEnd(TcpTransport):
+class GrpcEnd(StreamTransport):
     """Listens and dials by gRPC streams, as `commlayer serve` and its workers do with carrier="grpc"."""
 
     def __init__(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> None:
@@ -101,11 +101,11 @@ class GrpcEnd(TcpTransport):
 class Wire(NamedTuple):
     """A carrier between processes."""
 
-    kind: type[TcpTransport] = TcpTransport
+    kind: type[StreamTransport] = StreamTransport
     secured: bool = False
     host: str = "127.0.0.1"
 
-    def end(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> TcpTransport:
+    def end(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> StreamTransport:
         return self.kind(hello, admit, settings._replace(keys=keys()) if self.secured else settings)
 
     def raw(self, address: Address) -> ByteChannel:

@@ -35,7 +35,7 @@ def doctor(
     json: Annotated[Path | None, typer.Option("--json", help="Write findings and facts there, too.", metavar="FILE")] = None,
 ) -> None:
     """Look for what stands in the way of a run on this machine. Exit code 2 if something has to be mended first."""
-    from commlayer.cli.planfiles import check_json
+    from commlayer.cli.plan_inputs import check_json
 
     check_json(json)
     given = {"join": join, "bind": bind, "port": port, "keys": keys, "insecure": insecure}
@@ -106,7 +106,7 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
     from commlayer.doctor import network_facts, node_checks, node_links
     from commlayer.doctor.finding import of_error
     from commlayer.doctor.node_rows import Node
-    from commlayer.transport import route
+    from commlayer.transport import own_address
 
     (host, number), limit_s = asked.master, asked.config.join_deadline_s
     try:
@@ -115,7 +115,7 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
         if not number:
             raise ValueError("links between nodes: nobody says where they meet: start with torchrun, or say --master HOST:PORT")
         launch = read_launch()
-        address = network_facts.own_towards(host) or route.default_address()
+        address = network_facts.own_towards(host) or own_address.default_address()
         check_plain_text("address of this node", address, asked.config)
         if asked.launched:
             meeting, count = node_links.launched_store(launch.rank, launch.world, limit_s), launch.world
@@ -135,7 +135,7 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
 def _write(json: Path | None, findings: list[Finding], facts: dict[str, Any], rows: tuple[list[Node], list[Pair]]) -> None:
     import msgspec
 
-    from commlayer.cli.planfiles import write_json
+    from commlayer.cli.plan_inputs import write_json
     from commlayer.doctor.finding import usable
 
     told = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": facts, "nodes": rows[0],

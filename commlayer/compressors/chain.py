@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.compressors import kernels, payload, positions
 from commlayer.compressors.codec import Buffer, Codec, Out, State
 from commlayer.compressors.feedback import Limited
-from commlayer.compressors.oneround import OneRound, accumulator, check_numel
+from commlayer.compressors.one_round import OneRound, accumulator, check_numel
 from commlayer.compressors.picking import Picks
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec

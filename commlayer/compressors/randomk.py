@@ -1,6 +1,6 @@
 """Random entries that all members draw alike: only values travel, and a server adds them as they are.
 
-One entry in each of k strata, drawn by the header's seed, which comes from the keys of keys.py and the step. Accumulators hold
+One entry in each of k strata, drawn by the header's seed, which comes from the keys of random_keys.py and the step. Accumulators hold
 values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result goes out exact.
 """
 
@@ -13,7 +13,7 @@ from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, Round, State
-from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.records import Spec
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from commlayer.records import ServerInfo
 from commlayer.transport import grpc_ends
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
-from commlayer.transport.tcp import Address, TcpTransport
+from commlayer.transport.stream_transport import Address, StreamTransport
 
 log = logging.getLogger("commlayer")
 
@@ -27,7 +27,7 @@ Dial = Callable[[float], None]
 """Connects before that deadline."""
 
 
-def dialler(transport: TcpTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
+def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
     """Connects to that server by what is set, else by what gets through, and from then on by that. `joined`: the address by
     which this process reached the coordinator."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
@@ -69,7 +69,7 @@ def dialler(transport: TcpTransport, server: ServerInfo, joined: str, config: Co
     return dial
 
 
-def over_grpc(transport: TcpTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
+def over_grpc(transport: StreamTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
     """Connects to that peer by a gRPC stream."""
     where = settings.join_host(*address)
     if keys is not None:

@@ -26,10 +26,10 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.device_codecs import device_buckets
-from commlayer.runtime.ended import Ended
+from commlayer.runtime.ended_peers import Ended
 from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
-from commlayer.runtime.forwarded import Forwarded
+from commlayer.runtime.forwarded_attribute import Forwarded
 from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
