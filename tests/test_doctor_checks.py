@@ -18,7 +18,7 @@ from commlayer.doctor.examination import Look, examine
 from commlayer.doctor.finding import Finding, fail, of_error, ok, usable, warn
 from commlayer.doctor.machine_facts import Files, Folder, Processor, Shared, Software, Torch
 from commlayer.doctor.network_facts import Addresses, Interface, Name, Port, Reached
-from commlayer.doctor.node_rows import Node, Pair, turns
+from commlayer.doctor.node_checks import Node, Pair, turns
 from commlayer.doctor.security_facts import KeysFolder, PlanFile
 from commlayer.doctor.server_facts import Link, Server
 

@@ -14,7 +14,7 @@ from commlayer.errors import CommError, RecordError
 if TYPE_CHECKING:
     from commlayer.doctor.finding import Finding
     from commlayer.doctor.looks import Asked
-    from commlayer.doctor.node_rows import Node, Pair
+    from commlayer.doctor.node_checks import Node, Pair
 
 PAGE = 80
 
@@ -103,9 +103,9 @@ def _without_checks(given: dict[str, Any]) -> Config:
 def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
     """All links between nodes that look at once; what keeps them from it is a finding."""
     from commlayer.config import check_plain_text
-    from commlayer.doctor import network_facts, node_checks, node_links
+    from commlayer.doctor import network_facts, node_checks, node_facts
     from commlayer.doctor.finding import of_error
-    from commlayer.doctor.node_rows import Node
+    from commlayer.doctor.node_checks import Node
     from commlayer.transport import own_address
 
     (host, number), limit_s = asked.master, asked.config.join_deadline_s
@@ -118,12 +118,12 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
         address = network_facts.own_towards(host) or own_address.default_address()
         check_plain_text("address of this node", address, asked.config)
         if asked.launched:
-            meeting, count = node_links.launched_store(launch.rank, launch.world, limit_s), launch.world
+            meeting, count = node_facts.launched_store(launch.rank, launch.world, limit_s), launch.world
         else:
             own, count = network_facts.look_up("", host).own, asked.nodes
-            meeting = node_links.store_at(host, number, count, own, limit_s)
+            meeting = node_facts.store_at(host, number, count, own, limit_s)
         me = Node(socket.gethostname(), address)
-        found, pairs = node_links.measured(meeting, count, me, asked.config, limit_s)
+        found, pairs = node_facts.measured(meeting, count, me, asked.config, limit_s)
     except (CommError, ValueError, OSError) as error:
         show(of_error("nodes", error))
         return [], []

@@ -69,8 +69,8 @@ def make(
     measured = plan_inputs.profile_named(profile)
     asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured), max_loss=NO_LIMIT if max_loss is None else max_loss,
                    objective=plan_inputs.objective_named(objective), optimizer=plan_inputs.optimizer_named(optimizer),
-                   exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps,
-                   staleness=staleness or None)
+                   exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
+                   max_local_steps=max_local_steps, staleness=staleness or None)
     inputs = plan_file.PlanFileInputs(job, machines, measured, asked, plan_inputs.loss_named(loss),
                                       plan_inputs.learning_named(learning))
     costs, policy = inputs.costs()

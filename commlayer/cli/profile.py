@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.measuring import job_made_by, made_by
 from commlayer.cli.plan_inputs import check_out, write
+from commlayer.cli.user_code import job_made_by, made_by
 from commlayer.planner.model.cluster import CodecCost, Line, Profile
 from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record

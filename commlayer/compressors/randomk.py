@@ -1,7 +1,8 @@
 """Random entries that all members draw alike: only values travel, and a server adds them as they are.
 
-One entry in each of k strata, drawn by the header's seed, which comes from the keys of random_keys.py and the step. Accumulators hold
-values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result goes out exact.
+One entry in each of k strata, drawn by the header's seed, which comes from the keys of random_keys.py and the step.
+Accumulators hold values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result
+goes out exact.
 """
 
 from __future__ import annotations

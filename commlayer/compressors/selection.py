@@ -1,4 +1,4 @@
-"""Picks about k entries of largest magnitude out of gradient + residual. Knows thresholds and memory; nothing of payloads.
+"""Picks about k entries of largest magnitude out of gradient + residual, and who offers that to wrappers. Knows no payloads.
 
 Small tensors are sorted. Larger ones are scanned once at a tracked threshold that aims a little above k. What the scan finds
 above `room` is trimmed to the k largest of the candidates; less than ENOUGH * k costs a second scan at a
@@ -8,10 +8,10 @@ lower threshold. So the count is within 10 % of k wherever there are as many ent
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from commlayer.compressors import kernels, tracked_threshold
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import Buffer, State
 
 if TYPE_CHECKING:
     import torch
@@ -92,3 +92,32 @@ def mend(
     if count > room(n, k, False):
         count = kernels.trim(residual, n, idx, val, count, k, start, memory["words"])
     return Picked(idx[:count], val[:count], True)
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class Picks(Protocol):
+    """A codec that can hand on the entries it would send, as float32, instead of coding them."""
+
+    def capacity(self, numel: int) -> int:
+        """Most entries that `pick` hands on."""
+        ...
+
+    def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> Picked:
+        """Takes entries out of x + residual; the residual keeps the others. Not finite: it took the finite part of x.
+
+        Positions increase and values are exact. What it returns stays as it is until the next call.
+        """
+        ...
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A codec of one round that sends some entries and not others."""
+
+    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
+        """int32 positions of the entries in a payload; none in a flagged one."""
+        ...

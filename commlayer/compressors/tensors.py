@@ -34,7 +34,7 @@ def library() -> ModuleType:
 
 
 def without_torch() -> None:
-    """From now on codecs of this process take and give numpy_tensors.py's tensors: for one that never sees a tensor of torch."""
+    """From now on codecs of this process take and give numpy_tensors.py's: for one that never sees a tensor of torch."""
     # Codecs look for themselves at what is not finite; numpy would tell the user of each.
     warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", RuntimeWarning)
     _choose(f"{__package__}.numpy_tensors")

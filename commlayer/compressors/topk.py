@@ -70,12 +70,12 @@ class TopK(OneRound, frozen=True):
         return nbytes or payload.write_flagged(out, self.id, n)
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
-        """See picking.Picks."""
+        """See selection.Picks."""
         inputs.check(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See picking.Placed."""
+        """See selection.Placed."""
         head = payload.read(payload_, self.id, numel)
         idx: torch.Tensor = torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
         return idx

@@ -16,13 +16,13 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.server_journal import About, ServerJournal
-from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, CorruptFrame, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
+from commlayer.transport.shaped import shaped_by
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES

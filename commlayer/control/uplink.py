@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.control import carriers, client, messages
 from commlayer.control.client import Membership
-from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
@@ -18,6 +17,7 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.resumed import Resumed, Waits
 from commlayer.transport.secret import nonce
+from commlayer.transport.shaped import shaped_by
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation_server import Stalled, follow_stalls
 

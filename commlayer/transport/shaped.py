@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from commlayer.errors import CommError, CorruptFrame
+from commlayer.errors import CommError, CorruptFrame, RecordError
+from commlayer.records import View
 from commlayer.transport import framing, mailbox
 from commlayer.transport.framing import HEADER_NBYTES
 from commlayer.transport.mailbox import Mailbox, Operation
-from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport
-from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, MonotonicClock, ShapedLinks
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind, Message, Transport
+from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, HostLink, MonotonicClock, ShapedLinks
 
 _WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
 """Carriers keep BYE to themselves, so that this receive ends only with the peer."""
@@ -238,3 +239,25 @@ class Shaped:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
+
+
+ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or empty for none"
+
+
+def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
+    """The transport itself, or one whose peers on other nodes are as far and as slow as the setting says."""
+    if not setting:
+        return transport
+    nodes = {m.rank: m.node for m in view.members} | {SERVER_BASE + s.id: s.node for s in view.servers}
+    return shaped(transport, parse_shape(setting), nodes)
+
+
+def parse_shape(setting: str) -> ShapedLinks:
+    """All hosts alike. Processes that name the same path share the links' state."""
+    try:
+        words = dict(part.split("=", 1) for part in setting.split(","))
+        path, hosts = words.pop("path"), int(words.pop("hosts"))
+        link = HostLink(**{name: float(value) for name, value in words.items()})
+        return ShapedLinks(path, [link] * hosts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"shape: got {setting!r} ({error}), allowed: {ALLOWED}") from None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from commlayer.config import Config, host_port, join_host
-from commlayer.doctor.node_rows import Node, Pair, turns
+from commlayer.doctor.node_checks import Node, Pair, turns
 from commlayer.errors import CommError
 from commlayer.measure import link_rates
 from commlayer.transport import secret
