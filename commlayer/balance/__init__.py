@@ -35,7 +35,7 @@ _MODULES = {
     "sampler": ("Sampler",),
     "share_solver": ("Communication", "Solution", "shares", "solve"),
 }
-_HOMES = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Balancer",
@@ -59,8 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'commlayer.balance' has no attribute {name!r}")
 
 

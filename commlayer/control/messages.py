@@ -255,6 +255,15 @@ def version() -> str:
         return "source"
 
 
+def incompatible(asked: Join | Attend, version: str) -> str:
+    """Why a process of such software cannot take part, or an empty string. `version`: of who is here; empty for nobody."""
+    if asked.protocol != PROTOCOL:
+        return f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
+    if version and asked.version != version:
+        return f"runs commlayer {asked.version}, the job {version}: install the same version everywhere"
+    return ""
+
+
 def pack(record: Record) -> bytes:
     return msgspec.msgpack.encode(record)
 
