@@ -7,29 +7,35 @@ which word. Knows no headers and no codecs.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from commlayer.compressors.reference.memory import MAX_N, Memory, floats, increasing, octets_of, positions, write
 from commlayer.errors import CorruptFrame
 
+Words = npt.NDArray[np.uint64]
 ROUNDS = 10
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _ADDENDS = 0x9E3779B9, 0xBB67AE85
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-def words(n: int, first: int, key: int, step: int) -> torch.Tensor:
-    """The words of elements first .. first + n - 1, as int64."""
-    blocks = np.arange(first // 4, (first + n + 3) // 4, dtype=np.uint64)
+def philox4x32(key: int, blocks: Words, step: int) -> Words:
+    """The four words of each block, one row a block."""
     c0, c1 = blocks & _LOW, blocks >> _HALF
-    c2, c3 = np.full_like(blocks, step & 0xFFFFFFFF), np.full_like(blocks, step >> 32)
-    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    c2, c3 = np.full_like(blocks, step & MAX_N), np.full_like(blocks, step >> 32)
+    k0, k1 = key & MAX_N, key >> 32
     for _ in range(ROUNDS):
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1 = (p1 >> _HALF) ^ c1 ^ np.uint64(k0), p1 & _LOW
         c2, c3 = (p0 >> _HALF) ^ c3 ^ np.uint64(k1), p0 & _LOW
-        k0, k1 = (k0 + _ADDENDS[0]) & 0xFFFFFFFF, (k1 + _ADDENDS[1]) & 0xFFFFFFFF
-    flat = np.stack([c0, c1, c2, c3], axis=1).reshape(-1)
+        k0, k1 = (k0 + _ADDENDS[0]) & MAX_N, (k1 + _ADDENDS[1]) & MAX_N
+    return np.stack([c0, c1, c2, c3], axis=1)
+
+
+def words(n: int, first: int, key: int, step: int) -> torch.Tensor:
+    """The words of elements first .. first + n - 1, as int64."""
+    flat = philox4x32(key, np.arange(first // 4, (first + n + 3) // 4, dtype=np.uint64), step).reshape(-1)
     return torch.from_numpy(flat[first % 4 : first % 4 + n].astype(np.int64))
 
 
