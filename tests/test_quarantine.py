@@ -13,7 +13,7 @@ import pytest
 import torch
 from control_kit import quick
 from runtime_kit import Rig, on_ranks, step
-from test_service_sums import Doubles, push, value
+from summation_kit import Doubles, push, value
 from transport_kit import soon
 
 from commlayer import records

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
-from test_service_sums import VALUES, push, service
+from summation_kit import VALUES, push, service
 from transport_kit import exchange_pair, soon
 
 from commlayer.control import client, coordinator, messages, tls_front

@@ -19,7 +19,7 @@ from commlayer.gpu.launch import start as launch
 CONTROL = 13
 """Words of struct Control in cuda/control.cuh: whole numbers, then three doubles."""
 
-KEPT, BLOCKS, COUNT, CUT = 3, 5, 6, 10
+KEPT, COUNT, CUT = 3, 6, 10
 """Places in it: entries that stay, then how many of them are from the scan's start on; cut, slope and shift."""
 
 MEND = -1
