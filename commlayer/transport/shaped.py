@@ -17,7 +17,7 @@ from commlayer.records import View
 from commlayer.transport import framing, mailbox
 from commlayer.transport.framing import HEADER_NBYTES
 from commlayer.transport.mailbox import Mailbox, Operation
-from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind, Message, Transport
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind, Message, Transport, Wrapper
 from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, HostLink, MonotonicClock, ShapedLinks
 
 _WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
@@ -39,11 +39,12 @@ def shaped(inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock
     return Shaped(inner, links, hosts, clock or MonotonicClock())
 
 
-class Shaped:
+class Shaped(Wrapper):
     """A Transport; made by shaped(). `sent_nbytes` and `received_nbytes` count frames by peer, headers included."""
 
     def __init__(self, inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock) -> None:
-        self._inner, self._links, self._hosts, self._clock = inner, links, hosts, clock
+        super().__init__(inner)
+        self._links, self._hosts, self._clock = links, hosts, clock
         self.sent_nbytes: Counter[int] = Counter()
         self.received_nbytes: Counter[int] = Counter()
         self._mailbox = Mailbox()
@@ -65,14 +66,6 @@ class Shaped:
         for peer in inner.peers:
             self._watch(peer)
         inner.recv().on_done(self._arrived)
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._inner.peers
 
     def _near(self, peer: int) -> bool:
         host = self._hosts[self.rank]
