@@ -30,6 +30,7 @@ def doctor(
     bind: Annotated[str, typer.Option(help="Address that this machine is to listen on.", metavar="HOST")] = "",
     port: Annotated[int, typer.Option(help="Port for a coordinator here; its data port is the next one.")] = 0,
     keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
+    journal: Annotated[str, typer.Option(help="The folder for the journal of a server here.", metavar="DIR")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
     no_bandwidth: Annotated[bool, typer.Option("--no-bandwidth", help="Do not measure the link, which takes 2 s.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Write findings and facts there, too.", metavar="FILE")] = None,
@@ -38,7 +39,7 @@ def doctor(
     from commlayer.cli.plan_inputs import check_json
 
     check_json(json)
-    given = {"join": join, "bind": bind, "port": port, "keys": keys, "insecure": insecure}
+    given = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     asked = _asked({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
     # Here, since checks load numpy, which --help does without.
     from rich.console import Console
