@@ -211,10 +211,18 @@ def test_planner_and_balance_import_no_torch() -> None:
 
 def test_planning_loads_no_torch() -> None:
     there = [part for part in ("planner", "balance") if (PACKAGE / part / "__init__.py").exists()]
-    parts = ["commlayer", *(f"commlayer.{part}" for part in there)]
-    look = f"import sys, {', '.join(parts)}; print(sorted({{'torch', 'grpc'}} & set(sys.modules)))"
+    assert loaded("commlayer", *(f"commlayer.{part}" for part in there), of={"torch", "grpc"}) == "[]"
+
+
+def test_a_coordinator_loads_no_numpy() -> None:
+    """A rank starts one in attach(), and waits for it."""
+    assert loaded("commlayer.control.server_process", of={"torch", "numpy"}) == "[]"
+
+
+def loaded(*modules: str, of: set[str]) -> str:
+    look = f"import sys, {', '.join(modules)}; print(sorted({of} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "[]"
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,15 +41,6 @@ OUR_ROUNDING = 4.0
 LEAST = 2e-6
 EPS_ERROR = 1e-3
 """Where eps is as large as sqrt(v): of what the weights move."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fits(race: Race, case: str) -> bool:

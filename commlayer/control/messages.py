@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import importlib.metadata
 import os
 import secrets
 import socket
@@ -247,8 +247,11 @@ def digest_of(plan: bytes) -> str:
     return hashlib.sha256(plan).hexdigest()[:16] if plan else ""
 
 
+@functools.cache
 def version() -> str:
     """The installed package's version, or "source" for a bare checkout."""
+    import importlib.metadata  # here, since a coordinator does without
+
     try:
         return importlib.metadata.version("commlayer")
     except importlib.metadata.PackageNotFoundError:
