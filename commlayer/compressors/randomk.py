@@ -86,6 +86,14 @@ class RandomK(OneRound, frozen=True):
             kernels.scatter_add(residual, idx, kept.sub_(val))
         return end
 
+    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See sparse_results.Reads."""
+        head = payload.read(result, self.id, numel)
+        if head.flagged:
+            return None
+        idx, val = self.check(head, numel)
+        return idx, val
+
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         val = self._values(head, numel)
         idx = torch.empty(self.entries(numel), dtype=torch.int32, device=val.device)

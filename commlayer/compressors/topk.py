@@ -80,6 +80,14 @@ class TopK(OneRound, frozen=True):
         idx: torch.Tensor = torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
         return idx
 
+    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See sparse_results.Reads."""
+        head = payload.read(result, self.id, numel)
+        if head.flagged:
+            return None
+        idx, val = self.check(head, numel)
+        return idx, value_kinds.decode("int8", val, idx.numel()) if self.values == "int8" else val
+
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
         payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])

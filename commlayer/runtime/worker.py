@@ -289,6 +289,16 @@ class Worker(Unapplied):
         used |= {number: result.used for number, result in self.late.of.items()}
         return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._by_tensor]
 
+    def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """After `finish`: its average as positions and values, in order; None where some bucket has not kept it so."""
+        parts = []
+        for bucket, i in sorted(self._by_tensor[tensor], key=lambda place: place[0].slices[place[1]].start):
+            if bucket.sparse is None:
+                return None
+            idx, values = bucket.sparse.entries(i)
+            parts.append((idx, values * self._factor(bucket, bucket.weight)))
+        return parts
+
     def drain(self) -> None:
         """Waits until no exchange is under way; late results are kept then. All ranks call it behind the same step."""
         self.check()
