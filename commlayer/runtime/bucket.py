@@ -31,6 +31,7 @@ HIDES = 1 << 20
 """So many times what is usual, a number's own rounding is a sixteenth of that."""
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
+IDENTITY = "identity()"
 
 
 class Entries(Protocol):
@@ -55,7 +56,8 @@ class WorkerBucket:
     The sum comes back into `y`. That is `x` again, unless the codec keeps something back: then what it was given stays, so
     that a step whose average was not applied can be taken back without a copy of the residual.
 
-    An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result.
+    An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result. So have buffers on
+    the way over a server, which is sent their own mean over this node in float32, and makes the mean of all of these.
     """
 
     def __init__(
@@ -79,18 +81,21 @@ class WorkerBucket:
         self.in_updates = not self.dense and in_updates(codec)
         self.in_means = not self.dense and codec.keeps
         """Whether gradients are coded as parts of the mean, so that what is owed is worth the same when weights change."""
+        self.means = self.served and self.buffer and str(codec) == IDENTITY
+        """Whether a server makes the mean of what workers have, in place of a sum of parts (Flag.MEAN)."""
         self.spec = planned.spec
         self.layout = Layout(planned, job)
         self.numel, self.nslices = planned.numel, len(planned.slices)
         doubles = any(job.tensors[s.tensor].dtype == "float64" for s in planned.slices)
-        dtype = torch.float64 if self.dense and (doubles or self.buffer) else torch.float32
+        dtype = torch.float64 if (self.dense and (doubles or self.buffer)) or self.means else torch.float32
+        coding = torch.float32 if self.means else dtype
         floats = self.numel + self.nslices + 1
-        on_host, self.on_device = device.type == "cpu", on_device and coded
+        on_host, self.on_device = device.type == "cpu", on_device and coded and not self.means
         staged = coded and not self.on_device
-        block = aligned(PAYLOAD_HEADER, floats * dtype.itemsize if on_host or staged else 0, pinned=not on_host and staged)
-        host = block[PAYLOAD_HEADER:].view(dtype)
+        block = aligned(PAYLOAD_HEADER, floats * coding.itemsize if on_host or staged else 0, pinned=not on_host and staged)
+        host = block[PAYLOAD_HEADER:].view(coding)
         self.host = host[: self.numel]
-        every = host if on_host else torch.empty(floats, dtype=dtype, device=device)
+        every = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
         self.host_y, every_y = self.host, every
         if coded and self.in_means:
             back = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
@@ -164,6 +169,8 @@ class WorkerBucket:
         """Whether a server has refused somebody's contribution: the sum and its weight are the others'."""
         self.total = 0.0
         """The weight of all workers that this exchange's gradients were taken as a part of."""
+        self.told: float | None = None
+        """What all workers weigh, where only a device knows it from the exchange and somebody has said so to the host."""
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """x = gradients times factor; zeros where there is none, and everywhere if they weigh nothing (a mean over no samples
@@ -222,19 +229,33 @@ class WorkerBucket:
         self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
         self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())
 
+    @property
+    def read_here(self) -> bool:
+        """Whether the host reads what a collective brings at no cost."""
+        return self._facts_y is not None
+
     def over_weight(self, scale: float) -> float | torch.Tensor:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
+        if self.told == 0.0:
+            raise ZeroDivisionError
         return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
 
     def summed_weight(self) -> float:
         """What all workers weighed in the exchange whose result is in y; 0 where only a device knows."""
         if self.served:
             return self.weight
-        return 0.0 if self._facts_y is None else float(self._facts_y[-1])
+        return self.told or 0.0 if self._facts_y is None else float(self._facts_y[-1])
 
     def op(self, coding: str) -> str:
         """"encode" or "decode" as paths spell it."""
         return f"{coding}@{'gpu' if self.on_device else 'cpu'}"
+
+    def to_mean(self) -> None:
+        """x, what this node's ranks weighed together, becomes the mean of theirs, where a server weighs it."""
+        if self.means:
+            self.x.div_(self.weight or 1.0)
+            if self.x.device.type == "cpu":
+                self.host.copy_(self.x)
 
     def encode(self) -> int:
         """Round 0: x to payload."""
@@ -284,6 +305,8 @@ class WorkerBucket:
         """The last round's result to x."""
         if not self.on_device:
             self.finite = self.codec.decode(result, self.state, self.host_y)
+            if self.means and self.y.device.type == "cpu":
+                self.y.copy_(self.host_y)
             return
         nbytes = result.nbytes
         if nbytes > self.bound:
