@@ -21,7 +21,7 @@ from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 WORLD, STEPS = 3, 4
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "shared_int()", "randomk(ratio=0.1)",
@@ -133,13 +133,13 @@ def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way:
 
 
 def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), **waits: Any,
-         ) -> tuple[TcpTransport, Resumed, Cutter]:
+         ) -> tuple[StreamTransport, Resumed, Cutter]:
     """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
     # A length that a flipped bit has made too large is waited for.
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(
         resume=True, refused=lambda *_: None, keys=keys[0], hello_s=1.0 if keys[0] else 5.0))
     cutter = Cutter(server.listen(), [])
-    carrier = TcpTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
+    carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
     worker = Resumed(carrier, carrier, Waits(window_s, **waits))
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
@@ -217,7 +217,7 @@ def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up()
 
 def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:
     server, worker, cutter = pair(30.0)
-    other = TcpTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
+    other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
     with pytest.raises(NotYet, match="worker 0 is connected already"):
         other.dial(SERVER_BASE, cutter.address, soon())
     for end in (other, worker, server, cutter):
