@@ -51,7 +51,7 @@ class StepLoop:
         self._use: AverageUse | None = None
         if connection.worker is not None:
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
-                                   lambda numbers: self.worker.applied(numbers))
+                                   lambda numbers: self.worker.applied(numbers), lambda number: self.worker.anything(number))
             connection.worker.settle = self._use.settle
             connection.on_close.append(self._use.detach)
         if (auto := auto_of(connection)) is not None:
