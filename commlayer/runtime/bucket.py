@@ -158,6 +158,8 @@ class WorkerBucket:
         """What y has been multiplied by since it came back."""
         self.spent = 0
         """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
+        self.said = 0
+        """What the server was told in it of slices where the exchange before was not applied."""
         self.abandoned = ""
         """Who broke the step off, and why: then there is no sum."""
         self.partial = False
