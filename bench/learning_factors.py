@@ -8,7 +8,6 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from msgspec import structs
-from scipy.stats import spearmanr
 
 from bench import Unmeasurable
 from bench.learning_run import Way
@@ -77,6 +76,8 @@ def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
 
 
 def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
+    from scipy.stats import spearmanr  # which loads much of scipy, and tests of benches do not
+
     rank = float(spearmanr(guessed, measured).statistic)
     return 0.0 if math.isnan(rank) else rank
 

@@ -251,6 +251,13 @@ def child_environment(config: Config) -> dict[str, str]:
     return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
 
 
+def take_environment(wanted: Mapping[str, str]) -> None:
+    """In a process that was forked: from here on its environment has these variables, and no other settings."""
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]
+    os.environ.update({PREFIX + "CONFIG": "", **wanted})
+
+
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:
     """The environment for a worker of a home: what torchrun would say to it, and these settings."""
     told = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,

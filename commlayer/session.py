@@ -15,14 +15,13 @@ from commlayer.config import Config, read_config
 from commlayer.ddp import HookState, comm_hook
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
-from commlayer.job.allowed_ways import check_local, forbids_of
+from commlayer.job.allowed_ways import check_local, check_overlap, forbids_of
 from commlayer.job.clipping import Clipping, checked, clipping
 from commlayer.job.connection import Connection
 from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
-from commlayer.job.overlap_check import check_overlap
 from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect

@@ -14,6 +14,10 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 
+# Before torch and numpy are loaded. The tensors here are small, and where several tests share the cores, threads that wait for
+# each other's part of a product spin: most of the time of such a test. Child processes inherit it; torchrun sets the same.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("same", derandomize=True)
 settings.register_profile("new", derandomize=False)
 settings.load_profile("same")

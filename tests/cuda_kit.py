@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -44,16 +45,24 @@ def build(sources: Sequence[Path], *flags: str) -> Path:
     headers = sorted([*SHIM.glob("*.h"), *CUDA.glob("*.cuh")])
     text = b"".join(f.read_bytes() for f in [*headers, *sources]) + " ".join([COMPILER, *FLAGS, *flags]).encode()
     library = ROOT / "build" / "cuda_shim" / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        work = library.with_suffix(f".{os.getpid()}")
-        work.mkdir()
-        with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(lambda source: _compile(source, work, flags), sources))
-        _run([COMPILER, "-shared", "-Wl,-Bsymbolic", *FLAGS, *flags, *map(str, objects), "-o", str(work / "all.so")])
-        (work / "all.so").replace(library)
-        shutil.rmtree(work)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Tests that want the same at once wait for the first, which takes all cores for some ten seconds.
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(library, sources, flags)
     return library
+
+
+def _build(library: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
+    assert COMPILER is not None
+    work = library.with_suffix(f".{os.getpid()}")
+    work.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda source: _compile(source, work, flags), sources))
+    _run([COMPILER, "-shared", "-Wl,-Bsymbolic", *FLAGS, *flags, *map(str, objects), "-o", str(work / "all.so")])
+    (work / "all.so").replace(library)
+    shutil.rmtree(work)
 
 
 def _compile(source: Path, work: Path, flags: Sequence[str]) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,6 @@ from commlayer.balance import Decision, Sampler
 from commlayer.balance.profiling import profile
 from commlayer.measure import memory
 from commlayer.measure.batch_trials import Trial, batches_of, out_of_memory
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine several wait for each other longer than such models compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model() -> nn.Sequential:

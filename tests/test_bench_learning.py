@@ -24,14 +24,6 @@ from commlayer.runtime.model_job import job_of
 RATE, STEPS, WORKERS = 0.01, 10, 2
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(learning, "STORE", tmp_path / "runs.jsonl")

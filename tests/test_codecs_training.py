@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import codecs_kit as kit
@@ -26,15 +25,6 @@ HOW = {
     "randomk": (kit.NAMED["randomk"], 0.5, 0.0),
 }
 """Those that hold the momentum themselves leave none to the optimizer; what delays gradients bears less of it."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These products are too small to be shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gradients(weights: list[torch.Tensor], batch: Batch) -> list[torch.Tensor]:

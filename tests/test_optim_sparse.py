@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,15 +41,6 @@ OUR_ROUNDING = 4.0
 LEAST = 2e-6
 EPS_ERROR = 1e-3
 """Where eps is as large as sqrt(v): of what the weights move."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fits(race: Race, case: str) -> bool:
@@ -94,6 +84,17 @@ def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
     assert torch.equal(ours, theirs)
     ours_kept, theirs_kept = (optimizer.state_dict()["state"].get(0, {}).keys() for optimizer in optimizers)
     assert ours_kept == theirs_kept
+
+
+@pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
+def test_all_weights_of_a_touched_group_make_the_step(name: str) -> None:
+    race = Race(CASES[name], shape=(5, 11), lag=250)
+    for t in range(12):
+        idx = torch.arange(55) if t == 0 else torch.tensor([17, 20])
+        race.step(sparse_gradient(idx.to(torch.int32), torch.randn(len(idx)), race.shape))
+    error = (race.lazy.detach() - race.single.detach()).abs().view(-1)
+    fresh = torch.arange(55) // reference.GROUP == 17 // reference.GROUP
+    assert error[fresh].max() < 1e-5 < error[~fresh].max(), "the others are behind"
 
 
 @pytest.mark.parametrize("name", ["sgd momentum and decay", "adamw decay"])
@@ -312,6 +313,17 @@ def test_memory_that_is_not_row_by_row_is_refused_for_sparse_gradients() -> None
     p.grad = draw((2, 3, 4, 4), 3)
     with pytest.raises(ValueError, match=r"SparseSGD: .* make the parameter contiguous\(\)"):
         SparseSGD([p]).step()
+
+
+def test_a_state_with_a_stamp_for_each_weight_is_refused() -> None:
+    p = nn.Parameter(torch.ones(40))
+    optimizer = SparseSGD([p], momentum=0.9)
+    p.grad = draw((40,), 3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["stamp"] = torch.zeros(40, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"SparseSGD: a state with stamps for 40, allowed: 3, one for every 16 .* flush"):
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [

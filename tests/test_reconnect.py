@@ -21,7 +21,7 @@ from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 WORLD, STEPS = 3, 4
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "shared_int()", "randomk(ratio=0.1)",
@@ -115,11 +115,11 @@ def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
 # ---- what ends it all the same
 
 
-def pair(window_s: float, **waits: Any) -> tuple[TcpTransport, Resumed, Cutter]:
+def pair(window_s: float, **waits: Any) -> tuple[StreamTransport, Resumed, Cutter]:
     """A server's carrier, and a worker's transport that reaches it through a cutter."""
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, refused=lambda *_: None))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, refused=lambda *_: None))
     cutter = Cutter(server.listen(), [])
-    carrier = TcpTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True))
+    carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True))
     worker = Resumed(carrier, carrier, Waits(window_s, **waits))
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
@@ -197,7 +197,7 @@ def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up()
 
 def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:
     server, worker, cutter = pair(30.0)
-    other = TcpTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
+    other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
     with pytest.raises(NotYet, match="worker 0 is connected already"):
         other.dial(SERVER_BASE, cutter.address, soon())
     for end in (other, worker, server, cutter):

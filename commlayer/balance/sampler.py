@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from commlayer.balance.course import KEEP_STEPS, Course
+from commlayer.balance.epoch_steps import KEEP_STEPS, Course
 from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
 from commlayer.balance.ledger import Ledger, text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -158,11 +158,16 @@ class Membership:
             lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=f"coordinator {self._link.address}"))
         if lost and not self._failed and not self._closing.is_set():
             self._failed = True
-            self._on_failure(lost[0])
+            self._on_failure(first_cause(lost))
 
     def awaited(self, peer: str) -> bool:
         """Whether it is a server, or a worker of the newest view."""
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
+
+
+def first_cause(lost: Sequence[PeerLost]) -> PeerLost:
+    """Of several that are heard of at once, one that did not go because another of them did."""
+    return next((one for one in lost if not any(f"{other.peer}: " in one.what for other in lost if other is not one)), lost[0])
 
 
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,

@@ -27,6 +27,8 @@ AHEAD = 8
 """Parts of a plan under way at once, so that a far coordinator costs few round trips."""
 LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """It is not up yet, has too much to do, or was ended while it answered."""
+WATCHED_S = 1.0
+"""gRPC's thread that watches a channel looks up every 0.2 s."""
 R = TypeVar("R", bound=Record)
 
 
@@ -133,6 +135,12 @@ class CoordinatorChannel:
             log.info("left without notice: %s", error)
 
     def close(self) -> None:
+        if self.keys is not None:
+            self._channel.unsubscribe(self._changed)
+            # In a channel that is closed under it, gRPC's thread ends with an exception, which Python prints.
+            watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + WATCHED_S
+            while getattr(watched, "polling", False) and time.monotonic() < until:
+                time.sleep(0.005)
         self._channel.close()
 
 

@@ -25,6 +25,7 @@ from commlayer.control.messages import (
     Seat,
     Told,
     digest_of,
+    incompatible,
     version,
 )
 from commlayer.records import Member, Record, ServerInfo, View
@@ -232,11 +233,8 @@ def missing(state: State) -> str:
 
 def _problem(state: State, request: Join) -> str:
     """Why the request cannot be met, or an empty string."""
-    if request.protocol != PROTOCOL:
-        return f"speaks control protocol {request.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
-    version = next((p.join.version for p in state.places.values()), request.version)
-    if request.version != version:
-        return f"runs commlayer {request.version}, the job {version}: install the same version everywhere"
+    if problem := incompatible(request, next((p.join.version for p in state.places.values()), "")):
+        return problem
     if state.view is not None:
         return f"the job has begun with {len(state.view.members)} workers; a running job takes no new members"
     total = state.servers
@@ -278,12 +276,12 @@ def _completed(state: State) -> State:
     seated = sorted(state.places.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
     members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
-    servers = _housed([p for p in seated if p.join.kind == "server"], workers)
+    servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     plan = workers[0].join.plan
     return msgspec.structs.replace(state, view=View(1, members, servers, digest_of(plan)), plan=plan)
 
 
-def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
+def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
     """On the nodes that they name; else where their machine's workers are, or on nodes behind all others."""
     nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
     named = [p.join.node for p in (*servers, *workers)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import importlib.metadata
 import os
 import secrets
 import socket
@@ -260,12 +260,24 @@ def digest_of(plan: bytes) -> str:
     return hashlib.sha256(plan).hexdigest()[:16] if plan else ""
 
 
+@functools.cache
 def version() -> str:
     """The installed package's version, or "source" for a bare checkout."""
+    import importlib.metadata  # here, since a coordinator does without
+
     try:
         return importlib.metadata.version("commlayer")
     except importlib.metadata.PackageNotFoundError:
         return "source"
+
+
+def incompatible(asked: Join | Attend, version: str) -> str:
+    """Why a process of such software cannot take part, or an empty string. `version`: of who is here; empty for nobody."""
+    if asked.protocol != PROTOCOL:
+        return f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
+    if version and asked.version != version:
+        return f"runs commlayer {asked.version}, the job {version}: install the same version everywhere"
+    return ""
 
 
 def pack(record: Record) -> bytes:

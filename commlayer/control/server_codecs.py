@@ -16,7 +16,7 @@ from commlayer.compressors.checkpoint import number, recall, remembered, tensor_
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
 from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.keys import SERVER
+from commlayer.compressors.random_keys import SERVER
 from commlayer.records import Bucket, Plan
 
 UNDONE = "_undone"

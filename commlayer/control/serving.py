@@ -16,17 +16,17 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.server_journal import About, ServerJournal
-from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, CorruptFrame, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
+from commlayer.transport.shaped import shaped_by
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.tcp import Settings, TcpTransport
 from commlayer.transport.view_change import ViewChange
 
 log = logging.getLogger("commlayer")
@@ -51,7 +51,7 @@ class Serving:
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
         keys = Keys(config.keys) if config.keys else None
-        self._transport = TcpTransport(self._hello, self._admit, Settings(
+        self._transport = StreamTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
         self._quarantine = None if config.quarantine == "off" else Quarantine(
@@ -213,7 +213,7 @@ class Serving:
         return core
 
     def missed(self) -> tuple[str, ...]:
-        """As TcpTransport.missed."""
+        """As StreamTransport.missed."""
         return self._transport.missed()
 
     @property

@@ -12,7 +12,6 @@ import msgspec
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.control import carriers, client, messages
 from commlayer.control.client import Membership, OnView
-from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
@@ -20,8 +19,9 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.resumed import Resumed, Waits
 from commlayer.transport.secret import nonce
+from commlayer.transport.shaped import shaped_by
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation_server import Stalled, follow_stalls
-from commlayer.transport.tcp import Settings, TcpTransport
 from commlayer.transport.view_change import ViewChange
 
 Fail = Callable[[CommError], None]
@@ -64,7 +64,7 @@ class Uplink:
         self.address = address
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
         window_s = reconnect_window_s(self._config)
-        carrier = TcpTransport(hello, settings=Settings(
+        carrier = StreamTransport(hello, settings=Settings(
             secret=self._config.token, user_timeout_s=unheard_s(self._config), keys=keys, resume=window_s > 0))
         self.pace, self.recycle = carrier.pace, carrier.pool.give
         self.transport = transport = Resumed(

@@ -25,7 +25,7 @@ from commlayer.config import Config
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
 from commlayer.job.spacing import steps_between
-from commlayer.runtime.ended import UNEQUAL
+from commlayer.runtime.ended_peers import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups

@@ -86,7 +86,7 @@ def connect(
             made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
                      "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
         nodes = made.world // per_node
-        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
+        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.with_server_nodes(
             requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
         ), whole), asked), made.groups)
         if regroups and (why := unfit(made.plan)):
@@ -144,8 +144,8 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     assert plan is not None
     nodes = made.world // per_node
     config = msgspec.structs.replace(config, node=node)
-    homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
-    mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
+    hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
+    mine = [number for number, host in enumerate(hosts) if host == node] if local == 0 else []
 
     # Servers load codecs, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
     # that is set is for it and for a server in its process.

@@ -6,7 +6,7 @@ Runs once, in the first backward pass, and where an error is to name a parameter
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,16 @@ def wrapper_of(state: object) -> DistributedDataParallel | None:
 
 def wrappers_of(state: object) -> list[DistributedDataParallel]:
     """All of them."""
-    wrapped = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    kinds = tuple(_kinds(DistributedDataParallel))
+    wrapped = [thing for thing in gc.get_objects() if type(thing) in kinds]
     return [ddp for ddp in wrapped if any(theirs is state for _, theirs in getattr(ddp, "_comm_hooks", ()))]
+
+
+def _kinds(kind: type[object]) -> Iterator[type[object]]:
+    """It and all below. Comparing the types of some hundred thousand things is quick; issubclass of an abstract one is not."""
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
 
 
 def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:

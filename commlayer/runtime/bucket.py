@@ -18,10 +18,12 @@ from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
 from commlayer.compressors.debts import Debt, cut_of, forgive, owed, spread
 from commlayer.compressors.feedback import add_where, in_updates
+from commlayer.compressors.sparse_results import Reads, reader_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
+from commlayer.runtime.sparse_result import MOST_NUMEL, SparseResult
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
@@ -53,7 +55,8 @@ class WorkerBucket:
     there is no twin, and only payloads cross, those that go and those that come each through pinned memory.
 
     The sum comes back into `y`. That is `x` again, unless the codec keeps something back: then what it was given stays, so
-    that a step whose average was not applied can be taken back without a copy of the residual.
+    that a step whose average was not applied can be taken back without a copy of the residual. Where somebody wants results as
+    the entries that a sparse codec sends, they stay that (`sparse`), and y is made of them if it is asked for.
 
     An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result.
     """
@@ -97,6 +100,9 @@ class WorkerBucket:
             self.host_y = back.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
                 every_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
+        self._reader: Reads | None = None
+        self.sparse: SparseResult | None = None
+        """The last result, where it is kept as entries."""
         self.lie_in(every, every_y)
         self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
@@ -134,12 +140,27 @@ class WorkerBucket:
         """From now on its elements and their tail are there, and come back there. What does not code may lie beside others."""
         self.all, self.all_y = every, every_y
         self.x, self.tail = every[: self.numel], every[self.numel :]
-        self.y, self.tail_y = every_y[: self.numel], every_y[self.numel :]
+        self._y, self.tail_y = every_y[: self.numel], every_y[self.numel :]
         on_host = every.device.type == "cpu"
         self._facts = self.tail.numpy() if on_host else None
         self._facts_y = self.tail_y.numpy() if on_host else None
         """The same memory where the host can reach it: a small tensor costs as much time as thousands of elements."""
-        self.views, self.views_y = self.layout.views(self.x), self.layout.views(self.y)
+        self.views, self.views_y = self.layout.views(self.x), self.layout.views(self._y)
+
+    @property
+    def y(self) -> torch.Tensor:
+        """The sum that came back."""
+        if self.sparse is not None and not self._y.numel():
+            self._y = self.sparse.whole()
+        return self._y
+
+    def keep_entries(self) -> None:
+        """From now on results stay entries, where they come as that. For the only rank of a node, ahead of its first step."""
+        if self.coded and not self.late and not self.buffer and self.x.device.type == "cpu" and self.numel <= MOST_NUMEL:
+            self._reader = reader_of(self.codec)
+        if self._reader is not None:
+            self._y = self.host_y = self.all_y = self.tail_y = torch.empty(0)
+            self._facts_y, self.views_y = None, []
 
     def reset(self) -> None:
         """Before a step's gradients. What its exchange needs stays: a late bucket's goes on behind the step."""
@@ -158,8 +179,7 @@ class WorkerBucket:
         """What y has been multiplied by since it came back."""
         self.spent = 0
         """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
-        self.said = 0
-        """What the server was told in it of slices where the exchange before was not applied."""
+        self.said = 0  # the slices of which the server was told in it that the exchange before was not applied there
         self.abandoned = ""
         """Who broke the step off, and why: then there is no sum."""
         self.partial = False
@@ -266,7 +286,7 @@ class WorkerBucket:
 
         Beside numbers so large that their rounding hides what was owed, nothing is owed any more.
         """
-        x, y = self.coded_x, self.y if self.on_device else self.host_y
+        x, y = self.coded_x, self.host_y if self._reader is None and not self.on_device else self.y
         if self.codes:
             self.codec.undo(self.state, x)
             forgive(self.state, x.abs() > HIDES * float(y.norm()) / math.sqrt(max(1, self.numel)))
@@ -284,6 +304,9 @@ class WorkerBucket:
 
     def decode(self, result: memoryview) -> None:
         """The last round's result to x."""
+        if self._reader is not None:
+            self._read(self._reader, result)
+            return
         if not self.on_device:
             self.finite = self.codec.decode(result, self.state, self.host_y)
             return
@@ -294,6 +317,13 @@ class WorkerBucket:
         self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
         self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
 
+    def _read(self, reader: Reads, result: memoryview) -> None:
+        read = reader.read(result, self.numel)
+        self.finite = read is not None
+        self.sparse = None if read is None else SparseResult(self.layout, *read)
+        self._y = torch.empty(0) if read is not None else torch.full((self.numel,), math.nan)
+        self.views_y = [] if read is not None else self.layout.views(self._y)
+
     def look(self) -> None:
         """Whether the sum is finite, where nobody has decoded anything that says so."""
         self.finite = bool(torch.isfinite(self.y).all())
@@ -303,6 +333,9 @@ class WorkerBucket:
         once."""
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
+            return
+        if self.sparse is not None:
+            self.sparse.write(factor, targets)
             return
         pairs = self.layout.pairs(targets, self.views_y)
         if self.numel <= SMALL_NUMEL * len(pairs):

@@ -1,12 +1,13 @@
-"""CRC-32C (Castagnoli): the native one, or a portable twin where there is no native core. Knows bytes only."""
+"""CRC-32C (Castagnoli): the native one, or a portable twin where there is no native core. Knows bytes only.
+
+Loads numpy when the twin meets long data: a coordinator, which starts in the way of attach(), does without.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from commlayer import native
 
@@ -31,6 +32,8 @@ _TABLE = _byte_table()
 @functools.cache
 def _lane_shift() -> list[list[int]]:
     """The register advanced by one lane of zeros, as four tables, one for each byte of the register."""
+    import numpy as np
+
     table = np.array(_TABLE, np.uint32)
     register = np.array([value << 8 * place for place in range(4) for value in range(256)], np.uint32)
     for _ in range(LANE_NBYTES):
@@ -41,6 +44,8 @@ def _lane_shift() -> list[list[int]]:
 
 def _walk_lanes(register: int, data: memoryview) -> int:
     """`data` is a whole number of lanes. The register is linear: a lane's own, begun at 0, adds to the former, shifted."""
+    import numpy as np
+
     table = np.array(_TABLE, np.uint32)
     columns = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, LANE_NBYTES).T)
     lanes = np.zeros(columns.shape[1], np.uint32)

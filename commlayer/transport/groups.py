@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commlayer.transport.channels import Channel, node_ranks
 from commlayer.transport.members import Members
 from commlayer.transport.pending import Pending, named
+from commlayer.transport.stage_groups import Channel, node_ranks
 
 
 class Inside(NamedTuple):

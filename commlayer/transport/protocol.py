@@ -157,3 +157,18 @@ class Transport(Protocol):
     def close(self, flush_s: float | None = None) -> None:
         """Sends what is queued (within `flush_s`, else a few seconds), says BYE, releases everything. Twice is once."""
         ...
+
+
+class Wrapper:
+    """What a Transport over a transport has of the inner one: it is the same end, of the same peers."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self._inner.peers

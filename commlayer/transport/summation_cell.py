@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from commlayer.transport.ops import Lasting
 from commlayer.transport.protocol import Header, Message
 from commlayer.transport.quarantine import Watch
+from commlayer.transport.summation_ops import Lasting
 
 KEPT_STEPS = 2
 EVERY_SLICE = (1 << 64) - 1

@@ -22,9 +22,9 @@ from commlayer.runtime.routes.route import Route, fill, take_back
 from commlayer.runtime.routes.staged_bucket import FOREVER_S, StagedBucket
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
-from commlayer.transport.channels import Channels
 from commlayer.transport.groups import Groups
 from commlayer.transport.pending import GROUP, Pending
+from commlayer.transport.stage_groups import Channels
 
 TINY = 1e-30
 """Where no worker weighs anything: the step ends with an error that says so."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Cut, Out, State
-from commlayer.compressors.oneround import Named
+from commlayer.compressors.one_round import Named
 
 if TYPE_CHECKING:
     import torch

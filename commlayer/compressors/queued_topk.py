@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from commlayer.compressors import selection, threshold
+from commlayer.compressors import selection, tracked_threshold
 from commlayer.compressors.codec import State
 from commlayer.compressors.device import sparse
 from commlayer.compressors.selection import Picked
@@ -19,7 +19,7 @@ from commlayer.gpu.launch import start as launch
 CONTROL = 13
 """Words of struct Control in cuda/control.cuh: whole numbers, then three doubles."""
 
-KEPT, BLOCKS, COUNT, CUT = 3, 5, 6, 10
+KEPT, COUNT, CUT = 3, 6, 10
 """Places in it: entries that stay, then how many of them are from the scan's start on; cut, slope and shift."""
 
 MEND = -1
@@ -34,7 +34,7 @@ def start(
     """(nbytes, None) with the payload in `out`, or (0, what was picked) with nothing there yet."""
     n, scratch = x.numel(), state["_scratch"]
     idx, val = scratch["idx"], scratch["val"]
-    begin, room = threshold.rotation(n, state), selection.room(n, k, False)
+    begin, room = tracked_threshold.rotation(n, state), selection.room(n, k, False)
     sizes = (CONTROL, 1 + sparse.tiles(n, begin), sparse.trim_words(idx.numel()))
     control, scan, trim = torch.zeros(sum(sizes), dtype=torch.int64, device=x.device).split(sizes)
     cut = torch.empty(1, device=x.device)
@@ -49,10 +49,10 @@ def start(
     told = control.cpu()
     passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = told[:CUT].tolist()
     threshold_, slope, shift = told[CUT:].view(torch.float64).tolist()
-    tracked = threshold.Cut(threshold_, slope, shift if shifted else None)
+    tracked = tracked_threshold.Cut(threshold_, slope, shift if shifted else None)
     if count == MEND:
         return 0, selection.mend(k, x, residual, state, tracked, kept, passed - kept, not bad)
-    threshold.end(k, n, passed, tracked, state)
+    tracked_threshold.end(k, n, passed, tracked, state)
     if count < 0 or infinite:  # positions in blocks; or the general way sees the value again, and flags the payload
         return 0, Picked(idx[:kept], val[:kept], True)
     return nbytes, None
@@ -61,9 +61,9 @@ def start(
 def _queue_cut(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, offset: int, control: torch.Tensor, cut: torch.Tensor
 ) -> None:
-    """threshold.begin."""
+    """tracked_threshold.begin."""
     n, sample = x.numel(), state["_scratch"]["sample"]
-    usual, larger, rank, expected, calm = threshold.sampling(n, k, state)
+    usual, larger, rank, expected, calm = tracked_threshold.sampling(n, k, state)
     tracked = torch.tensor([state["threshold"], state["slope"], state["doubt"]], dtype=torch.float64).to(x.device)
     sparse.sample_abs(x, residual, offset, sample[:usual])
     numbers = (offset, sample, usual, larger, rank, int(calm), expected, tracked, control, cut)

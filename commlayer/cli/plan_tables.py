@@ -10,7 +10,7 @@ from rich.table import Table
 
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.simulation.timeline import Timeline, per_step
-from commlayer.planner.verbs.beside import Beside
+from commlayer.planner.verbs.baselines import Beside
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
 from commlayer.planner.verbs.whatif import Curve, break_even, way_of

@@ -31,7 +31,7 @@ def job_named(model: str, batch: int | None) -> Job:
         return jobs.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
         # Here, since it loads torch, which plans of built-in models and job files do without.
-        from commlayer.cli.measuring import job_of_function
+        from commlayer.cli.user_code import job_of_function
 
         return jobs.on_reference(job_of_function(model, batch))
     try:

@@ -9,9 +9,9 @@ from itertools import pairwise
 from commlayer.balance.events import Decision, Note, straggler_effect
 from commlayer.balance.fits import fit_cubic, fit_line, fit_piecewise
 from commlayer.balance.models import Cubic, Line, Piecewise, in_pieces_s
-from commlayer.balance.online import checked_time
 from commlayer.balance.profiling import Points, WorkerProfile
-from commlayer.balance.solution import FREE, Communication, solve
+from commlayer.balance.recursive_fit import checked_time
+from commlayer.balance.share_solver import FREE, Communication, solve
 from commlayer.records import Record
 
 SharesOf = Callable[[Sequence[Cubic], int, Sequence[int | None], int], list[int]]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from commlayer.config import Config, host_port, join_host
-from commlayer.doctor.node_rows import Node, Pair, turns
+from commlayer.doctor.node_checks import Node, Pair, turns
 from commlayer.errors import CommError
 from commlayer.measure import link_rates
 from commlayer.transport import secret
@@ -23,9 +23,9 @@ from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.members import exchange
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.tcp import Settings, TcpTransport
 
 JOB = "doctor"
 WAY_S = 0.5
@@ -89,7 +89,7 @@ def measured(meeting: Meeting, nodes: int, node: Node, config: Config, limit_s: 
         made = secret.new().encode() if number == 0 and not config.token else b""
         token = config.token or told(made, "doctor")[0].decode()
         settings = Settings(secret=token, keys=Keys(config.keys) if config.keys else None)
-        here, there = (TcpTransport(Hello(JOB, who), settings=settings) for who in (SERVER_BASE + number, number))
+        here, there = (StreamTransport(Hello(JOB, who), settings=settings) for who in (SERVER_BASE + number, number))
         listening = here.listen(node.address)
         server = SumServer(Summation(number, 1, {}, {}), here, range(nodes), stall_s=PATIENCE_S)
         stack.callback(server.close)
@@ -109,7 +109,7 @@ def measured(meeting: Meeting, nodes: int, node: Node, config: Config, limit_s: 
     return all_nodes, [pair for row in rows for pair in msgspec.json.decode(row, type=list[Pair])]
 
 
-def _pair(transport: TcpTransport, a: int, b: int, address: str) -> Pair:
+def _pair(transport: StreamTransport, a: int, b: int, address: str) -> Pair:
     server = SERVER_BASE + b
     try:
         transport.dial(server, host_port(address), time.monotonic() + DIAL_S)
@@ -125,7 +125,7 @@ def _pair(transport: TcpTransport, a: int, b: int, address: str) -> Pair:
     return Pair(a, b, up_bps, down_bps, round_trip_s)
 
 
-def _asking(transport: TcpTransport, peer: int) -> Callable[[int, int, int, Callable[[Exception | None], None]], None]:
+def _asking(transport: StreamTransport, peer: int) -> Callable[[int, int, int, Callable[[Exception | None], None]], None]:
     asked = [0]
 
     def ask(_: int, up: int, down: int, done: Callable[[Exception | None], None]) -> None:

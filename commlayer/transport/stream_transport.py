@@ -71,7 +71,7 @@ class Settings(NamedTuple):
     """Whether a broken connection may be made again: see Transport."""
 
 
-class TcpTransport:
+class StreamTransport:
     """A Transport. `hello` says who this end is and may be replaced, as when a plan arrives; its rank stays. `admit` judges who
     dials in; by default the job, protocol and plan must be those of `hello`.
 
