@@ -31,6 +31,7 @@ from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of
 from commlayer.records import Plan
 from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
+from commlayer.runtime.step import Regroup
 
 
 class Driver(Inspected, Protocol):
@@ -213,7 +214,10 @@ def switch(session: Session, plan: Plan) -> None:
 
 
 def _switch(connection: Connection, plan: Plan) -> None:
-    go_over(connection, plan)
+    try:
+        go_over(connection, plan)
+    except Regroup as error:  # who is left goes on under the plan of before
+        raise error.__cause__ or error from None
     connection.terms.auto = False  # a plan that somebody asked for is kept
     assert connection.worker is not None
     connection.worker.recorder.switch(on=False)

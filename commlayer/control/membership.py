@@ -75,6 +75,8 @@ class State(Record, frozen=True):
     ticked_s: float | None = None
     refused: tuple[tuple[str, str], ...] = ()
     """Peer and reason, so that those who wait learn why someone is missing."""
+    min_workers: int = 0
+    """While so many workers are left, they go on without the others (regrouping.py). 0: all must stay."""
 
 
 class Taken(NamedTuple):
@@ -122,9 +124,15 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
     others = [p for t, p in sorted(state.places.items()) if t != token]
-    lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead)
+    lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left)
-    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state))
+    newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
+    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state), view=state.view if newer else None)
+
+
+def in_view(state: State, place: Place) -> bool:
+    """Whether it is of the newest view, where there is any, or serves."""
+    return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
 
 
 def told(state: State, request: About, time_s: float) -> Told:

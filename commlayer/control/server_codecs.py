@@ -163,14 +163,18 @@ def _norm(acc: Any) -> float:
     return norm if math.isfinite(norm) else float(np.linalg.norm(values.astype(np.float64)))  # squares may not be finite
 
 
-def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = ()) -> dict[int, CodecOps]:
-    """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements."""
+def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = (), worth: float = 1.0) -> dict[int, CodecOps]:
+    """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements.
+
+    `worth`: what a debt of then is now. Debts are parts of a sum, which so many workers' mean is a part of.
+    """
     mine = (b for b in plan.buckets if b.served and b.server == server)
     made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally) for b in mine}
     olds = list(before)
     for ops in made.values():
         # In other units they are worth another rate, or whatever an optimizer makes of them, which only workers know.
-        ops.take_over([debt for old in olds if old.unit == ops.unit for debt in old.debts()])
+        ops.take_over([debt._replace(values=debt.values * worth) if worth != 1.0 else debt
+                       for old in olds if old.unit == ops.unit for debt in old.debts()])
     return made
 
 

@@ -69,6 +69,7 @@ class ModuleDriver:
             connection.stepped = Stepped(self._parameters, optimizer, outer)
             connection.terms.useless = useless_of(connection, scaler, clips=clips)
             connection.after_switch.append(self._enter)
+            connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
             connection.bring_in.append(self._complete)
             connection.on_close.append(self._drop)
             self._attached = AttachedModel(model, parameters_of(model), optimizer)

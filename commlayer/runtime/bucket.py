@@ -162,6 +162,7 @@ class WorkerBucket(BucketDebts):
         """What y has been multiplied by since it came back."""
         self.spent = 0
         """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
+        self.said = 0  # the slices of which the server was told in it that the exchange before was not applied there
         self.abandoned = ""
         """Who broke the step off, and why: then there is no sum."""
         self.partial = False

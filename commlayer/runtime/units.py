@@ -85,6 +85,10 @@ class Units:
         if total is not None and self.told:
             self.total = total
 
+    def regroup(self, total: float) -> None:
+        """Other workers take part from now on: so much all weigh in the step under way."""
+        self.total, self.told = total, False
+
     def hear(self, total: float) -> None:
         """A server knows already what all weigh in this step. Ranks of one node must all take the same for granted."""
         if not self._shared:

@@ -203,6 +203,16 @@ class Resumed(Wrapper):
         for request in requests:
             request.tag.operation.fail(error)
 
+    def end(self, generation: int) -> None:
+        """Views before that one have ended: what they asked is not asked again, and nobody waits for it."""
+        reason = CommError("its view has ended")
+        for link in self._links.values():
+            with link.order:
+                requests = link.unanswered.end(generation)
+            for request in requests:
+                request.tag.operation.fail(reason)
+        self._mailbox.end_generations(reason, generation)
+
     # ---- a break
 
     def _broken(self, peer: int, error: CommError) -> None:

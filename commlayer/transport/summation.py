@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from commlayer.errors import CorruptFrame
@@ -107,6 +107,9 @@ class Summation:
             return []  # its sender will push again
         cell = self._cell(message)
         with cell.lock:
+            if cell.over:
+                release(message)
+                return []
             self._fits(cell, message)
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
@@ -307,6 +310,12 @@ class Summation:
             self._between(cell, message)
             cell.ops.undo(message.header.undone)
             self._remember(cell)
+
+    def end(self, step: int, undone: Mapping[int, int]) -> None:
+        """Its view has, in the middle of that step: see Cell.end. What comes for it from now on changes nothing."""
+        for cell in self.cells.values():
+            with cell.lock:
+                cell.end(step, undone.get(cell.bucket, 0))
 
     def busy(self) -> bool:
         """Whether a contribution waits for others."""

@@ -107,8 +107,7 @@ class AccuracyGuard:
             if due:
                 self._compare(exact)
         except CommError as error:
-            worker.latch(error)
-            worker.check()
+            self._connection.broke(error)
         looking_s = time.perf_counter() - begin_s
         self._own.looking(looking_s)
         worker.counters.guard_s += looking_s
@@ -157,8 +156,8 @@ class AccuracyGuard:
         try:
             rows = [GradientError.of(row) for row in self._rows.read()]
         except CommError as error:
-            self._worker.latch(error)
-            self._worker.check()
+            self._connection.broke(error)
+            return
         if plan is not self._in_force:
             return
         if decide.telling(rows):

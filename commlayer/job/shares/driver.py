@@ -206,6 +206,9 @@ class Controller:
         """All ranks tell each other what they start from. `step`: the one that is over."""
         sampler, connection = self.sampler, self.session.inspect.connection
         assert connection.groups is not None
+        if connection.members is not None:
+            raise ValueError("Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
+                             "allowed: sampler.follow(loader, session), or a job in which all stay")
         # Of its own: what a script calls stands in no order to what is told behind a step.
         channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
         connection.on_close.append(channel.close)
