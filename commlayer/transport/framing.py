@@ -25,7 +25,6 @@ _LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
 _CRC = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 _CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
-_FLAGS = sum(Flag)
 _STRANGERS = (
     (b"CML", "a commlayer of another wire format"),
     (b"HTTP", "an HTTP server"),
@@ -44,12 +43,16 @@ class State(enum.Enum):
     BODY = "reads a body"
     ERROR = "has failed"
 
+    __hash__ = object.__hash__  # a name's costs more, and there is one of each
+
 
 class Event(enum.Enum):
     EMPTY = "a whole header, without a body"
     ANNOUNCED = "a whole header that announces a body"
     WHOLE = "a whole body"
     FAULT = "bytes that break the format"
+
+    __hash__ = object.__hash__  # a name's costs more, and there is one of each
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
@@ -101,7 +104,7 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
         raise CorruptFrame(f"frame version {version}, here {VERSION}: install the same commlayer on all machines")
     if kind not in _KINDS:
         raise CorruptFrame(f"unknown kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
-    if flags & ~_FLAGS or any(reserved) or part >= parts:
+    if flags & ~Flag.ALL or any(reserved) or part >= parts:
         raise CorruptFrame(f"flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
     if nbytes > max_nbytes:
         raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")

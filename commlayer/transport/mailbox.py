@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
-from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, key, peer_name
+from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, key, peer_name
 
 log = logging.getLogger("commlayer")
 
@@ -81,7 +81,7 @@ class Operation:
 
 
 def sending(peer: int, header: Header) -> Operation:
-    return Operation(f"send of {Kind(header.kind).name}", peer, header.step, header.bucket)
+    return Operation(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
 
 
 def sent(operation: Operation, header: Header) -> None:
@@ -143,7 +143,7 @@ class Mailbox:
 
     def recv(self, peer: int | None, match: Key | None) -> Operation:
         step, bucket = (None, None) if match is None else match[2:4]
-        what = "receive" if match is None else f"receive of {Kind(match[0]).name}"
+        what = "receive" if match is None else f"receive of {KIND_NAMES[match[0]]}"
         operation = Operation(what, peer, step, bucket)
         with self._lock:
             message = self._take(peer, match)

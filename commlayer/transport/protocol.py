@@ -40,8 +40,8 @@ class Kind(enum.IntEnum):
     PROOF = 18  # the dialler's answer to that, before WELCOME: msgpack body
 
 
-class Flag(enum.IntFlag):
-    """Bits of Header.flags."""
+class Flag:
+    """Bits of Header.flags. Plain numbers: every frame is asked for them, and the `&` of an enum costs microseconds."""
 
     NONE = 0
     AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, as the header has it. PUSH: done so
@@ -49,8 +49,10 @@ class Flag(enum.IntFlag):
     PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
     REFUSED = 8  # RESULT: it was the receiver's
     MEAN = 16  # PUSH: what the body holds counts `weight` times in a mean, which is the result, rounded once
+    ALL = AGAIN | ABANDON | PARTIAL | REFUSED | MEAN
 
 
+KIND_NAMES = {int(kind): kind.name for kind in Kind}
 ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
     Kind.PLAN: Kind.PLAN_OK,

@@ -289,7 +289,7 @@ class Summation:
         self._remember(cell)
         return replies
 
-    def _reply(self, cell: Cell, flags: Flag, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
+    def _reply(self, cell: Cell, flags: int, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
         """To all members, and kept for whoever asks again."""
         header = self._header(cell, flags)
         cell.results[(cell.step, cell.round)], cell.refused[(cell.step, cell.round)] = (header, body), refused
@@ -297,7 +297,7 @@ class Summation:
             del cell.results[old], cell.refused[old]
         return [_told(member, header, body, refused) for member in cell.members]
 
-    def _header(self, cell: Cell, flags: Flag) -> Header:
+    def _header(self, cell: Cell, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
                       sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
 

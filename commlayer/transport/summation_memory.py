@@ -12,7 +12,7 @@ import msgspec
 
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
-from commlayer.transport.protocol import Flag, Header
+from commlayer.transport.protocol import Header
 
 WORDS_NBYTES = 1024
 """More than an entry's words have beside the result and whom that is without."""
@@ -57,4 +57,4 @@ def read(words: bytes) -> Recalled:
 
 def _header(row: tuple[int | float, ...]) -> Header:
     header = Header(*row)  # type: ignore[arg-type]
-    return header._replace(flags=Flag(header.flags))
+    return header._replace(flags=int(header.flags))

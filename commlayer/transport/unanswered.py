@@ -53,7 +53,7 @@ class Unanswered(Generic[T]):
         made = Request(header, body, tag)
         place: Key | int = self._number if header.kind == Kind.UNDO else key(header)
         if header.kind in ANSWERED_BY:
-            place = key(header._replace(kind=ANSWERED_BY[Kind(header.kind)]))
+            place = key(header._replace(kind=ANSWERED_BY[header.kind]))
         self._kept.pop(place, None)  # of one that tells only the latest, that goes to the end
         self._kept[place] = made
         return made

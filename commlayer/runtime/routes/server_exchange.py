@@ -89,7 +89,7 @@ class ServerExchange:
         way.bucket.weight = 0.0
         self._send(way, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
-    def _send(self, way: _Way, r: int, body: memoryview | bytes, flags: Flag = Flag.NONE) -> None:
+    def _send(self, way: _Way, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
         step, bucket = self._step, way.bucket
         assert self._transport is not None
         server = SERVER_BASE + bucket.server
