@@ -11,6 +11,7 @@ from bench import Unmeasurable, report
 
 MEASUREMENTS = {
     "balance": "bench.balance",
+    "chaos": "bench.chaos",
     "clan": "bench.clan",
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",

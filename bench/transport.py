@@ -1,5 +1,8 @@
-"""What TLS and gRPC cost a data connection: bodies over them and over plain TCP, in turn, between two processes on loopback,
-and between two hosts of the lab. Knows the lab and what its processes print."""
+"""What commlayer makes of a connection. Knows the lab, and what the processes of a measurement print.
+
+Bodies travel in frames over TCP, in TLS, over gRPC and over a bare socket, in turn, between two processes on loopback and
+between two hosts of the lab; dense sums over servers and over Gloo's all-reduce (transport_sums.py).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,37 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import Unmeasurable
+from bench import Unmeasurable, transport_sums
 from bench.baselines import ROOT
 from bench.lab import Lab, LabUnavailable, sound
 from bench.report import Result
 
-LINE_BPS, ONE_WAY_S = 1e9, 0.0005
 SIZES = {"4 MiB": 4 << 20, "64 KiB": 64 << 10}
-BURST_NBYTES = {"loopback": 64 << 20, "1 Gb/s": 16 << 20}
-TIMES = 9
+ALL = "socket,plain,tls,grpc"
+RATIOS = (("vs_socket", "plain", "socket"), ("tls_vs_plain", "tls", "plain"), ("grpc_vs_tcp", "grpc", "plain"))
+
+
+class Place(NamedTuple):
+    """Where bodies travel."""
+
+    name: str
+    bps: float
+    """0: over loopback."""
+    one_way_s: float
+    burst_nbytes: int
+    times: int
+    kinds: str = ALL
+    key: str = ""
+
+
+LOOPBACK = Place("loopback", 0.0, 0.0, 64 << 20, 9)
+LINES = (Place("1 Gb/s", 1e9, 0.0005, 16 << 20, 9, key="1g"),
+         Place("100 Mb/s, 150 ms", 100e6, 0.075, 32 << 20, 3, "socket,plain", "100m_150ms"))
 DEADLINE_S = 120.0
 
 
@@ -29,16 +50,30 @@ def run(quick: bool) -> Result:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = _keys(Path(folder) / "keys")
-        rows += [_row("loopback", size, keys, None, quick) for size in list(SIZES)[: 1 if quick else None]]
-        try:
-            with Lab(hosts=2, up_bps=LINE_BPS, down_bps=LINE_BPS, delay_s=ONE_WAY_S) as lab:
-                before = lab.counters()
-                row = _row("1 Gb/s", "4 MiB", keys, lab, quick)
-                rows.append(row | {"void": not sound(before, lab.counters())})
-        except LabUnavailable as reason:
-            rows.append({"where": "1 Gb/s", "void": True, "why": str(reason)})
-    return {"rows": rows, "summary": {f"{figure}_{r['where']}_{r['body']}".replace(" ", ""): r[figure]
-                                      for figure in ("tls_vs_plain", "grpc_vs_tcp") for r in rows if figure in r}}
+        rows += [_row(LOOPBACK, size, keys, None, quick) for size in list(SIZES)[: 1 if quick else None]]
+        for line in LINES[: 1 if quick else None]:
+            try:
+                with Lab(hosts=2, up_bps=line.bps, down_bps=line.bps, delay_s=line.one_way_s) as lab:
+                    before = lab.counters()
+                    row = _row(line, "4 MiB", keys, lab, quick)
+                    rows.append(row | {"void": not sound(before, lab.counters())})
+            except LabUnavailable as reason:
+                rows.append({"where": line.name, "void": True, "why": str(reason)})
+    sums, more = transport_sums.run(quick)
+    return {"rows": rows + sums, "summary": summarised(rows) | more}
+
+
+def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What rows that count say: ratios of ways to each other, and which part of a line's bits were a body's."""
+    sound_rows = [row for row in rows if not row["void"]]
+    found = {f"{figure}_{row['where']}_{row['body']}".replace(" ", ""): row[figure]
+             for figure in ("tls_vs_plain", "grpc_vs_tcp") for row in sound_rows if figure in row}
+    for line in LINES:
+        for row in sound_rows:
+            if row["where"] == line.name:
+                found |= {f"tcp_vs_socket_{line.key}": row["vs_socket"],
+                          f"tcp_vs_line_{line.key}": 8e9 * row["plain_gb_s"] / line.bps}
+    return found
 
 
 def _keys(folder: Path) -> dict[str, str]:
@@ -50,7 +85,7 @@ def _keys(folder: Path) -> dict[str, str]:
     return {name: str(authority.add(folder, name)) for name in ("sink", "source")}
 
 
-def _row(where: str, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
+def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
     """One process takes, another sends; the median over bursts in turn."""
     address = lab.addresses[0] if lab else "127.0.0.1"
     command = [sys.executable, "-m", "bench.transport_worker"]
@@ -62,21 +97,25 @@ def _row(where: str, size: str, keys: dict[str, str], lab: Lab | None, quick: bo
             raise TimeoutError(f"the taking process said no ports within {DEADLINE_S:.0f} s")
         ports = json.loads(sink.stdout.readline())
         source = _start(lab, 1, [
-            *command, "send", "--keys", keys["source"], "--address", address, "--ports", json.dumps(ports),
-            "--body", str(SIZES[size]), "--burst", str(BURST_NBYTES[where]), "--times", str(3 if quick else TIMES)])
+            *command, "send", "--keys", keys["source"], "--address", address, "--ports", json.dumps(ports), "--body",
+            str(SIZES[size]), "--burst", str(place.burst_nbytes), "--times", str(3 if quick else place.times),
+            "--kinds", place.kinds])
         told = json.loads(source.communicate(timeout=DEADLINE_S)[0])
     finally:
         for process in (sink, source):
             if process is not None:
                 process.kill()
                 process.wait()
-    # Of both ends: it is a share of a core, and says more than seconds where others are busy.
-    return {"where": where, "body": size, "plain_gb_s": median(told["plain"]), "tls_gb_s": median(told["tls"]),
-            "grpc_gb_s": median(told["grpc"]),
-            "tls_vs_plain": median(t / p for p, t in zip(told["plain"], told["tls"], strict=True)),
-            "grpc_vs_tcp": median(g / p for p, g in zip(told["plain"], told["grpc"], strict=True)),
-            "plain_cpu_s_gb": told["plain_cpu"], "tls_cpu_s_gb": told["tls_cpu"], "grpc_cpu_s_gb": told["grpc_cpu"],
-            "void": False}
+    kinds = place.kinds.split(",")
+    row: dict[str, Any] = {"where": place.name, "body": size, "void": False}
+    for kind in kinds:
+        row |= {f"{kind}_gb_s": median(told[kind])}
+        # Of both ends: it is a share of a core, and says more than seconds where others are busy.
+        row |= {f"{kind}_cpu_s_gb": told[f"{kind}_cpu"]}
+    for figure, kind, other in RATIOS:
+        if kind in kinds:
+            row[figure] = median(mine / its for mine, its in zip(told[kind], told[other], strict=True))
+    return row
 
 
 def _start(lab: Lab | None, host: int, argv: list[str], **pipes: Any) -> subprocess.Popen[str]:

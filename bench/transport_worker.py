@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import socket
+import struct
 import sys
 import threading
 import time
@@ -16,25 +18,27 @@ from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.tcp import Settings, TcpTransport, note_refusal
+from commlayer.transport.stream_transport import Settings, StreamTransport, note_refusal
 
 WAIT_S = 60.0
-KINDS = ("plain", "tls", "grpc")
+KINDS = ("socket", "plain", "tls", "grpc")
+"""A bare socket, which sends as fast as this machine and the link can; frames over TCP; the same in TLS; over gRPC."""
+LENGTH = struct.Struct("<Q")
+CHUNK_NBYTES = 1 << 20
 
 
-def ends(rank: int, folder: str) -> dict[str, TcpTransport]:
-    """One over TCP in plain text, one in TLS, one over gRPC in plain text."""
-    return {kind: TcpTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
-            for kind in KINDS}
+def ends(rank: int, folder: str) -> dict[str, StreamTransport]:
+    return {kind: StreamTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
+            for kind in KINDS[1:]}
 
 
-def listening(kind: str, transport: TcpTransport, address: str) -> int:
+def listening(kind: str, transport: StreamTransport, address: str) -> int:
     if kind != "grpc":
         return transport.listen(address)[1]
     return stream_port(None, address, 0, transport.take, note_refusal).number
 
 
-def dial(kind: str, transport: TcpTransport, address: tuple[str, int]) -> None:
+def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:
     deadline = time.monotonic() + WAIT_S
     if kind == "grpc":
         carriers.over_grpc(transport, SERVER_BASE, address, None, deadline)
@@ -45,13 +49,16 @@ def dial(kind: str, transport: TcpTransport, address: tuple[str, int]) -> None:
 def take(args: argparse.Namespace) -> None:
     """Until its standard input ends."""
     made = ends(SERVER_BASE, args.keys)
-    print(json.dumps({kind: listening(kind, transport, args.address) for kind, transport in made.items()}), flush=True)
+    bare = socket.create_server((args.address, 0))
+    threading.Thread(target=drink, args=(bare,), daemon=True).start()
+    ports = {kind: listening(kind, transport, args.address) for kind, transport in made.items()}
+    print(json.dumps({"socket": bare.getsockname()[1], **ports}), flush=True)
     for transport in made.values():
         threading.Thread(target=answer, args=(transport,), daemon=True).start()
     sys.stdin.read()
 
 
-def answer(transport: TcpTransport) -> None:
+def answer(transport: StreamTransport) -> None:
     """Says of each burst that its last body is there, and what this end has taken of the processor since it began."""
     with contextlib.suppress(CommError):  # the sender has ended
         while True:
@@ -62,28 +69,42 @@ def answer(transport: TcpTransport) -> None:
             transport.pool.give(message.body)
 
 
+def drink(bare: socket.socket) -> None:
+    """Takes bursts of a bare socket: a length, then so many bytes; the answer is this end's seconds of the processor."""
+    taken, _ = bare.accept()
+    room = bytearray(CHUNK_NBYTES)
+    while head := taken.recv(LENGTH.size, socket.MSG_WAITALL):
+        left = LENGTH.unpack(head)[0]
+        while left:
+            if not (got := taken.recv_into(room, min(left, CHUNK_NBYTES))):
+                return  # the sender has ended within a burst
+            left -= got
+        taken.sendall(LENGTH.pack(int(1e6 * time.process_time())))
+
+
 def send(args: argparse.Namespace) -> None:
-    made, ports = ends(0, args.keys), json.loads(args.ports)
+    made, ports, kinds = ends(0, args.keys), json.loads(args.ports), args.kinds.split(",")
     for kind, transport in made.items():
         dial(kind, transport, (args.address, ports[kind]))
+    bare = socket.create_connection((args.address, ports["socket"]))
     body, count = bytes(args.body), args.burst // args.body
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    spent: dict[str, float] = dict.fromkeys(kinds, 0.0)
     there = burst(made["plain"], body, 1, 0)[1]
     for number in range(1, 2 + args.times):
-        for kind in KINDS if number % 2 else reversed(KINDS):
+        for kind in kinds if number % 2 else reversed(kinds):
             here = time.process_time()
-            took_s, after = burst(made[kind], body, count, number)
+            took_s, after = poured(bare, body, count) if kind == "socket" else burst(made[kind], body, count, number)
             if number > 1:  # the first of each finds buffers that nobody has touched
                 seconds[kind].append(count * len(body) / took_s / 1e9)
                 spent[kind] += time.process_time() - here + after - there
             there = after
     gb = args.times * count * len(body) / 1e9
-    told: dict[str, Any] = {**seconds, **{f"{kind}_cpu": spent[kind] / gb for kind in KINDS}}
+    told: dict[str, Any] = {**seconds, **{f"{kind}_cpu": spent[kind] / gb for kind in kinds}}
     print(json.dumps(told), flush=True)
 
 
-def burst(transport: TcpTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
+def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
     """Seconds until all are there, and those of the processor at the other end since it began."""
     told = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
     begin = time.monotonic()
@@ -91,6 +112,16 @@ def burst(transport: TcpTransport, body: bytes, count: int, number: int) -> tupl
         transport.send(SERVER_BASE, Header(Kind.DATA, step=number, bucket=bucket, order=count - bucket), body)
     heard = transport.wait(told, begin + WAIT_S)
     return time.monotonic() - begin, heard.header.used / 1e6
+
+
+def poured(bare: socket.socket, body: bytes, count: int) -> tuple[float, float]:
+    """The same over a bare socket."""
+    begin = time.monotonic()
+    bare.sendall(LENGTH.pack(count * len(body)))
+    for _ in range(count):
+        bare.sendall(body)
+    spent = LENGTH.unpack(bare.recv(LENGTH.size, socket.MSG_WAITALL))[0] / 1e6
+    return time.monotonic() - begin, spent
 
 
 def main() -> None:
@@ -102,6 +133,7 @@ def main() -> None:
     parser.add_argument("--body", type=int, default=4 << 20)
     parser.add_argument("--burst", type=int, default=64 << 20)
     parser.add_argument("--times", type=int, default=9)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them send")
     args = parser.parse_args()
     {"take": take, "send": send}[args.role](args)
 

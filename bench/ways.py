@@ -1,12 +1,17 @@
 """What each way of training has learnt after the same seconds: four hosts over shaped links, every step paced, AdamW.
 
+    python -m bench ways --quick
+    python -m bench ways --link 10m --way "int4, every=4, overlap=round"
+
 The task is a character GPT on the project's own docs; how a run is paced and judged is bench.paced's. Beside the ways of
 commlayer stand what a user would have without it: DDP with its fp16 hook, each host alone, and the bound, one machine that has
-the batch of all and no network. `bench tta` compares more, with other projects too.
+the batch of all and no network. `bench tta` compares more, with other projects too. What a step takes beyond the bound's is
+exposed: waiting for communication, and what else a way costs. How full links are and what waits behind bulk says `bench wire`.
 """
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from bench.lab import Lab, check
@@ -17,6 +22,7 @@ RANKS = 4
 ONE_WAY_S = 0.015
 SPARSE = "topk(ratio=0.01, values='int8')"
 RATES = {"100m": 100e6, "10m": 10e6}
+SECONDS, QUICK_SECONDS = 45.0, 20.0
 
 
 def ours(**arguments: Any) -> dict[str, Any]:
@@ -33,6 +39,7 @@ BY_LINK: dict[str, dict[str, dict[str, Any]]] = {
         "topk 1 %, codes=updates": ours(plan=SPARSE, codes="updates"),
         "int4, every=4": ours(plan="int4()", every=4),
         "int4, every=4, overlap=round": ours(plan="int4()", every=4, overlap="round"),
+        "int4, every=4, overlap=round, fragments=4": ours(plan="int4()", every=4, overlap="round", fragments=4),
         "auto": ours(plan="auto"),
     },
     "10m": {
@@ -40,40 +47,64 @@ BY_LINK: dict[str, dict[str, dict[str, Any]]] = {
         "topk 1 %, codes=updates": ours(plan=SPARSE, codes="updates"),
         "int4, every=8": ours(plan="int4()", every=8),
         "int4, every=4, overlap=round": ours(plan="int4()", every=4, overlap="round"),
+        "int4, every=4, overlap=round, fragments=4": ours(plan="int4()", every=4, overlap="round", fragments=4),
         "int4, every=8, overlap=round": ours(plan="int4()", every=8, overlap="round"),
+        "int4, every=8, overlap=round, fragments=4": ours(plan="int4()", every=8, overlap="round", fragments=4),
         "auto": ours(plan="auto"),
     },
 }
-IN_QUICK = {"int4", "int4, overlap=forward", "int4, every=4, overlap=round"}
+IN_QUICK = {"int4", "int4, overlap=forward", "int4, every=4, overlap=round", "int4, every=4, overlap=round, fragments=4"}
 
 
-def run(quick: bool) -> Result:
-    seconds = 20.0 if quick else 45.0
+def flags(parser: argparse.ArgumentParser) -> None:
+    names = sorted({name for systems in BY_LINK.values() for name in systems})
+    parser.add_argument("--link", action="append", choices=RATES, metavar="LINK", help=f"only these: {', '.join(RATES)}")
+    parser.add_argument("--way", action="append", choices=names, metavar="WAY", help=f"only these: {'; '.join(names)}")
+    parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
+
+
+def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
+    asked = args or argparse.Namespace(link=None, way=None, seconds=None)
+    seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
 
     def one(lab: Lab | None, system: dict[str, Any], ranks: int = RANKS) -> Run:
         return trained(lab, {"task": "docs", "system": system, "batches": RANKS}, seconds, ranks)
 
     bound, alone = one(None, {"kind": "together"}, 1), one(None, {"kind": "alone"})
     paced_s, goal = bound.s_per_step, at(alone.curve, seconds)
-
-    def row(link: str, way: str, run: Run) -> dict[str, Any]:
-        when = reached(run.curve, goal)
-        return {
-            "link": link, "way": way, "s_per_step": run.s_per_step, "x_paced": run.s_per_step / paced_s,
-            "loss": at(run.curve, seconds), "s_to_goal": "-" if when is None else when, "up_kb": run.up_kb,
-            "late_pct": run.late_pct,
-        }
-
-    rows = [row("none", "one machine, all batches", bound), row("none", "each host alone", alone)]
-    summary: dict[str, Any] = {"seconds": seconds, "paced_step_s": paced_s, "goal_loss": goal}
-    for link, bps in RATES.items():
-        with Lab(hosts=RANKS, up_bps=bps, down_bps=bps, delay_s=ONE_WAY_S) as lab:
+    rows = [row("none", name, found, paced_s=paced_s, goal=goal, seconds=seconds)
+            for name, found in (("one machine, all batches", bound), ("each host alone", alone))]
+    for link in asked.link or RATES:
+        with Lab(hosts=RANKS, up_bps=RATES[link], down_bps=RATES[link], delay_s=ONE_WAY_S) as lab:
             checked = check(lab)
-            for name, system in BY_LINK[link].items():
-                if quick and name not in IN_QUICK:
-                    continue
-                found = one(lab, system)
-                rows.append(row(link, name, found) | {"void": not (checked.passed and found.sound)})
-                if "overlap" in name:
-                    summary[f"x_paced, {name}, {link}"] = found.s_per_step / paced_s
-    return {"rows": rows, "summary": summary}
+            for name in wanted(link, quick, asked.way):
+                found = one(lab, BY_LINK[link][name])
+                told = row(link, name, found, paced_s=paced_s, goal=goal, seconds=seconds)
+                rows.append(told | {"void": not (checked.passed and found.sound)})
+    return {"rows": rows, "summary": {"seconds": seconds, "paced_step_s": paced_s, "goal_loss": goal} | summary(rows)}
+
+
+def wanted(link: str, quick: bool, ways: list[str] | None) -> list[str]:
+    return [name for name in BY_LINK[link] if (name in ways if ways else not quick or name in IN_QUICK)]
+
+
+def row(link: str, way: str, run: Run, *, paced_s: float, goal: float, seconds: float) -> dict[str, Any]:
+    when = reached(run.curve, goal)
+    exposed_s = run.s_per_step - paced_s
+    return {
+        "link": link, "way": way, "s_per_step": run.s_per_step, "x_paced": run.s_per_step / paced_s, "exposed_s": exposed_s,
+        "exposed_pct": 100 * exposed_s / paced_s,
+        "waited_s": run.told["exposed_s"] / run.steps if "exposed_s" in run.told else "-",
+        "loss": at(run.curve, seconds), "s_to_goal": "-" if when is None else when, "up_kb": run.up_kb, "down_kb": run.down_kb,
+        "late_pct": run.late_pct,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the ways that overlap, what is left to wait for."""
+    found: dict[str, Any] = {}
+    for told in rows:
+        if "overlap" in told["way"]:
+            place = f"{told['way']}, {told['link']}" + (" (void)" if told.get("void") else "")
+            found |= {f"x_paced, {place}": told["x_paced"], f"exposed_pct, {place}": told["exposed_pct"]}
+    return found

@@ -19,7 +19,7 @@ from bench.as_rank import as_rank
 from bench.worker import DEADLINE, host_config
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key
-from commlayer.transport.tcp import TcpTransport
+from commlayer.transport.stream_transport import StreamTransport
 
 PORT = 7500
 URGENT_NBYTES, BULK_NBYTES = 1 << 10, 1 << 20
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def echo(args: argparse.Namespace) -> dict[str, Any]:
     """Sends back what comes, as urgent as it came, until the other end goes."""
-    transport = TcpTransport(Hello("wire", SERVER_BASE))
+    transport = StreamTransport(Hello("wire", SERVER_BASE))
     gone = threading.Event()
 
     def arrived(handle: Handle) -> None:
@@ -81,7 +81,7 @@ def echo(args: argparse.Namespace) -> dict[str, Any]:
 
 def ask(args: argparse.Namespace) -> dict[str, Any]:
     """Round trips of urgent frames, first alone, then among as many bulk frames as the link takes."""
-    transport = TcpTransport(Hello("wire", 0))
+    transport = StreamTransport(Hello("wire", 0))
     for _ in range(100):
         try:
             transport.dial(SERVER_BASE, (args.address, PORT), time.monotonic() + 5.0)
@@ -111,7 +111,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
-def urgent(transport: TcpTransport, number: int) -> float:
+def urgent(transport: StreamTransport, number: int) -> float:
     header = Header(Kind.DATA, generation=1 + number)
     answer = transport.recv(SERVER_BASE, key(header))
     begin = time.monotonic()

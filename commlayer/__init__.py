@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from commlayer.session import attach as attach
     from commlayer.session import switch as switch
 
-_HOMES = {
+_MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
     "Controller": "commlayer.job.shares.driver",
@@ -38,8 +38,8 @@ __all__ = ["CommError", "Config", "Controller", "HookState", "Session", "attach"
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"commlayer.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'commlayer' has no attribute {name!r}")
 
 

@@ -65,6 +65,9 @@ class Config(Record, frozen=True):
     """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
     reconnect_s: kinds.Window = 60.0
     """How long a broken connection is tried to be made again before its peer counts as lost; deadline_s bounds it."""
+    min_workers: kinds.Count = 0
+    """Of a job of homes, said where `commlayer serve` runs: while so many workers are left, they go on without those that die
+    or leave. 0: all must stay."""
     journal: kinds.Text = ""
     """A folder in which a summation server writes down what it owes and has answered, so that one that was killed goes on when
     it is started again. Empty: then its end is the job's."""
@@ -104,7 +107,8 @@ class Config(Record, frozen=True):
     """Link shaping inside the process, for the demo; empty for none."""
 
 
-ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps", "quarantine")
+ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps", "quarantine",
+         "min_workers")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
 ALIKE_SET = ("join", "trace", "loss", "learning")
 """Settings that must be there on all ranks or on none, whatever they are."""
@@ -245,6 +249,13 @@ def child_environment(config: Config) -> dict[str, str]:
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
     # An empty file setting keeps the child from reading a commlayer.toml of its own.
     return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
+
+
+def take_environment(wanted: Mapping[str, str]) -> None:
+    """In a process that was forked: from here on its environment has these variables, and no other settings."""
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]
+    os.environ.update({PREFIX + "CONFIG": "", **wanted})
 
 
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:

@@ -164,6 +164,7 @@ class HookState:
                                       must={"wrapper": "DistributedDataParallel", "optimizer": "not given"})
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
+        self.connection.after_regroup.append(self._regroup)
         self._attached = AttachedModel(self.module, found.named, self._optimizer,
                                        getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         self.connection.on_close.append(self._attached.remove)
@@ -184,6 +185,12 @@ class HookState:
         if (ddp := wrapper_of(self)) is not None:
             self.module, self._views = ddp.module, ddp.gradient_as_bucket_view
             self._process_group = self._process_group or ddp.process_group
+
+    def _regroup(self) -> None:
+        """The world is another: DDP copies buffers in it, and this state averages after the end of its session."""
+        self._process_group = None
+        if (ddp := wrapper_of(self)) is not None:
+            ddp.process_group = dist.distributed_c10d._get_default_group()
 
     def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """ValueError if another session averages one of them."""

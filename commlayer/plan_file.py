@@ -126,7 +126,7 @@ def basis_of(plan: Any) -> Basis | None:
     return basis
 
 
-def homes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
+def server_nodes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
     """The plan's hosts as numbers of nodes that train, which is where servers can be started; none if one trains nowhere."""
     trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]
     if len(plan.hosts) != plan.servers or not {*plan.hosts} <= {*trained[:nodes]}:

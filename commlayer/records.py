@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -255,11 +255,3 @@ def decode(data: bytes, kind: type[T], what: str) -> T:
         return msgspec.json.decode(data, type=kind)
     except MALFORMED as error:
         raise RecordError(f"{what}: {one_line(error)}") from None
-
-
-def checked(kind: type[T], what: str, **fields: Any) -> T:
-    """Builds a record in Python with the checks that decoding would make (constructors of structs make none)."""
-    try:
-        return msgspec.convert(fields, kind, strict=True)
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"{what}: {error}") from None

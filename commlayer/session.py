@@ -15,14 +15,13 @@ from commlayer.config import Config, read_config
 from commlayer.ddp import HookState, comm_hook
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
-from commlayer.job.allowed_ways import check_local, forbids_of
+from commlayer.job.allowed_ways import check_local, check_overlap, forbids_of
 from commlayer.job.clipping import Clipping, checked, clipping
 from commlayer.job.connection import Connection
 from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
-from commlayer.job.overlap_check import check_overlap
 from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.job.rendezvous import Start
 from commlayer.job.start import connect
@@ -32,6 +31,7 @@ from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of
 from commlayer.records import Plan
 from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
+from commlayer.runtime.step import Regroup
 
 
 class Driver(Inspected, Protocol):
@@ -214,7 +214,10 @@ def switch(session: Session, plan: Plan) -> None:
 
 
 def _switch(connection: Connection, plan: Plan) -> None:
-    go_over(connection, plan)
+    try:
+        go_over(connection, plan)
+    except Regroup as error:  # who is left goes on under the plan of before
+        raise error.__cause__ or error from None
     connection.terms.auto = False  # a plan that somebody asked for is kept
     assert connection.worker is not None
     connection.worker.recorder.switch(on=False)

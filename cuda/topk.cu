@@ -1,5 +1,5 @@
 // A sparse payload without a word from the host between gradient and bytes: where to cut, whether what was found will do,
-// and the values. The decisions are those of commlayer/compressors/threshold.py and selection.py, in the same double precision.
+// and the values. The decisions are those of commlayer/compressors/tracked_threshold.py and selection.py, in the same double precision.
 #include "control.cuh"
 #include "half.cuh"
 #include "int8.cuh"
@@ -16,7 +16,7 @@
 #define HUGE 3.4028234663852886e38
 #define ENOUGH 0.9
 
-// The state of threshold.py before this step.
+// The state of tracked_threshold.py before this step.
 struct Tracked {
   double cut, slope, doubt;
 };

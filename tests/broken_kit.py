@@ -16,7 +16,7 @@ from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.tcp import Address, Settings, TcpTransport
+from commlayer.transport.stream_transport import Address, Settings, StreamTransport
 
 UP, DOWN = 0, 1
 _RESET = struct.pack("ii", 1, 0)
@@ -104,6 +104,11 @@ class Cutter:
                 pass
             end.close()
 
+    def cut_next(self, cut: Cut) -> None:
+        """One more, so many bytes from now on."""
+        with self._lock:
+            self._cuts[cut.way].append(cut._replace(after=self.passed[cut.way] + cut.after))
+
     def break_near(self) -> None:
         """The dialler's ends alone; nobody tells the others."""
         with self._lock:
@@ -137,16 +142,16 @@ class Breakable:
         self._cuts, self._host, self._window_s, self._keys = cuts or {}, host, window_s, keys or {}
         self._targets: dict[int, Address] = {}
         self.cutters: dict[tuple[int, int], Cutter] = {}
-        self.servers: dict[int, TcpTransport] = {}
+        self.servers: dict[int, StreamTransport] = {}
         self.workers: dict[int, Resumed] = {}
 
     def transport(self, rank: int) -> Any:
         settings = Settings(resume=True, keys=self._keys.get(rank), refused=lambda *_: None)
         if rank >= SERVER_BASE:
-            made = self.servers[rank] = TcpTransport(Hello("job", rank), settings=settings)
+            made = self.servers[rank] = StreamTransport(Hello("job", rank), settings=settings)
             self._targets[rank] = made.listen()
             return made
-        carrier = TcpTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
+        carrier = StreamTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
         resumed = self.workers[rank] = Resumed(carrier, carrier, Waits(self._window_s), carrier.pool.give)
         for server, target in self._targets.items():
             cutter = self.cutters[rank, server] = Cutter(

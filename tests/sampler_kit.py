@@ -13,6 +13,7 @@ class Noted:
     def __init__(self) -> None:
         self.n = 0.0
         self.plan: Plan | None = None
+        self.members = (0,)
 
     @property
     def inspect(self) -> Noted:

@@ -13,7 +13,7 @@ from balance_kit import PAPER
 from commlayer.balance import Communication, Line, Solution, shares, solve
 from commlayer.balance import active as search
 from commlayer.balance.models import Accumulated, TimeModel
-from commlayer.balance.solution import Accumulate
+from commlayer.balance.share_solver import Accumulate
 
 Seconds = Callable[[tuple[int, ...]], float]
 

@@ -11,7 +11,7 @@ from bench.reference.balance_relaxed import local_steps, n_soft
 from commlayer.balance import Balancer, Communication, Joined, Line, Measurement, Note, Piecewise, Policy, Sampler, shares
 from commlayer.balance.handout import split
 from commlayer.balance.models import InPieces
-from commlayer.balance.solution import solve
+from commlayer.balance.share_solver import solve
 
 ONE = Line(1.0, 1.0)
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commlayer.balance.models import Line
-from commlayer.balance.online import OnlineLine, checked_time
+from commlayer.balance.recursive_fit import OnlineLine, checked_time
 
 SLOW = PAPER[3]
 FAST = PAPER[0]

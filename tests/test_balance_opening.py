@@ -8,8 +8,8 @@ import pytest
 from balance_kit import PAPER
 
 from commlayer.balance import Line, solve
+from commlayer.balance.first_shares import opening
 from commlayer.balance.models import Accumulated
-from commlayer.balance.opening import opening
 from commlayer.balance.profiling import WorkerProfile, ladder, profile
 from commlayer.balance.published import Published, fitting
 

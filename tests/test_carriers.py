@@ -29,7 +29,7 @@ from commlayer.records import Job, ServerInfo, TensorInfo
 from commlayer.transport import grpc_stream
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.unproved_connections import MOST
 
 JOB = Job((TensorInfo("weight", (100,)),))
@@ -198,7 +198,7 @@ def test_neither_gets_through(opened: contextlib.ExitStack) -> None:
 def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.ExitStack) -> None:
     coordinator = Coordinator(quick(), workers=1)
     opened.callback(coordinator.close)
-    worker = TcpTransport(Hello("job", 0))
+    worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises(Refused, match="server 0: takes no gRPC streams there: check the address"):
         carriers.over_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
@@ -207,9 +207,9 @@ def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.Exit
 def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     """A server that has answered no does so over any carrier."""
     seen: list[str] = []
-    end = TcpTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
+    end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
     opened.callback(end.close)
-    worker = TcpTransport(Hello("job", 0))
+    worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
     there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
@@ -223,9 +223,9 @@ def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitS
     monkeypatch.setattr(carriers, "TCP_S", 0.2)
     late = threading.Event()
     threading.Timer(0.5, late.set).start()
-    end = TcpTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
+    end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
     opened.callback(end.close)
-    worker = TcpTransport(Hello("job", 0))
+    worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
     dial = carriers.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
@@ -291,7 +291,7 @@ def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: 
 
     port = grpc_port.stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
     opened.callback(port.close)
-    worker = TcpTransport(Hello("job", 0))
+    worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises((PeerLost, Refused)):
         carriers.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 1.0)

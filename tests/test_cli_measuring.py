@@ -9,10 +9,9 @@ import pytest
 from msgspec import structs
 
 from commlayer import plan_file, planner
-from commlayer.cli.loading import function_of
 from commlayer.cli.main import run
-from commlayer.cli.measuring import job_of_function
-from commlayer.cli.planfiles import job_named
+from commlayer.cli.plan_inputs import job_named
+from commlayer.cli.user_code import function_of, job_of_function
 from commlayer.planner.tables.jobs import builtin, on_reference
 from commlayer.planner.tables.machines import device_named, speed
 from commlayer.planner.verbs.text_formats import cluster_from_line

@@ -11,8 +11,8 @@ import torch
 
 from commlayer.compressors import Codec, codec_of, parse, restore, seed, snapshot, two_way, wrap
 from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.keys import SERVER
 from commlayer.compressors.payload import HEADER_NBYTES
+from commlayer.compressors.random_keys import SERVER
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Slice, Spec
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from commlayer.compressors import Codec, int4, int8, natural, onebit, parse, qsgd, restore, seed, snapshot, terngrad, wrap
-from commlayer.compressors.keys import SERVER
+from commlayer.compressors.random_keys import SERVER
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 

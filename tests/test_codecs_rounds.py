@@ -11,7 +11,7 @@ import torch
 
 from commlayer.compressors import Codec, error_feedback, payload, snapshot
 from commlayer.compressors.codec import Buffer, Round, State
-from commlayer.compressors.oneround import accumulator
+from commlayer.compressors.one_round import accumulator
 from commlayer.records import Spec
 
 ID = 240

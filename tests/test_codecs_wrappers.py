@@ -32,7 +32,7 @@ from commlayer.compressors import (
     wrap,
 )
 from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.picking import Placed
+from commlayer.compressors.selection import Placed
 from commlayer.compressors.warmup import FIRST
 from commlayer.records import Spec
 

@@ -16,7 +16,7 @@ from control_kit import WAIT_S, Failures, quick
 
 from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
-from commlayer.errors import CommError, DeadlineExceeded, Refused
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 
 PLAN = b"a plan"
 
@@ -261,3 +261,11 @@ def _exit_and_collect(members: list[Any]) -> None:
     members.clear()
     gc.collect()
     raise SystemExit(0)
+
+
+def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
+    lost = PeerLost("no heartbeat for 2.0 s from b: it was killed, stopped or cut off", peer="worker 1")
+    left = PeerLost("left the job: PeerLost: worker 1: no heartbeat for 2.0 s", peer="worker 0")
+    tenth = PeerLost("left the job: PeerLost: worker 0: left the job: KeyboardInterrupt", peer="worker 10")
+    for heard, named in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
+        assert client.first_cause(heard) is named

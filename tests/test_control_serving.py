@@ -27,8 +27,8 @@ from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+from commlayer.transport.stream_transport import StreamTransport
 from commlayer.transport.summation_server import Stalled
-from commlayer.transport.tcp import TcpTransport
 
 JOB = Job((TensorInfo("weight", (100,)),))
 PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
@@ -77,7 +77,7 @@ def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers
         serving.start(view_of(plan, serving), plan, 0)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
-    opened.append(TcpTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
+    opened.append(StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
     with pytest.raises(Refused) as refused:
         opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
     assert str(refused.value) == f"server 0: {caught.value}"
@@ -89,7 +89,7 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
     plan = records.encode(PLAN)
     serving.start(view_of(plan, serving), plan, 0)
     for rank in (0, 2, SERVER_BASE + 1):
-        opened.append(TcpTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
+        opened.append(StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
         where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
         if rank == 0:
             opened[-1].dial(SERVER_BASE, where, deadline)
@@ -99,7 +99,7 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
 
 
 def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> None:
-    here, there = TcpTransport(Hello("job", 0)), TcpTransport(Hello("job", 1))
+    here, there = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
     opened.extend((here, there))
     here.limit_kept(1500)
     there.dial(0, here.listen(), time.monotonic() + WAIT_S)

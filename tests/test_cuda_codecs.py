@@ -28,8 +28,8 @@ from commlayer.compressors import (
     seed,
     snapshot,
     terngrad,
-    threshold,
     topk,
+    tracked_threshold,
 )
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.payload import HEADER_NBYTES
@@ -144,7 +144,7 @@ def test_special_and_not_finite_numbers(codec: Codec) -> None:
 def seen_and_unseen(seen: float, unseen: float, *, equal: bool = False) -> torch.Tensor:
     """What the first step samples is `seen` times noise, the rest `unseen` times: so the first cut is wrong as wanted."""
     n, k = 120_000, 1200
-    larger = threshold.sample_sizes(n, threshold.aim(n, k))[1]
+    larger = tracked_threshold.sample_sizes(n, tracked_threshold.aim(n, k))[1]
     x = noise(n, 5) * unseen if not equal else torch.full((n,), unseen)
     sample = torch.arange(larger)
     places = (sample // 4 * n // ((larger + 3) // 4 | 1) + sample % 4) % n

@@ -21,6 +21,10 @@ There = Callable[[np.ndarray], torch.Tensor]
 SIZES = [(1, 0), (1, 1), (257, 256), (1000, 33), (5000, 5000)]
 
 
+def stamps_of(n: int) -> np.ndarray:
+    return np.random.default_rng(n).integers(0, 256, -(-n // reference.GROUP)).astype(np.uint8)
+
+
 def same(run: Callable[[ModuleType, There], list[bytes]]) -> None:
     found = run(core, here)
     assert run(reference, here) == found
@@ -32,7 +36,7 @@ def same(run: Callable[[ModuleType, There], list[bytes]]) -> None:
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize(("momentum", "nesterov", "decay"), [(0.0, False, 0.0), (0.9, False, 0.1), (0.9, True, 0.0)])
 def test_sgd(n: int, k: int, momentum: float, nesterov: bool, decay: float) -> None:
-    stamp, idx = np.random.default_rng(n).integers(0, 256, n).astype(np.uint8), positions(n, k, 1).view(np.int32)
+    stamp, idx = stamps_of(n), positions(n, k, 1).view(np.int32)
 
     def run(module: ModuleType, there: There) -> list[bytes]:
         w, stamps, rows, g = there(numbers(n, 1)), there(stamp), there(numbers(1024, 3)), there(numbers(k, 4))
@@ -48,7 +52,7 @@ def test_sgd(n: int, k: int, momentum: float, nesterov: bool, decay: float) -> N
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_adam(n: int, k: int) -> None:
-    stamp, idx = np.random.default_rng(n).integers(0, 256, n).astype(np.uint8), positions(n, k, 1).view(np.int32)
+    stamp, idx = stamps_of(n), positions(n, k, 1).view(np.int32)
     numbers_of_step = np.array([0.99, 0.1, 0.999, 0.001, 0.3, 1e-8, 0.01], np.float32)
 
     def run(module: ModuleType, there: There) -> list[bytes]:

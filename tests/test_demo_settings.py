@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from commlayer.control.shaping import parse_shape
 from commlayer.demo.events import Began, Ended, Progress, read
 from commlayer.demo.figures import results, ring_bound_s
 from commlayer.demo.report import notes, table
 from commlayer.demo.screen import Standing, line, size, span
 from commlayer.demo.settings import CODEC, Settings, parse_link, parse_rtt, read_settings
 from commlayer.records import encode
+from commlayer.transport.shaped import parse_shape
 
 
 def settings(**given: Any) -> Settings:

@@ -16,9 +16,9 @@ from commlayer.control.messages import Told
 from commlayer.doctor import machine_checks, machine_facts, network_checks, node_checks, screen, security_checks, server_checks
 from commlayer.doctor.examination import Look, examine
 from commlayer.doctor.finding import Finding, fail, of_error, ok, usable, warn
-from commlayer.doctor.machine_facts import Files, Folder, Processor, Shared, Software, Torch
+from commlayer.doctor.machine_facts import Files, Folder, Journal, Processor, Shared, Software, Torch
 from commlayer.doctor.network_facts import Addresses, Interface, Name, Port, Reached
-from commlayer.doctor.node_rows import Node, Pair, turns
+from commlayer.doctor.node_checks import Node, Pair, turns
 from commlayer.doctor.security_facts import KeysFolder, PlanFile
 from commlayer.doctor.server_facts import Link, Server
 
@@ -49,6 +49,10 @@ OK = ("ok", "", "")
 
 def host_keys(f: Any) -> Iterable[Finding]:
     return security_checks.keys(f, serves=True)
+
+
+def journal(f: Any) -> Iterable[Finding]:
+    return machine_checks.journal(f, required=False)
 
 
 def worker_keys(f: Any) -> Iterable[Finding]:
@@ -85,6 +89,13 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str, str]]]] = [
     (machine_checks.folder, Folder("checkpoints in", "/x", GIB), [("warn", "1.0 GiB free", "free some")]),
     (machine_checks.folder, Folder("checkpoints in", "/x", 1 << 20), [("fail", "1 MiB free", "free some")]),
     (machine_checks.folder, Folder("checkpoints in", "/x", error="it is a file"), [("fail", "it is a file", "name a folder")]),
+    (journal, Journal(Folder("journal in", "/j", 24 * GIB)), [("ok", "/j: 24.0 GiB free, room for some 1074 M", "")]),
+    (journal, Journal(Folder("journal in", "/j", 24 << 20)), [("warn", "room for some 1 M", "goes on without")]),
+    (lambda f: machine_checks.journal(f, required=True), Journal(Folder("journal in", "/j", 24 << 20)),
+     [("fail", "room for some 1 M", "journal_required")]),
+    (journal, Journal(Folder("journal in", "/j", error="it may not be written to")), [("fail", "may not be", "name a folder")]),
+    (journal, Journal(Folder("journal in", "/j", 24 * GIB), held=True), [("fail", "in use by a server", "another folder"), OK]),
+    (journal, Journal(Folder("journal in", "/j", 24 * GIB), left=True), [("warn", "journal of a job", "rm -r /j"), OK]),
     (machine_checks.shared, Shared(8 * GIB, 8 * GIB), [("ok", "8.0 GiB free", "")]),
     (machine_checks.shared, Shared(64 << 20, 64 << 20), [("warn", "64 MiB free of 64 MiB", "--shm-size")]),
     (machine_checks.shared, Shared(error="No such file"), [("warn", "No such file", "mount a tmpfs")]),
@@ -195,6 +206,15 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str, str]]]] = [
     (keyed, Server("h:1", "no answer within 3.0 s", silent=True), [("fail", "h:1 does not answer", "commlayer serve")]),
     (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),)),
      [OK, ("fail", "h:2 does not answer", "firewall"), OK, OK, OK]),
+    (keyed, but(SERVER, data=(Reached("server", "h:2", "open"),)), [OK, ("ok", "TCP to server h:2", ""), OK, OK, OK]),
+    (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),), streams="open"),
+     [OK, ("warn", "gRPC streams at 10.0.0.1:7000, since TCP to server h:2", "open that port"), OK, OK, OK]),
+    (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),), streams="takes no gRPC streams there: check"),
+     [OK, ("fail", "h:2 does not answer", "firewall"), OK, OK, OK]),
+    (keyed, but(SERVER, carrier="grpc", streams="open"), [OK, ("ok", "gRPC streams at 10.0.0.1:7000$", ""), OK, OK, OK]),
+    (keyed, but(SERVER, carrier="grpc", streams="takes no gRPC streams there: check the address"),
+     [OK, ("fail", "takes no gRPC streams there", "check the address"), OK, OK, OK]),
+    (keyed, but(SERVER, carrier="tcp"), [OK, ("fail", "takes gRPC streams alone", "carrier alike"), OK, OK, OK]),
     (server_checks.link, Link(94e6, 12e6), [("ok", "94 Mb/s up, 12 Mb/s down", "")]),
     (server_checks.link, Link(0.8e6, 12e6), [("warn", "0.8 Mb/s up", "whatif")]),
     (server_checks.link, Link(error="gone"), [("warn", "not measured: gone", "")]),

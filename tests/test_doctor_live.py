@@ -24,9 +24,20 @@ from ranks_kit import clean_environment
 from bench.lab import Lab
 from commlayer.control import client, coordinator, messages
 from commlayer.control.coordinator import Coordinator
-from commlayer.doctor import network_checks, network_facts, security_checks, security_facts, server_checks, server_facts
+from commlayer.control.coordinator_channel import CoordinatorChannel
+from commlayer.control.serving import Serving
+from commlayer.doctor import (
+    machine_facts,
+    network_checks,
+    network_facts,
+    security_checks,
+    security_facts,
+    server_checks,
+    server_facts,
+)
 from commlayer.doctor.finding import Finding
-from commlayer.transport import framing, route
+from commlayer.transport import framing, own_address
+from commlayer.transport.journal import Folder
 
 SECRET = "correct-horse-battery"
 LIMIT_S = 60.0
@@ -89,6 +100,39 @@ def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folder
     found = look(quick(token=SECRET, join=f"127.0.0.1:{port}"))
     assert [one.verdict for one in found] == ["fail"]
     assert time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize(("carrier", "verdict", "seen"), [
+    ("auto", "warn", "gRPC streams at .*, since TCP to"), ("grpc", "ok", "gRPC streams at"), ("tcp", "fail", "nothing listens"),
+])
+def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen: str) -> None:
+    """A server whose port for TCP is closed to this machine is reached by streams, and a run can start."""
+    config = quick(dead_after_s=LIMIT_S, carrier=carrier)
+    with contextlib.closing(Coordinator(config, workers=1, servers=1)) as made, \
+            contextlib.closing(Serving("127.0.0.1", 0, quick(), made)) as serving:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            closed = f"127.0.0.1:{sock.getsockname()[1]}"
+        with contextlib.closing(CoordinatorChannel(made.address, "", None)) as link:
+            link.call("Join", messages.server(closed, beside=True, streams=serving.streams), messages.Seat, LIMIT_S)
+        (one,) = [found for found in look(quick(join=made.address, carrier=carrier)) if found.check in ("carrier", "port")]
+    assert one.verdict == verdict
+    assert re.search(seen, one.seen)
+
+
+def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> None:
+    def seen() -> machine_facts.Journal:
+        return machine_facts.journal(tmp_path / "job")
+
+    first = seen()
+    assert (first.held, first.left, first.folder.error) == (False, False, "")
+    assert not (tmp_path / "job").exists(), "looking makes nothing"
+    folder = Folder(str(tmp_path / "job"))
+    assert seen().held
+    folder.close()
+    assert not seen().held
+    folder.file.write_bytes(b"")
+    assert seen().left
+    assert machine_facts.journal(folder.file).folder.error == "it is a file"
 
 
 def test_a_job_that_has_begun_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +231,7 @@ def test_interfaces_and_names_of_this_machine() -> None:
     assert any(one.address == "127.0.0.1" and one.kind == "loopback" for one in found)
     assert network_facts.look_up("", "localhost").own
     assert not network_facts.look_up("", "203.0.113.9").own
-    default = route.default_address()
+    default = own_address.default_address()
     chosen = network_facts.addresses("", "127.0.0.1", (), alone=True)
     assert chosen.chosen == default
     assert not default or any(one.address == default for one in found)

@@ -30,7 +30,7 @@ from commlayer.transport import hello
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
 WRONG = [("", "this process has no secret, and the job has one: set COMMLAYER_TOKEN"),
@@ -162,12 +162,12 @@ def test_calls_that_never_come_whole_hold_nobody_up(coordinator: Coordinator) ->
 # ---- data connections
 
 
-def server(**settings: Any) -> TcpTransport:
-    return TcpTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret=SECRET, **settings))
+def server(**settings: Any) -> StreamTransport:
+    return StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret=SECRET, **settings))
 
 
-def dialled(address: tuple[str, int], token: str = SECRET, job: str = "jobA") -> TcpTransport:
-    made = TcpTransport(Hello(job, 1), settings=Settings(secret=token))
+def dialled(address: tuple[str, int], token: str = SECRET, job: str = "jobA") -> StreamTransport:
+    made = StreamTransport(Hello(job, 1), settings=Settings(secret=token))
     try:
         made.dial(SERVER_BASE, address, soon())
     except BaseException:
@@ -218,7 +218,7 @@ def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
 
 
 def test_one_who_answers_without_the_secret_is_not_believed() -> None:
-    end = TcpTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
+    end = StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
     with pytest.raises(Refused, match="this process has another secret than the job"):
         dialled(end.listen())
     end.close()

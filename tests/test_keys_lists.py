@@ -21,7 +21,7 @@ from commlayer.transport import tls
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
 
@@ -57,13 +57,13 @@ def test_a_worker_without_a_coordinator_waits_for_it(folders: Folders) -> None:
 @pytest.mark.parametrize("kind", ["cut off", "of another job", "empty"])
 def test_a_bad_list_keeps_nobody_out(ca: Path, kind: str, folders: Folders) -> None:
     place = ca / "server-1"
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
     address = server.listen()
     coordinator = Coordinator(quick(token=SECRET, keys=str(place)), workers=1)
     good = (place / "crl.pem").read_bytes()
     bad = {"cut off": good[:-100], "of another job": (folders.foreign / "crl.pem").read_bytes(), "empty": b""}[kind]
     (place / "crl.pem").write_bytes(bad)
-    worker = TcpTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(ca / "gpu-1")))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(ca / "gpu-1")))
     worker.dial(SERVER_BASE, address, soon())
     assert exchange_pair(worker, server)
     joined(coordinator.address, ca / "gpu-1")

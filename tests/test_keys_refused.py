@@ -24,7 +24,7 @@ from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
 
@@ -56,7 +56,7 @@ def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
         yield End((host, int(port)), tls.CONTROL, joined)
         coordinator.close()
     else:
-        kind = TcpTransport if request.param == "data" else GrpcEnd
+        kind = StreamTransport if request.param == "data" else GrpcEnd
         server = kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
         address = server.listen()
 
@@ -68,7 +68,7 @@ def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
             finally:
                 worker.close()
 
-        yield End(address, tls.DATA if kind is TcpTransport else tls.CONTROL, dialled)
+        yield End(address, tls.DATA if kind is StreamTransport else tls.CONTROL, dialled)
         server.close()
 
 
@@ -156,8 +156,8 @@ def test_the_refused_hear_the_reason(end: End, kind: str, line: str, folders: Fo
 
 
 def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
-    worker = TcpTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
     with pytest.raises(Refused, match="its certificate is not for this end"):
         worker.dial(SERVER_BASE, server.listen(), soon())
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.dials)), workers=1)
@@ -174,8 +174,8 @@ def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
 ])
 def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders) -> None:
     mine, theirs = (str(getattr(folders, name)) if name else "" for name in (here, there))
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(theirs) if theirs else None))
-    worker = TcpTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(mine) if mine else None))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(theirs) if theirs else None))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(mine) if mine else None))
     with pytest.raises(CommError, match=line):
         worker.dial(SERVER_BASE, server.listen(), soon())
     coordinator = Coordinator(quick(token=SECRET, keys=theirs), workers=1)
@@ -222,7 +222,7 @@ def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) ->
 
 
 def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
     address = server.listen()
     first = greeted(address, Keys(folders.worker))
     first.close()
@@ -313,8 +313,8 @@ def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_p
 
     authority.init(tmp_path / "job")
     here, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(here)))
-    worker = TcpTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(gone)))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(here)))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(gone)))
     worker.dial(SERVER_BASE, server.listen(), soon())
     assert exchange_pair(worker, server)
     coordinator = Coordinator(quick(token=SECRET, keys=str(here)), workers=2)

@@ -20,7 +20,7 @@ FILES_OF_PLANS = {"plan_file", "loss_budget"}
 UPPER = {"runtime", "control"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | UPPER | {"measure"}
 SURFACE = {"job", "session", "ddp"}
-TOP = {"cli", "demo", "doctor", "", "__main__"}
+TOP = {"chaos", "cli", "demo", "doctor", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -42,10 +42,25 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(SURFACE, BELOW | SURFACE),
     **dict.fromkeys(TOP, BELOW | SURFACE | TOP),
 }
-ROOMS = {
-    "planner": ["model", "tables", "pricing", "simulation", "search", "verbs"],
+ROOMS: dict[str, list[set[str]]] = {
+    "planner": [{"model"}, {"tables"}, {"pricing"}, {"simulation"}, {"search"}, {"verbs"}],
+    # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
+    "job": [
+        {"connection"},
+        # one subject each, around a connection
+        {"allowed_ways", "exchange_schedule", "parameter_drift", "regroup", "stale_plan", "start", "switch", "trace"},
+        # what decides while a job trains, and what it is asked for
+        {"shares"}, {"accuracy", "autoplan", "checkpoint", "inspection"},
+        {"step_loop"},
+        # where gradients come from and averages go
+        {"ddp_ways", "forward_overlap", "module_driver"},
+    ],
 }
-"""Folders inside a part, from the bottom up: each imports those before it."""
+"""Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
+DECISIONS = [PACKAGE / "job" / loop / f"{name}.py" for loop, names in (
+    ("autoplan", ("facts", "state", "actions", "decide", "decide_rank0")), ("accuracy", ("state", "decide")),
+    ("shares", ("state", "decide"))) for name in names]
+IMPURE = {"torch", "threading", "time", "random", "os", "socket", "subprocess", "grpc"}
 ABOVE_ROUTES = {
     "intake", "worker", "unapplied", "gradient_comparison", "hooks", "outstanding", "plan_handover",
     "write_gradients",
@@ -112,15 +127,23 @@ def test_imports_go_one_way() -> None:
 
 @pytest.mark.parametrize("part", ROOMS)
 def test_rooms_of_a_part_import_one_way(part: str) -> None:
-    order = ROOMS[part]
+    place = {name: number for number, room in enumerate(ROOMS[part], 1) for name in room}
+    assert [name for name in place if not any((PACKAGE / part / found).exists() for found in (name, f"{name}.py"))] == []
     wrong = []
     for found in IMPORTS:
         own, target = found.file.relative_to(PACKAGE).with_suffix("").parts, found.target.split(".")[1:]
-        if own[0] == target[:1][0] == part if target else False:
-            here, there = (name[1] if len(name) > 2 and name[1] in order else "" for name in (own, target))
-            if here and there and order.index(there) > order.index(here):
-                wrong.append(said(found))
+        if own[0] != part or target[:1] != [part] or len(target) < 2 or own[1] == "__init__":
+            continue  # the part's __init__ names what it offers, from any room
+        if place.get(target[1], 0) > place.get(own[1], 0):
+            wrong.append(said(found))
     assert wrong == []
+
+
+@pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_decisions_know_no_clock_no_thread_and_no_connection(file: Path) -> None:
+    drivers = {"connection", "driver", "switch", "start", "step_loop", "rendezvous"}
+    assert [said(found) for found in imports_of(file) if found.target.split(".")[0] in IMPURE
+            or (found.target.startswith("commlayer.job.") and drivers & set(found.target.split(".")))] == []
 
 
 def test_routes_know_no_worker_and_only_the_worker_knows_routes() -> None:

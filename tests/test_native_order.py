@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native_kit import KINDS, SIZES, bits, core, numbers, positions, same, unaligned
 
 from commlayer.compressors import reference
-from commlayer.compressors.reference.draws import philox
+from commlayer.compressors.reference.draws import philox4x32
 from commlayer.errors import CorruptFrame
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -155,17 +155,18 @@ def test_a_run_outside_its_contract_is_refused(module: ModuleType, run: int) -> 
 
 def test_philox_gives_the_published_words() -> None:
     """Known answers of the authors' Random123: counter and key of zeros, of ones, and of the digits of pi."""
-    assert [hex(w) for w in philox(0, np.zeros(1, np.uint64), 0)[0]] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    assert [hex(w) for w in philox4x32(0, np.zeros(1, np.uint64), 0)[0]] == [
+        "0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
     ones = (1 << 64) - 1
-    assert [hex(w) for w in philox(ones, np.array([ones], np.uint64), ones)[0]] == [
+    assert [hex(w) for w in philox4x32(ones, np.array([ones], np.uint64), ones)[0]] == [
         "0x408f276d", "0x41c83b0e", "0xa20bc7c6", "0x6d5451fd",
     ]  # fmt: skip
     block, step, key = 0x85A308D3243F6A88, 0x0370734413198A2E, 0x299F31D0A4093822
-    assert [hex(w) for w in philox(key, np.array([block], np.uint64), step)[0]] == [
+    assert [hex(w) for w in philox4x32(key, np.array([block], np.uint64), step)[0]] == [
         "0xd16cfe09", "0x94fdcceb", "0x5001e420", "0x24126ea1",
     ]  # fmt: skip
     for module in MODULES:
-        assert module.draw_word(key, step) == int(philox(key, np.zeros(1, np.uint64), step)[0, 0])
+        assert module.draw_word(key, step) == int(philox4x32(key, np.zeros(1, np.uint64), step)[0, 0])
 
 
 @quick

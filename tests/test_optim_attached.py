@@ -34,7 +34,15 @@ class Net(nn.Module):
         return out
 
 
-def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False) -> dict[str, Any]:
+def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False, looks: bool = False) -> dict[str, Any]:
+    """`looks`: averages are dense first, and looked through for entries."""
+    with pytest.MonkeyPatch.context() as patch:
+        if looks:
+            patch.setattr("commlayer.job.module_driver.keep_entries", lambda *_: None)
+        return trained(run, kind, lazy=lazy, cleared=cleared)
+
+
+def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Net()
     ours, theirs, settings = KINDS[kind]
@@ -50,7 +58,10 @@ def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False) -> dict[str
         optimizer.step()
         if lazy:
             optimizer.flush()
-    return {"layouts": layouts, **{name: p.detach().clone() for name, p in model.named_parameters()}}
+    worker = run.sessions[0].inspect.connection.worker
+    dense = [bucket.all_y.numel() for bucket in worker.buckets if bucket.sparse is not None]
+    told: dict[str, Any] = {"layouts": layouts, "kept": len(dense), "dense": sum(dense)}
+    return told | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def lazily_sgd(run: Run) -> dict[str, Any]:
@@ -90,9 +101,39 @@ def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any
     assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
     assert sum(layout[SPARE] for layout in sparse[0]["layouts"]) >= STEPS / 3
     assert not any(any(layout) for layout in dense[0]["layouts"])
-    for name in set(sparse[0]) - {"layouts"}:
+    assert sparse[0]["kept"] >= 1
+    assert sparse[0]["dense"] == dense[0]["kept"] == 0, "no dense sum anywhere"
+    for name in set(sparse[0]) - {"layouts", "kept", "dense"}:
         assert torch.equal(sparse[0][name], sparse[1][name]), "replicas stay the same to the last bit"
         assert torch.allclose(sparse[0][name], dense[0][name], atol=1e-5)
+
+
+def looked_through(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
+    return train(run, kind, lazy=True, cleared=cleared, looks=True)
+
+
+def straight(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
+    return train(run, kind, lazy=True, cleared=cleared)
+
+
+@pytest.mark.parametrize(("codec", "fields"), [
+    ("topk(ratio=0.02)", (("guard", "warn"),)), ("randomk(ratio=0.05)", ()),
+    ("topk(ratio=0.02, values='fp16')", (("warmup", 4), ("ratio_over", "plan"), ("cut_nbytes", 8192))),
+])
+def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_through(
+    codec: str, fields: tuple[tuple[str, Any], ...],
+) -> None:
+    found = []
+    for script in (straight, looked_through):
+        with coordinators(1, WORLD, 1) as made:
+            setting = Setting("module", tuple(each.address for each in made), codec, fields=fields)
+            found.append(pool(WORLD).call(play, WORLD, script, setting, "sgd", True))
+    ours, theirs = found[0][0], found[1][0]
+    assert ours.pop("kept")
+    assert not theirs.pop("kept")
+    assert ours["layouts"] == theirs["layouts"]
+    for name in set(ours) - {"layouts", "dense"}:
+        assert torch.equal(ours[name], theirs[name]), name
 
 
 def dense_codec(run: Run) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -84,6 +85,17 @@ def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
     assert torch.equal(ours, theirs)
     ours_kept, theirs_kept = (optimizer.state_dict()["state"].get(0, {}).keys() for optimizer in optimizers)
     assert ours_kept == theirs_kept
+
+
+@pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
+def test_all_weights_of_a_touched_group_make_the_step(name: str) -> None:
+    race = Race(CASES[name], shape=(5, 11), lag=250)
+    for t in range(12):
+        idx = torch.arange(55) if t == 0 else torch.tensor([17, 20])
+        race.step(sparse_gradient(idx.to(torch.int32), torch.randn(len(idx)), race.shape))
+    error = (race.lazy.detach() - race.single.detach()).abs().view(-1)
+    fresh = torch.arange(55) // reference.GROUP == 17 // reference.GROUP
+    assert error[fresh].max() < 1e-5 < error[~fresh].max(), "the others are behind"
 
 
 @pytest.mark.parametrize("name", ["sgd momentum and decay", "adamw decay"])
@@ -216,6 +228,31 @@ def test_gradients_of_any_shape_and_repeated_entries(shape: tuple[int, ...]) -> 
     assert p.flatten()[[0, n - 1]].tolist() == [-2.0, -5.0]
 
 
+def test_a_gradient_that_was_changed_in_place_is_read_anew() -> None:
+    changes = {
+        "added to": lambda grad: grad.add_(draw((4, 9), 8)), "cleared": lambda grad: grad.zero_(),
+        "scaled": lambda grad: grad.mul_(3), "its values scaled": lambda grad: grad._values().mul_(3),
+        "as it was": lambda grad: grad,
+    }
+    for change in changes.values():
+        p = nn.Parameter(torch.zeros(4, 9))
+        p.grad = sparse_gradient(torch.tensor([3, 20, 35], dtype=torch.int32), torch.tensor([1.0, 2.0, 4.0]), (4, 9))
+        change(p.grad)
+        dense = p.grad.to_dense()
+        SparseSGD([p], lr=1.0).step()
+        assert torch.equal(p.detach(), -dense)
+
+
+def test_a_copy_of_an_optimizer_steps() -> None:
+    p = nn.Parameter(torch.ones(40))
+    p.grad = draw((40,), 3)
+    optimizer = copy.deepcopy(SparseSGD([p], lr=0.1, momentum=0.9))
+    other = optimizer.param_groups[0]["params"][0]
+    other.grad = sparse_gradient(torch.tensor([7], dtype=torch.int32), torch.ones(1), (40,))
+    optimizer.step()
+    assert other.detach()[7] == pytest.approx(0.9)
+
+
 def test_rows_of_an_embedding() -> None:
     torch.manual_seed(0)
     tables = [nn.Embedding(50, 6, sparse=sparse) for sparse in (True, False)]
@@ -302,6 +339,17 @@ def test_memory_that_is_not_row_by_row_is_refused_for_sparse_gradients() -> None
     p.grad = draw((2, 3, 4, 4), 3)
     with pytest.raises(ValueError, match=r"SparseSGD: .* make the parameter contiguous\(\)"):
         SparseSGD([p]).step()
+
+
+def test_a_state_with_a_stamp_for_each_weight_is_refused() -> None:
+    p = nn.Parameter(torch.ones(40))
+    optimizer = SparseSGD([p], momentum=0.9)
+    p.grad = draw((40,), 3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["stamp"] = torch.zeros(40, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"SparseSGD: a state with stamps for 40, allowed: 3, one for every 16 .* flush"):
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [

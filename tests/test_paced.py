@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from bench import ways
 from bench.baselines import RankFailed
 from bench.lab.lab import Link
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
 from bench.paced.place import Place, spoken
-from bench.paced.race import at, at_step, reached, reached_step, trained
+from bench.paced.race import Run, at, at_step, reached, reached_step, trained
 from bench.paced.watch import Watch
 from bench.tta.links import Event, Network
 from bench.tta.systems import SYSTEMS, System
@@ -136,3 +137,26 @@ def test_a_trace_changes_links_at_its_times_and_puts_them_back() -> None:
     over.set()
     player.join(10)
     assert lab.rates == [(1, 1e7, False), (1, 5e6, True), *((host, 1e8, False) for host in range(4))]
+
+
+def test_what_a_step_takes_beyond_its_pace_is_told_in_seconds_and_per_cent() -> None:
+    curve = [(0, 0.0, 4.0), (10, 4.0, 3.0), (20, 8.0, 2.0)]
+    run = Run(curve, 0.42, 20, 0.0, 1.0, 1.0, told={"exposed_s": 1.0})
+    told = ways.row("10m", "int4, overlap=forward", run, paced_s=0.3, goal=2.5, seconds=6.0)
+    assert told["exposed_s"] == pytest.approx(0.12)
+    assert told["exposed_pct"] == pytest.approx(40)
+    assert told["waited_s"] == pytest.approx(0.05)
+    assert told["s_to_goal"] == pytest.approx(6.0)
+    other = ways.row("none", "each host alone", run._replace(told={}), paced_s=0.3, goal=0.0, seconds=6.0)
+    assert (other["waited_s"], other["s_to_goal"]) == ("-", "-")
+    found = ways.summary([told, other, told | {"void": True}])
+    assert found == {
+        "x_paced, int4, overlap=forward, 10m": pytest.approx(1.4), "exposed_pct, int4, overlap=forward, 10m": pytest.approx(40),
+        "x_paced, int4, overlap=forward, 10m (void)": pytest.approx(1.4),
+        "exposed_pct, int4, overlap=forward, 10m (void)": pytest.approx(40),
+    }
+    for link, systems in ways.BY_LINK.items():
+        assert ways.IN_QUICK & set(ways.wanted(link, True, None))
+        assert any("fragments" in name for name in ways.wanted(link, True, None))
+        assert ways.wanted(link, False, None) == list(systems)
+        assert ways.wanted(link, True, ["auto"]) == ["auto"]

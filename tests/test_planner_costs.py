@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from planner_kit import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, tall
 
 from commlayer.planner.model.cluster import Cluster, Line, Node, Profile, Task
 from commlayer.planner.model.grammar import encodes, options
 from commlayer.planner.model.paths import spell
-from commlayer.planner.pricing.path_cost import Prices, bare, tasks
+from commlayer.planner.pricing.path_cost import Prices, bare
 
 N = 1_000_000
 DENSE_NBYTES, SPARSE_NBYTES, SHARED_NBYTES = 4 * N + 16, N // 50 + 16, N // 25 + 16
+
+
+def tasks(
+    path: str, numel: int, codec: str, cluster: Cluster, profile: Profile, hosts: Sequence[int] | None = None,
+    spread: Sequence[float] = (), **how: Any,
+) -> tuple[Task, ...]:
+    return Prices(cluster, profile, hosts, spread=spread).tasks(path, numel, codec, **how)
 
 
 def by_op(found: tuple[Task, ...], op: str) -> list[Task]:

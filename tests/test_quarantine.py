@@ -13,7 +13,7 @@ import pytest
 import torch
 from control_kit import quick
 from runtime_kit import Rig, on_ranks, step
-from test_service_sums import Doubles, push, value
+from summation_kit import Doubles, push, value
 from transport_kit import soon
 
 from commlayer import records
@@ -26,8 +26,8 @@ from commlayer.records import Job, Member, ServerInfo, TensorInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 from commlayer.transport.quarantine import FACTOR, LEAST, OFTEN, Quarantine, Watch
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
-from commlayer.transport.tcp import Settings, TcpTransport
 
 NORMS, ALL = {"finite_only": False}, {"finite_only": True}
 Told = list[tuple[int, int, int, str]]
@@ -270,7 +270,7 @@ def test_the_audit_log_and_one_warning_name_the_peer_and_then_it_is_dropped(
                 messages.digest_of(data))
     serving.start(view, data, 0)
     host, port = serving.address.rsplit(":", 1)
-    workers = [TcpTransport(Hello(job.digest(), rank, messages.digest_of(data)), settings=Settings(secret="the-jobs-secret"))
+    workers = [StreamTransport(Hello(job.digest(), rank, messages.digest_of(data)), settings=Settings(secret="the-jobs-secret"))
                for rank in range(WORLD)]
     for worker in workers:
         worker.dial(SERVER_BASE, (host, int(port)), soon())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
-from test_service_sums import VALUES, push, service
+from summation_kit import VALUES, push, service
 from transport_kit import exchange_pair, soon
 
 from commlayer.control import client, coordinator, messages, tls_front
@@ -21,12 +21,12 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.control.farewell import goaway, reason_of
 from commlayer.errors import CommError, CorruptFrame, Refused
-from commlayer.transport import tcp
+from commlayer.transport import stream_transport
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import OVERHEAD_NBYTES, REPEATS
-from commlayer.transport.tcp import Settings, TcpTransport
 
 SECRET = "correct-horse-battery"
 
@@ -64,10 +64,10 @@ def test_results_that_are_asked_for_again_and_again_are_an_offence_too() -> None
 
 
 def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "MOST_EACH", 2)
-    server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+    monkeypatch.setattr(stream_transport, "MOST_EACH", 2)
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
     address = server.listen()
-    mine, other = ([TcpTransport(Hello("job", rank), settings=Settings(secret=SECRET, keys=Keys(folder))) for rank in ranks]
+    mine, other = ([StreamTransport(Hello("job", rank), settings=Settings(secret=SECRET, keys=Keys(folder))) for rank in ranks]
                    for folder, ranks in ((folders.worker, (1, 2, 3)), (folders.second, (4,))))
     for worker in (*mine[:2], *other):
         worker.dial(SERVER_BASE, address, soon())

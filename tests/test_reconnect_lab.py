@@ -23,8 +23,8 @@ import json, sys, time
 from collections import Counter
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Kind
-from commlayer.transport.tcp import Settings, TcpTransport
-server = TcpTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, user_timeout_s=float(sys.argv[1])))
+from commlayer.transport.stream_transport import Settings, StreamTransport
+server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, user_timeout_s=float(sys.argv[1])))
 server.listen("0.0.0.0", 7000)
 print("listening", flush=True)
 seen = Counter()
@@ -39,8 +39,8 @@ import json, sys, time
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.tcp import Settings, TcpTransport
-carrier = TcpTransport(Hello("job", 0, session=b"one process here"), settings=Settings(
+from commlayer.transport.stream_transport import Settings, StreamTransport
+carrier = StreamTransport(Hello("job", 0, session=b"one process here"), settings=Settings(
     resume=True, user_timeout_s=float(sys.argv[1])))
 worker = Resumed(carrier, carrier, Waits(50.0))
 worker.connect(SERVER_BASE, lambda until: carrier.dial(SERVER_BASE, (sys.argv[2], 7000), until), time.monotonic() + 20)

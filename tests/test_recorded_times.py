@@ -14,7 +14,7 @@ from runtime_kit import Rig
 
 from commlayer.errors import DeadlineExceeded
 from commlayer.measure import codec_costs, link_rates
-from commlayer.measure.recorded_times import timing_of
+from commlayer.measure.model_times import timing_of
 from commlayer.observe import RecordedStep
 from commlayer.transport import summation_server
 from commlayer.transport.loopback import Hub

@@ -6,7 +6,7 @@ import pytest
 
 from commlayer import planner
 from commlayer.job.autoplan.link_probes import RankMeasurement
-from commlayer.job.autoplan.plan_search import at_home, on_servers
+from commlayer.job.autoplan.plan_search import on_hosts, on_servers
 from commlayer.job.autoplan.replan import cluster_of
 from commlayer.measure import collective_costs
 from commlayer.planner.model.cluster import Line, Link, Policy, Profile
@@ -47,12 +47,12 @@ def test_slower_ranks_are_slower_nodes() -> None:
     assert [node.speed for node in cluster_of(LINKS, ROWS, INSIDE, [0]).nodes] == pytest.approx([1.0, 1 / 2, 1 / 3])
 
 
-def test_servers_go_home_and_back() -> None:
+def test_servers_become_hosts_and_servers_again() -> None:
     plan = planner.default_plan(JOB, codec="fp16()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
                                 cut_nbytes=1 << 22)
-    home = at_home(plan, [2, 0])
-    assert home.hosts == (0, 2)
-    back = on_servers(home, [2, 0])
+    hosted = on_hosts(plan, [2, 0])
+    assert hosted.hosts == (0, 2)
+    back = on_servers(hosted, [2, 0])
     assert [b.server for b in back.buckets] == [b.server for b in plan.buckets]
 
 

@@ -167,7 +167,7 @@ def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, .
     job = job_of((300, 20))
     made = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
     told: list[str] = []
-    requested_plan.housed(made, None, 2, told.append)
+    requested_plan.with_server_nodes(made, None, 2, told.append)
     for lines in (told, lint(made, job)):
         assert len(lines) == bool(said), lines
         assert all(said in line for line in lines)

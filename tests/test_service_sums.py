@@ -4,76 +4,14 @@ from __future__ import annotations
 
 import itertools
 import struct
-import time
-from collections.abc import Iterator
-from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from summation_kit import Doubles, ask, push, service, value
 
-from commlayer.errors import CorruptFrame, PeerLost
-from commlayer.transport.loopback import Hub, Loopback
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import Stalled, SumServer, stalled_key
-
-
-class Doubles:
-    """Ops over one float64 per payload; the residual is what emitting as float32 keeps back, so undo has something to do."""
-
-    codec, bound, in_means = 7, 8, False
-
-    def __init__(self, rounds: int = 1) -> None:
-        self.rounds, self.residual, self.last = rounds, 0.0, (0.0, 0.0)
-        self.added: list[float] = []
-
-    def zeros(self, r: int) -> list[float]:
-        return [0.0]
-
-    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
-        if len(payload) != 8:
-            raise CorruptFrame(f"{len(payload)} bytes, expected 8")
-        (value,) = struct.unpack("<d", payload)
-        acc[0] = value if first else acc[0] + value
-        self.added.append(value)
-
-    def emit(self, r: int, acc: list[float], out: memoryview) -> int:
-        total = acc[0] + self.residual
-        (sent,) = struct.unpack("<f", struct.pack("<f", total))
-        self.residual, self.last = total - sent, (acc[0], sent)
-        out[:8] = struct.pack("<d", sent)
-        return 8
-
-    def undo(self, slices: int) -> None:
-        """The members take back what they sent: the residual is what it was before that step."""
-        added, sent = self.last
-        self.residual, self.last = self.residual - added + sent, (0.0, 0.0)
-
-    def skip(self) -> None:
-        self.last = (0.0, 0.0)
-
-    def snapshot(self) -> bytes:
-        return struct.pack("<d", self.residual)
-
-    def restore(self, data: bytes | memoryview) -> None:
-        (self.residual,) = struct.unpack("<d", data)
-
-
-def push(sender: int, value: float, step: int = 0, r: int = 0, /, **fields: object) -> Message:
-    header = Header(Kind.PUSH, 1, step, 5, round=r, codec=7, sender=sender, weight=float(sender + 1), used=1 << sender)
-    return Message(sender, header._replace(**fields), memoryview(struct.pack("<d", value)))
-
-
-def service(members: int = 3, rounds: int = 1, ops: Doubles | None = None) -> tuple[Summation, Doubles]:
-    ops = ops or Doubles(rounds)
-    return Summation(0, 1, {5: ops}, {5: tuple(range(members))}), ops
-
-
-def value(reply: object) -> float:
-    return float(struct.unpack("<d", reply.body)[0])  # type: ignore[attr-defined]
-
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message
 
 VALUES = [0.1, 1e8, -3.7]
 
@@ -87,6 +25,14 @@ def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> 
     assert [r.peer for r in replies[2]] == [0, 1, 2]
     header = replies[2][0].header
     assert (header.kind, header.sender, header.weight, header.used) == (Kind.RESULT, SERVER_BASE, 6.0, 0b111)
+
+
+def test_a_mean_beside_parts_of_a_sum_is_a_breach_of_its_sender() -> None:
+    core, ops = service()
+    core.push(push(0, VALUES[0]), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 1: .*sends a mean"):
+        core.push(push(1, VALUES[1], flags=Flag.MEAN), 0.0)
+    assert ops.added == VALUES[:1]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
@@ -217,10 +163,6 @@ def test_stalled_says_who_is_missing_and_who_waits() -> None:
     assert core.stalled(99.0) == []
 
 
-def ask(kind: Kind, sender: int = 0, step: int = 0, body: bytes = b"", /, **fields: object) -> Message:
-    return Message(sender, Header(kind, 1, step, 5, sender=sender)._replace(**fields), memoryview(body))
-
-
 def test_snapshot_and_restore_continue_at_the_saved_step() -> None:
     core, ops = service(1)
     core.push(push(0, 0.1, 6), 0.0)
@@ -302,106 +244,6 @@ def test_a_body_longer_than_any_payload_is_not_kept() -> None:
     with pytest.raises(CorruptFrame, match="worker 2: 9 bytes, at most 8 for this bucket"):
         core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
     assert core.stalled(99.0) == []
-
-
-# ---- the service behind a transport
-
-
-@pytest.fixture
-def hub() -> Iterator[tuple[Hub, list[Any]]]:
-    """A hub and what stands on it, to be closed."""
-    things: list[Any] = []
-    yield Hub(), things
-    for thing in things:
-        thing.close()
-
-
-def served(hub: tuple[Hub, list[Any]], ops: Doubles, stall_s: float = 60.0, members: int = 3) -> list[Loopback]:
-    """A server of bucket 5 on the hub; the transports of its members."""
-    core = Summation(0, 1, {5: ops}, {5: tuple(range(members))})
-    ends = hub[0].mesh([SERVER_BASE, *range(members)])
-    hub[1].extend((SumServer(core, ends[0], range(members), stall_s=stall_s), *ends[1:]))
-    return ends[1:]
-
-
-def next_stalled(transport: Loopback) -> Stalled:
-    handle = transport.recv(SERVER_BASE, stalled_key(1))
-    return msgspec.msgpack.decode(transport.wait(handle, time.monotonic() + 30.0).body, type=Stalled)
-
-
-class Broken(Doubles):
-    def emit(self, r: int, acc: list[float], out: memoryview) -> int:
-        raise MemoryError("no room")
-
-
-def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
-    hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr("commlayer.transport.summation_server.FAREWELL_S", 0.0)
-    members = served(hub, Broken())
-    waiting = [m.recv(SERVER_BASE, key(push(0, 0.0).header._replace(kind=Kind.RESULT))) for m in members]
-    for m, transport in enumerate(members):
-        transport.send(SERVER_BASE, push(m, 1.0).header, push(m, 1.0).body)
-    for transport, handle in zip(members, waiting, strict=True):
-        assert next_stalled(transport) == Stalled(5, 0, (), failed="failed: MemoryError: no room")
-        with pytest.raises(PeerLost, match="server 0: connection closed"):
-            transport.wait(handle, time.monotonic() + 30.0)
-    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert said.getMessage() == "server 0: failed: MemoryError: no room (step 0, bucket 5)"
-    assert said.exc_info, "with a traceback: this is for who mends the server"
-    assert "dropped" not in caplog.text
-
-
-class Picky(Doubles):
-    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
-        raise ValueError("not these bytes")
-
-
-def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub, list[Any]]) -> None:
-    members = served(hub, Picky(), stall_s=0.0)
-    members[1].send(SERVER_BASE, push(1, 1.0).header, push(1, 1.0).body)
-    assert next_stalled(members[1]).missing == (0, 2)
-    members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
-    while not (said := next_stalled(members[1])).dropped:
-        pass
-    assert (said.missing, said.dropped, said.failed) == ((0, 2), "not these bytes", "")
-
-
-def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing one may leave in order after it was first said; who waits learns of it with the next time."""
-    monkeypatch.setattr("commlayer.transport.summation_server.REPEAT_S", 0.0)
-    members = served(hub, Doubles(), stall_s=0.0)
-    members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
-    assert [next_stalled(members[0]) for _ in range(3)] == [Stalled(5, 0, (1, 2))] * 3
-
-
-class Noted(Doubles):
-    """What was done, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done: list[str] = []
-
-    def undo(self, slices: int) -> None:
-        self.done.append(f"undo {slices}")
-
-    def restore(self, data: bytes | memoryview) -> None:
-        self.done.append("restore")
-
-
-def test_a_numbered_request_that_comes_twice_is_done_once_and_answered_twice(hub: tuple[Hub, list[Any]]) -> None:
-    ops = Noted()
-    member = served(hub, ops, members=1)[0]
-    requests = [ask(Kind.UNDO, 0, 0, b"", used=1, undone=3), ask(Kind.STATE, 0, 4, b"state", used=2),
-                ask(Kind.STATE_GET, 0, 0, b"", used=3, undone=1)]
-    for request in (*requests, *requests):
-        member.send(SERVER_BASE, request.header, request.body)
-    for kind, step in ((Kind.STATE_OK, 4), (Kind.STATE, 0)) * 2:
-        answer = member.recv(SERVER_BASE, key(requests[1].header._replace(kind=kind, step=step)))
-        assert member.wait(answer, time.monotonic() + 30.0).header.used in (2, 3)
-    assert ops.done == ["undo 3", "restore", "undo 1"]
-    member.send(SERVER_BASE, push(0, 1.0, 4).header, push(0, 1.0, 4).body)
-    assert member.peers == (SERVER_BASE,), "nobody was dropped"
 
 
 def test_every_body_is_released_once() -> None:

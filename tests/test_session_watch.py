@@ -15,7 +15,7 @@ from torch import nn
 import commlayer
 from commlayer.job import stale_plan
 from commlayer.job.connection import Connection
-from commlayer.job.requested_plan import housed
+from commlayer.job.requested_plan import with_server_nodes
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
@@ -99,11 +99,11 @@ def test_a_plan_for_other_machines_says_so() -> None:
     job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@10g")
     said: list[str] = []
     basis = Basis(plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
-    housed(basis.plan, basis, 2, said.append)
+    with_server_nodes(basis.plan, basis, 2, said.append)
     assert said[0] == "the plan was made for 3 nodes, here are 2: what it predicts does not hold"
     assert "where the setting `servers` says: no rank trains on node 2; `commlayer serve` starts" in said[1]
     said.clear()
-    housed(basis.plan, basis, 3, said.append)
+    with_server_nodes(basis.plan, basis, 3, said.append)
     assert said == []
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
-from commlayer.balance.opening import opening
+from commlayer.balance.first_shares import opening
 from commlayer.balance.profiling import WorkerProfile
 from commlayer.errors import CommError
 from commlayer.job.shares import decide

@@ -12,6 +12,7 @@ MOST, MEDIAN = 400, 150
 SOURCES = {
     "package": [("commlayer", "*.py")],
     "bench": [("bench", "*.py")],
+    "tests": [("tests", "*.py")],
     "native": [("native", "*.h"), ("native", "*.cc"), ("cuda", "*.cu"), ("cuda", "*.cuh")],
 }
 

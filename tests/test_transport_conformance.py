@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from transport_kit import CASES, MESHES, large, sums
+from transport_cases import CASES, large, sums
+from transport_kit import MESHES
 
 MANY = ["loopback", "shaped", "faulty", "tcp", "far"]
 """Of any number of ranks; on the others connections are dear."""

@@ -12,7 +12,7 @@ import pytest
 from commlayer.transport.hello import Hello
 from commlayer.transport.pacing import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.tcp import TcpTransport
+from commlayer.transport.stream_transport import StreamTransport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are paced on Linux only")
 BPS = 80e6
@@ -92,7 +92,7 @@ def test_a_connection_that_is_gone_takes_no_part(pairs: list[tuple[socket.socket
 
 @pytest.mark.parametrize(("host", "away"), [("127.0.0.2", True), ("127.0.0.1", False)])
 def test_large_frames_to_other_machines_are_paced_and_probes_are_not(host: str, away: bool) -> None:
-    ours, theirs = TcpTransport(Hello("job", 0)), TcpTransport(Hello("job", SERVER_BASE))
+    ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
     try:
         deadline = time.monotonic() + 20.0
         ours.dial(SERVER_BASE, theirs.listen(host), deadline)

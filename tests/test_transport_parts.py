@@ -16,7 +16,7 @@ from commlayer.transport.framing import Frame, Reader, fresh
 from commlayer.transport.hello import Hello
 from commlayer.transport.parts import MOST_PARTS, UNDER_WAY_NBYTES, Assembly, cut
 from commlayer.transport.protocol import Header
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 parted = pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
 
@@ -109,8 +109,8 @@ def test_no_more_is_allocated_than_bodies_and_what_is_kept_may_have() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[TcpTransport, TcpTransport]]:
-    ends = TcpTransport(Hello("test", 0), settings=SMALL_BUFFERS), TcpTransport(Hello("test", 1), settings=SMALL_BUFFERS)
+def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
+    ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
     connect_all(list(ends), FAR)
     yield ends
     for end in ends:
@@ -118,7 +118,7 @@ def pair() -> Iterator[tuple[TcpTransport, TcpTransport]]:
 
 
 @contextlib.contextmanager
-def not_reading(a: TcpTransport, b: TcpTransport) -> Iterator[None]:
+def not_reading(a: StreamTransport, b: StreamTransport) -> Iterator[None]:
     """What a sends stays on the wire: the thread with which b reads is held at the first of it."""
     gate, entered = threading.Event(), threading.Event()
 
@@ -136,7 +136,7 @@ def not_reading(a: TcpTransport, b: TcpTransport) -> Iterator[None]:
 
 
 @parted
-def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[TcpTransport, TcpTransport]) -> None:
+def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[StreamTransport, StreamTransport]) -> None:
     a, b = pair
     bulk, urgent = bytes(range(256)) * (1 << 16), b"now" * 100_000
     with not_reading(a, b):
@@ -155,7 +155,7 @@ def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[TcpTra
 
 
 @parted
-def test_the_end_of_a_connection_fails_bodies_between_two_parts(pair: tuple[TcpTransport, TcpTransport]) -> None:
+def test_the_end_of_a_connection_fails_bodies_between_two_parts(pair: tuple[StreamTransport, StreamTransport]) -> None:
     a, b = pair
     with not_reading(a, b):
         sent = [a.send(1, data(0, bucket=bucket, order=9 - bucket), bytes(16 << 20)) for bucket in (1, 2, 3)]
@@ -167,7 +167,7 @@ def test_the_end_of_a_connection_fails_bodies_between_two_parts(pair: tuple[TcpT
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_of_a_body_that_does_not_come_whole_nothing_is_handed_on(broken: bool) -> None:
-    end = TcpTransport(Hello("test", 0x8000), settings=Settings(max_nbytes=1 << 20))
+    end = StreamTransport(Hello("test", 0x8000), settings=Settings(max_nbytes=1 << 20))
     try:
         sock = raw_peer(end.listen(), 5)
         waiting = end.recv(5)

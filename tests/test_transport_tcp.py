@@ -15,12 +15,12 @@ from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.transport import connection
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[TcpTransport, TcpTransport]]:
-    ends = TcpTransport(Hello("test", 0)), TcpTransport(Hello("test", 1))
+def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
+    ends = StreamTransport(Hello("test", 0)), StreamTransport(Hello("test", 1))
     connect_all(list(ends))
     yield ends
     for end in ends:
@@ -30,29 +30,29 @@ def pair() -> Iterator[tuple[TcpTransport, TcpTransport]]:
 # ---- addresses
 
 
-def test_port_in_use(pair: tuple[TcpTransport, TcpTransport]) -> None:
+def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
     host, port = pair[0].listen()
     with pytest.raises(ValueError, match=f"cannot listen on {host}:{port}: the port is in use: stop the process"):
-        TcpTransport(Hello("test", 0)).listen(host, port)
+        StreamTransport(Hello("test", 0)).listen(host, port)
 
 
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(ValueError, match="not of this machine"):
-        TcpTransport(Hello("test", 0)).listen("192.0.2.1", 0)
+        StreamTransport(Hello("test", 0)).listen("192.0.2.1", 0)
 
 
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = sock.getsockname()
     with pytest.raises(PeerLost, match=rf"server 0: cannot reach 127.0.0.1:{address[1]} \(deadline .* s\): .*refused: check"):
-        TcpTransport(Hello("test", 0)).dial(SERVER_BASE, address, soon())
+        StreamTransport(Hello("test", 0)).dial(SERVER_BASE, address, soon())
 
 
 def test_somebody_there_who_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         begin = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="server 0: no CHALLENGE before the deadline"):
-            TcpTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2)
+            StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2)
         assert time.monotonic() - begin >= 0.2
 
 
@@ -66,14 +66,14 @@ def test_a_web_server_there() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(CommError, match=r"server 0: (wrong magic .* probably an HTTP server|connection lost)"):
-            TcpTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
+            StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
         thread.join(PATIENCE_S)
 
 
 # ---- ends
 
 
-def test_a_forked_child_holds_no_connection_open(pair: tuple[TcpTransport, TcpTransport]) -> None:
+def test_a_forked_child_holds_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:
     """The child lives on; the connection must end with the parent's end of it."""
     a, b = pair
     assert connection._sockets
@@ -96,7 +96,7 @@ def test_a_forked_child_holds_no_connection_open(pair: tuple[TcpTransport, TcpTr
 
 
 def test_a_peer_that_does_not_read_holds_close_up_no_longer_than_the_flush_time() -> None:
-    end = TcpTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
+    end = StreamTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
     with raw_peer(end.listen(), 7) as sock:
         sock.sendall(frame(data(7)))
         end.wait(end.recv(7), soon())
@@ -111,7 +111,7 @@ def test_a_peer_that_does_not_read_holds_close_up_no_longer_than_the_flush_time(
 
 def test_no_thread_and_no_socket_outlives_close() -> None:
     before, held = set(threading.enumerate()), set(connection._sockets)
-    ends = [TcpTransport(Hello("test", rank)) for rank in range(3)]
+    ends = [StreamTransport(Hello("test", rank)) for rank in range(3)]
     connect_all(ends)
     for end in ends:
         end.close()
@@ -123,7 +123,7 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
 
 def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
     """So that a path which swallows what is sent is not tried for a quarter of an hour."""
-    ends = [TcpTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
+    ends = [StreamTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
     connect_all(ends)
     found = [one for end in ends for one in end._connections.values()]
     assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in found] == [7500, 7500]
@@ -131,7 +131,7 @@ def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
         end.close()
 
 
-def test_received_bodies_lie_in_the_pool(pair: tuple[TcpTransport, TcpTransport]) -> None:
+def test_received_bodies_lie_in_the_pool(pair: tuple[StreamTransport, StreamTransport]) -> None:
     a, b = pair
     seen = set()
     for i in range(4):

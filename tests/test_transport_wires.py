@@ -11,11 +11,11 @@ import pytest
 from transport_kit import WIRES, Wire, data, exchange_pair, frame, raw_peer, soon
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport import tcp
+from commlayer.transport import stream_transport
 from commlayer.transport.framing import HEADER_NBYTES, VERSION
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 
 @pytest.fixture(params=["tcp", "tls", "grpc", "grpc+tls"])
@@ -24,13 +24,13 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 
 @pytest.fixture
-def server(wire: Wire) -> Iterator[TcpTransport]:
+def server(wire: Wire) -> Iterator[StreamTransport]:
     end = wire.end(Hello("test", SERVER_BASE, plan="p1", version="0.1.0"), settings=Settings(max_nbytes=1 << 20))
     yield end
     end.close()
 
 
-def dialler(wire: Wire, hello: Hello, end: TcpTransport, peer: int | None = None) -> None:
+def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = None) -> None:
     transport = wire.end(hello)
     try:
         transport.dial(end.rank if peer is None else peer, end.listen(), soon())
@@ -46,9 +46,9 @@ def dialler(wire: Wire, hello: Hello, end: TcpTransport, peer: int | None = None
     (Hello("test", 1), "server 0: worker 1 is connected already"),
 ])
 def test_a_refusal_reaches_the_dialler_in_one_line(
-    wire: Wire, server: TcpTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
+    wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp, "FORMER_S", 0.05)
+    monkeypatch.setattr(stream_transport, "FORMER_S", 0.05)
     first = wire.end(Hello("test", 1))
     first.dial(SERVER_BASE, server.listen(), soon())
     with pytest.raises(Refused, match=reason) as caught:
@@ -58,7 +58,7 @@ def test_a_refusal_reaches_the_dialler_in_one_line(
     first.close()
 
 
-def test_a_plan_that_only_one_side_has_is_no_reason(wire: Wire, server: TcpTransport) -> None:
+def test_a_plan_that_only_one_side_has_is_no_reason(wire: Wire, server: StreamTransport) -> None:
     dialler(wire, Hello("test", 3), server)
 
 
@@ -69,12 +69,12 @@ def test_who_admits_may_be_handed_in(wire: Wire) -> None:
     end.close()
 
 
-def test_another_one_at_the_address(wire: Wire, server: TcpTransport) -> None:
+def test_another_one_at_the_address(wire: Wire, server: StreamTransport) -> None:
     with pytest.raises(Refused, match="server 1: server 0 answered in its place: check the address"):
         dialler(wire, Hello("test", 0), server, peer=SERVER_BASE + 1)
 
 
-def test_the_dialler_may_come_back_after_either_side_ended(wire: Wire, server: TcpTransport) -> None:
+def test_the_dialler_may_come_back_after_either_side_ended(wire: Wire, server: StreamTransport) -> None:
     worker, address = wire.end(Hello("test", 2)), server.listen()
     gone = [server.recv(2, (Kind.BYE, 0, 0, 0, 0, 0))]
     worker.dial(SERVER_BASE, address, soon())
@@ -110,7 +110,7 @@ BAD_BODY[-1] ^= 1
     (b"", PeerLost, "connection closed"),
 ], ids=["zeros", "noise", "oversized", "body", "hello", "cut body", "cut header", "closed"])
 def test_a_peer_that_breaks_the_format_is_dropped_by_name_and_others_go_on(
-    wire: Wire, server: TcpTransport, bytes_: bytes, error: type[CommError], message: str,
+    wire: Wire, server: StreamTransport, bytes_: bytes, error: type[CommError], message: str,
 ) -> None:
     address = server.listen()
     good = wire.end(Hello("test", 1))
@@ -143,7 +143,7 @@ def test_a_peer_that_breaks_the_format_is_dropped_by_name_and_others_go_on(
     frame(Header(Kind.HELLO), bytes(5000)),
     frame(Header(Kind.HELLO), Hello("test", 0).job.encode()),
 ], ids=["http", "data first", "empty map", "unknown field", "no text", "huge", "no msgpack"])
-def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: TcpTransport, greeting: bytes) -> None:
+def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: StreamTransport, greeting: bytes) -> None:
     address = server.listen()
     with contextlib.closing(wire.raw(address)) as channel:
         channel.sendall(greeting)
@@ -153,7 +153,7 @@ def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: Tcp
     dialler(wire, Hello("test", 0), server)
 
 
-def test_a_body_above_the_cap_is_our_bug(server: TcpTransport) -> None:
+def test_a_body_above_the_cap_is_our_bug(server: StreamTransport) -> None:
     with pytest.raises(ValueError, match="1048577 bytes for worker 1, allowed 1048576"):
         server.send(1, data(SERVER_BASE), bytes((1 << 20) + 1))
 
@@ -161,7 +161,7 @@ def test_a_body_above_the_cap_is_our_bug(server: TcpTransport) -> None:
 # ---- ends and slow readers
 
 
-def test_half_of_a_connection_that_ends_without_a_word_is_a_loss(wire: Wire, server: TcpTransport) -> None:
+def test_half_of_a_connection_that_ends_without_a_word_is_a_loss(wire: Wire, server: StreamTransport) -> None:
     """What was sent before it counts."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
         channel.sendall(frame(data(7), b"the last word"))
@@ -171,7 +171,7 @@ def test_half_of_a_connection_that_ends_without_a_word_is_a_loss(wire: Wire, ser
         assert bytes(server.wait(server.recv(7), soon()).body) == b"the last word"
 
 
-def test_a_reader_that_takes_nothing_holds_the_writer_up(wire: Wire, server: TcpTransport) -> None:
+def test_a_reader_that_takes_nothing_holds_the_writer_up(wire: Wire, server: StreamTransport) -> None:
     """So no carrier queues without a bound; a wait for it names the peer."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
         channel.sendall(frame(data(7)))

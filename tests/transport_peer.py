@@ -17,7 +17,7 @@ from commlayer.control.grpc_port import stream_port
 from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import Header, Kind, key
-from commlayer.transport.tcp import TcpTransport, note_refusal
+from commlayer.transport.stream_transport import StreamTransport, note_refusal
 
 
 def data(sender: int, bucket: int = 0, step: int = 0) -> Header:
@@ -28,10 +28,10 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def mesh(rank: int, n: int) -> TcpTransport:
+def mesh(rank: int, n: int) -> StreamTransport:
     """The higher rank dials, as trainers do: rank 0 over gRPC, others over TCP. A rank may be dialled before it has all
     addresses: it listens from the first moment."""
-    transport = TcpTransport(Hello("processes", rank))
+    transport = StreamTransport(Hello("processes", rank))
     streams = stream_port(None, "127.0.0.1", 0, transport.take, note_refusal)
     say(address=("127.0.0.1", streams.number) if rank == 0 else transport.listen())
     addresses = json.loads(sys.stdin.readline())

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from commlayer.balance.models import Given, Line
-from commlayer.balance.solution import FREE, Communication, solve
+from commlayer.balance.share_solver import FREE, Communication, solve
 from commlayer.records import Record
 
 

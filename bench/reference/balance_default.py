@@ -9,7 +9,7 @@ from bench.reference.balance_cluster import PlayedCluster
 from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Input, Joined, Measurement, Vanished
 from commlayer.balance.models import Line
-from commlayer.balance.solution import FREE, Communication
+from commlayer.balance.share_solver import FREE, Communication
 
 
 class Ours:

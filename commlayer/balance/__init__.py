@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from commlayer.balance.models import Line as Line
     from commlayer.balance.models import Piecewise as Piecewise
     from commlayer.balance.sampler import Sampler as Sampler
-    from commlayer.balance.solution import Communication as Communication
-    from commlayer.balance.solution import Solution as Solution
-    from commlayer.balance.solution import shares as shares
-    from commlayer.balance.solution import solve as solve
+    from commlayer.balance.share_solver import Communication as Communication
+    from commlayer.balance.share_solver import Solution as Solution
+    from commlayer.balance.share_solver import shares as shares
+    from commlayer.balance.share_solver import solve as solve
 
 _MODULES = {
     "balancer": ("Balancer", "Policy"),
@@ -33,9 +33,9 @@ _MODULES = {
     "events": ("Decision", "Joined", "Measurement", "Note", "Outcome", "Vanished"),
     "models": ("Cubic", "Line", "Piecewise"),
     "sampler": ("Sampler",),
-    "solution": ("Communication", "Solution", "shares", "solve"),
+    "share_solver": ("Communication", "Solution", "shares", "solve"),
 }
-_HOMES = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Balancer",
@@ -59,8 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'commlayer.balance' has no attribute {name!r}")
 
 

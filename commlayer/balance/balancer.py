@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from commlayer.balance.events import Decision, Event, Input, Joined, Measurement, Note, Outcome, Vanished, straggler_effect
 from commlayer.balance.models import Accumulated, Line
-from commlayer.balance.online import OnlineLine, checked_time
-from commlayer.balance.solution import FREE, Communication, Solution, solve
+from commlayer.balance.recursive_fit import OnlineLine, checked_time
+from commlayer.balance.share_solver import FREE, Communication, Solution, solve
 from commlayer.records import Record
 
 EVENTS_KEPT = 1000

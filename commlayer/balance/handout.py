@@ -18,6 +18,9 @@ class Planned(Protocol):
     @property
     def plan(self) -> Plan | None: ...
 
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
 
 class Averaging(Protocol):
     """What is needed of a session."""
@@ -60,8 +63,9 @@ class Handout:
         self._steps_before = 0.0
 
     def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: Averaging | None,
-            weigh: Callable[[Any], float] | None) -> Iterator[Any]:
-        """Yields a step's batches. All but the last accumulate without synchronising."""
+            weigh: Callable[[Any], float] | None, *, whole: bool = True) -> Iterator[Any]:
+        """Yields a step's batches. All but the last accumulate without synchronising. `whole`: all are there whom the step was
+        given out to."""
         check_plan(session)  # each step, for plans change
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
@@ -69,7 +73,7 @@ class Handout:
         self.computed = sum(part.computed for _, part in batches)
         if session is not None:
             # Where samples are what counts, all know the sum, and nobody need be told of a short last batch.
-            session.weight(total, float(batches[0][1].whole) if weigh is None else None)
+            session.weight(total, float(batches[0][1].whole) if weigh is None and whole else None)
         self._session, self._steps_before = session, _steps(session)
         for (batch, part), weight in zip(batches, weights, strict=True):
             self.fraction = weight / total if total else 1.0 / len(batches)

@@ -17,7 +17,7 @@ from commlayer.balance.balancer import EVENTS_KEPT, OUTCOME_AFTER, Policy
 from commlayer.balance.events import Decision, Event, Measurement, Note, Outcome, straggler_effect
 from commlayer.balance.lbb import Lbb, LbbSettings
 from commlayer.balance.models import Cubic
-from commlayer.balance.online import checked_time
+from commlayer.balance.recursive_fit import checked_time
 
 
 class Published:

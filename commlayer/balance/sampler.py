@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from commlayer.balance.course import KEEP_STEPS, Course
+from commlayer.balance.epoch_steps import KEEP_STEPS, Course
 from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
 from commlayer.balance.ledger import Ledger, text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
@@ -25,6 +25,9 @@ from commlayer.balance.shuffle import Permutation
 from commlayer.config import read_launch
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode
+
+SOON_STEPS = 32
+"""So many steps behind a loss all workers hand out anew: no loader has drawn more batches ahead."""
 
 
 class SamplerState(Record, frozen=True):
@@ -72,6 +75,11 @@ class Sampler(HandsOut):
         self.epoch = 0
         self._queue: deque[DrawnBatch] = deque()
         self._handout = Handout()
+        self._numbers: tuple[int, ...] | None = None
+        """How the session counts the workers that this sampler counts from 0."""
+        self._gone: frozenset[int] = frozenset()
+        self._amiss = 0
+        """Up to this step others have been given samples that are gone."""
         self._begin(Ledger(self.length), 0)
 
     # ---- for the loop
@@ -134,6 +142,7 @@ class Sampler(HandsOut):
         """
         if self._trained.finished():
             self.set_epoch(self.epoch + 1)
+        self._heed(self.step, session)
         try:
             while not self._trained.finished():  # more than once only where a loss came after all was drawn
                 step = self.step
@@ -153,9 +162,27 @@ class Sampler(HandsOut):
                 raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
             parts.append((batch, self._queue.popleft()))
             if parts[-1][1].last:
-                yield from self._handout.run(parts, session, weigh)
+                yield from self._handout.run(parts, session, weigh, whole=self.step >= self._amiss)
+                step = self.step
                 self._commit()
+                self._heed(step, session)
                 parts = []
+
+    def _heed(self, step: int, session: Averaging | None) -> None:
+        """Whoever has gone was missed first in the step that is over: the others take over its share, and what it was given."""
+        if session is None or (members := session.inspect.members) == self._numbers:
+            return
+        if self._numbers is None and len(members) != self._world:
+            return  # shares of others than the session's workers
+        self._numbers = self._numbers or members
+        gone = frozenset(worker for worker, member in enumerate(self._numbers) if member not in members)
+        if new := gone - self._gone:
+            self._gone, self._amiss = gone, step + 1 + SOON_STEPS
+            shares = self._schedule.shares(self._amiss)
+            left = {worker: share for worker, share in shares.items() if worker not in gone}
+            if not any(left.values()):
+                left = dict.fromkeys(left, 1)
+            self.announce(self._amiss, scaled(left, self.batch), lost=dict.fromkeys(new, step))
 
     # ---- for the DataLoader
 

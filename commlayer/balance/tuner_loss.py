@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from commlayer.codec_name import named
@@ -84,8 +83,3 @@ def read(path: Path) -> LossModel:
         if not math.isfinite(point.penalty):
             raise ValueError(f"loss model {path}: penalty of {point.codec} is {point.penalty}, allowed: a finite number")
     return model
-
-
-def merged(models: Sequence[LossModel]) -> LossModel:
-    """The measurements of several tunings."""
-    return LossModel(tuple(point for model in models for point in model.points))

@@ -14,7 +14,7 @@ from commlayer.errors import CommError, RecordError
 if TYPE_CHECKING:
     from commlayer.doctor.finding import Finding
     from commlayer.doctor.looks import Asked
-    from commlayer.doctor.node_rows import Node, Pair
+    from commlayer.doctor.node_checks import Node, Pair
 
 PAGE = 80
 
@@ -30,15 +30,16 @@ def doctor(
     bind: Annotated[str, typer.Option(help="Address that this machine is to listen on.", metavar="HOST")] = "",
     port: Annotated[int, typer.Option(help="Port for a coordinator here; its data port is the next one.")] = 0,
     keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
+    journal: Annotated[str, typer.Option(help="The folder for the journal of a server here.", metavar="DIR")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
     no_bandwidth: Annotated[bool, typer.Option("--no-bandwidth", help="Do not measure the link, which takes 2 s.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Write findings and facts there, too.", metavar="FILE")] = None,
 ) -> None:
     """Look for what stands in the way of a run on this machine. Exit code 2 if something has to be mended first."""
-    from commlayer.cli.planfiles import check_json
+    from commlayer.cli.plan_inputs import check_json
 
     check_json(json)
-    given = {"join": join, "bind": bind, "port": port, "keys": keys, "insecure": insecure}
+    given = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     asked = _asked({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
     # Here, since checks load numpy, which --help does without.
     from rich.console import Console
@@ -103,10 +104,10 @@ def _without_checks(given: dict[str, Any]) -> Config:
 def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
     """All links between nodes that look at once; what keeps them from it is a finding."""
     from commlayer.config import check_plain_text
-    from commlayer.doctor import network_facts, node_checks, node_links
+    from commlayer.doctor import network_facts, node_checks, node_facts
     from commlayer.doctor.finding import of_error
-    from commlayer.doctor.node_rows import Node
-    from commlayer.transport import route
+    from commlayer.doctor.node_checks import Node
+    from commlayer.transport import own_address
 
     (host, number), limit_s = asked.master, asked.config.join_deadline_s
     try:
@@ -115,15 +116,15 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
         if not number:
             raise ValueError("links between nodes: nobody says where they meet: start with torchrun, or say --master HOST:PORT")
         launch = read_launch()
-        address = network_facts.own_towards(host) or route.default_address()
+        address = network_facts.own_towards(host) or own_address.default_address()
         check_plain_text("address of this node", address, asked.config)
         if asked.launched:
-            meeting, count = node_links.launched_store(launch.rank, launch.world, limit_s), launch.world
+            meeting, count = node_facts.launched_store(launch.rank, launch.world, limit_s), launch.world
         else:
             own, count = network_facts.look_up("", host).own, asked.nodes
-            meeting = node_links.store_at(host, number, count, own, limit_s)
+            meeting = node_facts.store_at(host, number, count, own, limit_s)
         me = Node(socket.gethostname(), address)
-        found, pairs = node_links.measured(meeting, count, me, asked.config, limit_s)
+        found, pairs = node_facts.measured(meeting, count, me, asked.config, limit_s)
     except (CommError, ValueError, OSError) as error:
         show(of_error("nodes", error))
         return [], []
@@ -135,7 +136,7 @@ def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
 def _write(json: Path | None, findings: list[Finding], facts: dict[str, Any], rows: tuple[list[Node], list[Pair]]) -> None:
     import msgspec
 
-    from commlayer.cli.planfiles import write_json
+    from commlayer.cli.plan_inputs import write_json
     from commlayer.doctor.finding import usable
 
     told = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": facts, "nodes": rows[0],

@@ -60,7 +60,8 @@ def launch(
         ranks = f"rank {seat.first}" if last == seat.first else f"ranks {seat.first} to {last}"
         _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
-                    "token_file": str(Path(token_file).expanduser().absolute()) if token_file else ""}
+                    "token_file": str(Path(token_file).expanduser().absolute()) if token_file else "",
+                    "min_workers": str(seat.min_workers)}
         line = [str(script), *(args or [])]
         children = [_start(line, attendance.request.home, seat, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
@@ -71,7 +72,8 @@ def launch(
     finally:
         attendance.close(reason)
     if code and not attendance.ended.is_set():
-        _say(f"{reason}; the other homes end with it")
+        others = f"go on if they bring {seat.min_workers} workers" if seat.min_workers else "end with it"
+        _say(f"{reason}; the other homes {others}")
     raise typer.Exit(code)
 
 

@@ -50,39 +50,39 @@ def make(
 ) -> None:
     """Find the plan that is first at a loss, and say why each bucket goes as it goes."""
     from commlayer import plan_file, records
-    from commlayer.cli import planfiles, plantables
+    from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.model.cluster import NO_LIMIT, Policy
     from commlayer.planner.model.matrix_shapes import untouched
     from commlayer.planner.search.plan import plan
     from commlayer.planner.simulation.timeline import simulate
-    from commlayer.planner.verbs.beside import beside
+    from commlayer.planner.verbs.baselines import beside
 
-    planfiles.check_json(json)
+    plan_inputs.check_json(json)
     if exact and (max_local_steps > 1 or staleness):
         asked_too = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
         raise ValueError(f"--exact and {asked_too}: that is not synchronous SGD; leave one of the two out")
     if out is not None:
-        planfiles.check_out(out)
-        planfiles.check_out(plan_file.sidecar(out))
-    job = planfiles.job_named(model, batch)
-    machines = planfiles.cluster_named(cluster, nodes)
-    measured = planfiles.profile_named(profile)
-    asked = Policy(codecs=planfiles.codecs_named(codec or [], measured), max_loss=NO_LIMIT if max_loss is None else max_loss,
-                   objective=planfiles.objective_named(objective), optimizer=planfiles.optimizer_named(optimizer), exact=exact,
-                   forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"), max_local_steps=max_local_steps,
-                   staleness=staleness or None)
-    inputs = plan_file.PlanFileInputs(job, machines, measured, asked, planfiles.loss_named(loss),
-                                      planfiles.learning_named(learning))
+        plan_inputs.check_out(out)
+        plan_inputs.check_out(plan_file.sidecar(out))
+    job = plan_inputs.job_named(model, batch)
+    machines = plan_inputs.cluster_named(cluster, nodes)
+    measured = plan_inputs.profile_named(profile)
+    asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured), max_loss=NO_LIMIT if max_loss is None else max_loss,
+                   objective=plan_inputs.objective_named(objective), optimizer=plan_inputs.optimizer_named(optimizer),
+                   exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
+                   max_local_steps=max_local_steps, staleness=staleness or None)
+    inputs = plan_file.PlanFileInputs(job, machines, measured, asked, plan_inputs.loss_named(loss),
+                                      plan_inputs.learning_named(learning))
     costs, policy = inputs.costs()
     made = plan(job, machines, costs, policy)
     if out is not None:
-        planfiles.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(made)})
-    planfiles.write_json(json, records.encode(made).decode())
-    console = plantables.console_of()
-    console.print(plantables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
-    for part in plantables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
+        plan_inputs.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(made)})
+    plan_inputs.write_json(json, records.encode(made).decode())
+    console = plan_tables.console_of()
+    console.print(plan_tables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
+    for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
         console.print(part)
-    console.print(plantables.by_decision(made, job, console.width))
+    console.print(plan_tables.by_decision(made, job, console.width))
     for line in untouched(made, job):
         console.print(line, markup=False)
     if out is not None:
@@ -98,16 +98,16 @@ def explain(
 ) -> None:
     """Say why a bucket goes as it goes, what that costs, and what came second."""
     from commlayer import plan_file, records
-    from commlayer.cli import planfiles, plantables
+    from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.verbs.explain import bucket_of
     from commlayer.planner.verbs.explain import explain as explained
 
-    planfiles.check_json(json)
+    plan_inputs.check_json(json)
     made, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
     _refuse(made, inputs.job)
     told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
-    planfiles.write_json(json, records.encode(told).decode())
-    _print(lambda width: plantables.explanation(told, width))
+    plan_inputs.write_json(json, records.encode(told).decode())
+    _print(lambda width: plan_tables.explanation(told, width))
 
 
 @app.command()
@@ -118,15 +118,15 @@ def diff(
 ) -> None:
     """Show what another plan does otherwise, tensor by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file, records
-    from commlayer.cli import planfiles, plantables
+    from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.verbs.diff import diff as differ
 
-    planfiles.check_json(json)
+    plan_inputs.check_json(json)
     beside = plan_file.sidecar(before)
     job = plan_file.inputs_of(before).job if beside.is_file() else None
     told = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
-    planfiles.write_json(json, records.encode(told).decode())
-    _print(lambda _: plantables.difference(told, str(before), str(after)))
+    plan_inputs.write_json(json, records.encode(told).decode())
+    _print(lambda _: plan_tables.difference(told, str(before), str(after)))
     raise typer.Exit(0 if told.equal else 1)
 
 
@@ -145,11 +145,11 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
     from commlayer import plan_file, records
-    from commlayer.cli import planfiles, plantables
+    from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.verbs.text_formats import nodes_of, rate_of
     from commlayer.planner.verbs.whatif import what_if
 
-    planfiles.check_json(json)
+    plan_inputs.check_json(json)
     if bool(add_node) != bool(link):
         raise ValueError("--add-node GPU and --link RATE go together: the new machine needs both")
     given = [name for name, value in (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu))
@@ -158,14 +158,14 @@ def whatif(
         raise ValueError("say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu NAMES; "
                          f"got {' and '.join(given) or 'none'}")
     if plot is not None:
-        from commlayer.cli.plancurve import check_plot
+        from commlayer.cli.plan_curve import check_plot
 
         check_plot(plot)
     inputs = plan_file.inputs_of(plan)
     if loss:
-        inputs = structs.replace(inputs, loss=planfiles.loss_named(loss))
+        inputs = structs.replace(inputs, loss=plan_inputs.loss_named(loss))
     if learning:
-        inputs = structs.replace(inputs, learning=planfiles.learning_named(learning))
+        inputs = structs.replace(inputs, learning=plan_inputs.learning_named(learning))
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
     others = tuple(structs.replace(inputs.cluster.nodes[0], device=name) for name in _listed(gpu))
     curve = what_if(
@@ -174,11 +174,11 @@ def whatif(
         gpus=_listed(gpu),
     )
     if plot is not None:
-        from commlayer.cli.plancurve import draw
+        from commlayer.cli.plan_curve import draw
 
         draw(curve, plot)
-    planfiles.write_json(json, records.encode(curve).decode())
-    _print(lambda width: plantables.curve(curve, width))
+    plan_inputs.write_json(json, records.encode(curve).decode())
+    _print(lambda width: plan_tables.curve(curve, width))
 
 
 @app.command()
@@ -189,21 +189,21 @@ def lint(
 ) -> None:
     """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
     from commlayer import plan_file
-    from commlayer.cli import planfiles
+    from commlayer.cli import plan_inputs
     from commlayer.errors import RecordError
     from commlayer.planner.verbs.lint import lint as linted
 
-    planfiles.check_json(json)
+    plan_inputs.check_json(json)
     problems, inputs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None
     made = None if problems else plan_file.plan_in(plan)
     try:
         inputs = plan_file.inputs_of(plan) if plan_file.sidecar(plan).is_file() else None
     except RecordError as error:
         problems.append(str(error))
-    of = planfiles.job_named(job, None) if job else inputs.job if inputs else None
+    of = plan_inputs.job_named(job, None) if job else inputs.job if inputs else None
     if made is not None:
         problems += linted(made, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
-    planfiles.write_json(json, msgspec.json.encode(problems).decode())
+    plan_inputs.write_json(json, msgspec.json.encode(problems).decode())
     for line in problems or [f"{plan}: nothing wrong"]:
         typer.echo(line)
     raise typer.Exit(2 if problems else 0)
@@ -214,18 +214,18 @@ def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
     """Write a first cluster file, to be edited."""
-    from commlayer.cli import planfiles
+    from commlayer.cli import plan_inputs
     from commlayer.planner.verbs.text_formats import EXAMPLE
 
     if out.exists():
         raise ValueError(f"{out} exists: name another file")
-    planfiles.write({out: EXAMPLE})
+    plan_inputs.write({out: EXAMPLE})
     typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
 
 
 def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
     """`parts`: of a page of that width."""
-    from commlayer.cli.plantables import console_of
+    from commlayer.cli.plan_tables import console_of
 
     console = console_of()
     for part in parts(console.width):

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.measuring import job_made_by, made_by
-from commlayer.cli.planfiles import check_out, write
+from commlayer.cli.plan_inputs import check_out, write
+from commlayer.cli.user_code import job_made_by, made_by
 from commlayer.planner.model.cluster import CodecCost, Line, Profile
 from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
@@ -99,7 +99,7 @@ def _besides(profile: Profile, bucket_error: float) -> list[str]:
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:
-    from commlayer.cli.plantables import console_of, table
+    from commlayer.cli.plan_tables import console_of, table
 
     made = table("", "codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error")
     for cost in costs:

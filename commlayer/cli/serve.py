@@ -25,6 +25,7 @@ def serve(
     workers: Annotated[int, typer.Option(help="How many workers to wait for; 0: as many as the first one says.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="How many summation servers with this one, else 1.", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
+    min_workers: Annotated[int, typer.Option(help="So many of the homes' workers go on alone; 0: all must stay.", min=0)] = 0,
     journal: Annotated[str, typer.Option(help="A folder for what outlasts a crash: started again with it, the server goes on.",
                                          metavar="DIR")] = "",
     number: Annotated[int, typer.Option(help="Which server of the plan this is; -1: the next one.", min=-1)] = -1,
@@ -32,7 +33,8 @@ def serve(
     """Host the coordinator of a job and a summation server; with --join only a server of that job."""
     bind, port = _place(bind, port)
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
-                             "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal}
+                             "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal,
+                             "min_workers": min_workers}
     config = read_config({name: value for name, value in given.items() if value})
     if config.join and no_server:
         raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")

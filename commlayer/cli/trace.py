@@ -17,7 +17,7 @@ def trace(
 ) -> None:
     """Say how far each op of a recorded step lies from its prediction. The drawing: open FILE in ui.perfetto.dev."""
     from commlayer import records
-    from commlayer.cli.planfiles import check_json, write_json
+    from commlayer.cli.plan_inputs import check_json, write_json
     from commlayer.observe import read_comparison
 
     check_json(json)
@@ -27,7 +27,7 @@ def trace(
 
 
 def _show(told: Comparison) -> None:
-    from commlayer.cli.plantables import console_of, ms, table
+    from commlayer.cli.plan_tables import console_of, ms, table
 
     console = console_of()
     console.print(f"{told.steps} steps from step {told.first_step} on, {told.ranks} ranks on {told.nodes} nodes, "

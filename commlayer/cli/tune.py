@@ -13,7 +13,7 @@ from commlayer.balance import tuner, tuner_loss
 from commlayer.balance.tuner_space import CODECS, SearchSpace, Settings, default_space, spelled
 from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.cli import tune_learning
-from commlayer.cli.loading import function_of
+from commlayer.cli.user_code import function_of
 
 BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
 

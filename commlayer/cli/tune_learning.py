@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from commlayer.cli.loading import function_of
+from commlayer.cli.user_code import function_of
 from commlayer.files import write_whole
 
 if TYPE_CHECKING:

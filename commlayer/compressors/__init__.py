@@ -10,7 +10,6 @@ from commlayer.compressors.ef21 import ef21
 from commlayer.compressors.feedback import error_feedback, wrap
 from commlayer.compressors.int4 import int4
 from commlayer.compressors.int8 import int8
-from commlayer.compressors.keys import seed
 from commlayer.compressors.momentum import momentum, momentum_correction
 from commlayer.compressors.natural import natural
 from commlayer.compressors.onebit import onebit
@@ -19,6 +18,7 @@ from commlayer.compressors.partition import partition
 from commlayer.compressors.placement import runs_on
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.qsgd import qsgd
+from commlayer.compressors.random_keys import seed
 from commlayer.compressors.randomk import randomk
 from commlayer.compressors.shared_int import shared_int
 from commlayer.compressors.terngrad import terngrad

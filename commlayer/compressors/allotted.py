@@ -17,10 +17,9 @@ from commlayer.compressors import payload
 from commlayer.compressors.allotment import Ask, Tail
 from commlayer.compressors.codec import Buffer, Out, Round, State, place
 from commlayer.compressors.feedback import Fed
-from commlayer.compressors.oneround import OneRound
-from commlayer.compressors.picking import Picks
-from commlayer.compressors.selection import ENOUGH
-from commlayer.compressors.threshold import HUGE, SLOPES, within
+from commlayer.compressors.one_round import OneRound
+from commlayer.compressors.selection import ENOUGH, Picks
+from commlayer.compressors.tracked_threshold import HUGE, SLOPES, within
 from commlayer.compressors.warmup import FIRST, Warmup
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Spec
@@ -106,7 +105,7 @@ class Allotted(Wrapper, frozen=True):
         return bool(self.inner.decode(result, state["inner"], out))
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See picking.Placed."""
+        """See selection.Placed."""
         found: torch.Tensor = self.inner.places(payload_, numel)
         return found
 

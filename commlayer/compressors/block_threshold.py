@@ -1,6 +1,6 @@
 """Sends whole runs of neighbours, those of largest summed magnitude: a sixteenth of the positions, contiguous memory.
 
-Knows selection of runs and its body; the residual is the caller's. How the threshold is found: threshold.py.
+Knows selection of runs and its body; the residual is the caller's. How the threshold is found: tracked_threshold.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, positions, runs, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, runs, tracked_threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Out, State
-from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class BlockThreshold(OneRound, frozen=True):
         runs_, k = self._runs(n), self.wanted(n)
         entries = min(n, self.run * runs.room(runs_, k))
         memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
-        return {**threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}, "_numel": n}
+        return {**tracked_threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}, "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)

@@ -9,7 +9,7 @@ import numpy as np
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.compressors.dense import check_dense
-from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 

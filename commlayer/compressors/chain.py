@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.compressors import kernels, payload, positions
 from commlayer.compressors.codec import Buffer, Codec, Out, State
 from commlayer.compressors.feedback import Limited
-from commlayer.compressors.oneround import OneRound, accumulator, check_numel
-from commlayer.compressors.picking import Picks
+from commlayer.compressors.one_round import OneRound, accumulator, check_numel
+from commlayer.compressors.selection import Picks
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
@@ -80,7 +80,7 @@ class Chain(OneRound, frozen=True):
         kernels.scatter_add(out, *parts)
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See picking.Placed."""
+        """See selection.Placed."""
         head = payload.read(payload_, self.id, numel)
         return torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
 

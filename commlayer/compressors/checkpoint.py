@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from commlayer.compressors.allotted import NUMBERS as COUNTS
 from commlayer.compressors.codec import State
-from commlayer.compressors.keys import KEYS
-from commlayer.compressors.threshold import NUMBERS
+from commlayer.compressors.random_keys import KEYS
+from commlayer.compressors.tracked_threshold import NUMBERS
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
-from commlayer.compressors.oneround import NAN, OneRound
+from commlayer.compressors.one_round import NAN, OneRound
 from commlayer.records import Spec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
 from commlayer.compressors.feedback import Limited, heed
-from commlayer.compressors.oneround import NAN, accumulator, check_numel
+from commlayer.compressors.one_round import NAN, accumulator, check_numel
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
 

@@ -13,7 +13,7 @@ import msgspec.structs
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
-from commlayer.compressors.oneround import accumulator, check_numel, spell
+from commlayer.compressors.one_round import accumulator, check_numel, spell
 from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.records import Spec
 

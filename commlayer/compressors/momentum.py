@@ -11,7 +11,7 @@ from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State, ranges
 from commlayer.compressors.feedback import ErrorFeedback
-from commlayer.compressors.picking import Placed
+from commlayer.compressors.selection import Placed
 from commlayer.compressors.wrapper import Wrapper, check_codec, check_plain
 from commlayer.records import Spec
 

@@ -1,7 +1,8 @@
 """Random entries that all members draw alike: only values travel, and a server adds them as they are.
 
-One entry in each of k strata, drawn by the header's seed, which comes from the keys of keys.py and the step. Accumulators hold
-values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result goes out exact.
+One entry in each of k strata, drawn by the header's seed, which comes from the keys of random_keys.py and the step.
+Accumulators hold values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result
+goes out exact.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, Round, State
-from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -84,6 +85,14 @@ class RandomK(OneRound, frozen=True):
         if residual is not None:
             kernels.scatter_add(residual, idx, kept.sub_(val))
         return end
+
+    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See sparse_results.Reads."""
+        head = payload.read(result, self.id, numel)
+        if head.flagged:
+            return None
+        idx, val = self.check(head, numel)
+        return idx, val
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         val = self._values(head, numel)

@@ -10,7 +10,7 @@ import torch
 
 from commlayer.compressors.codec import Codec, Round
 from commlayer.compressors.ef21 import EF21
-from commlayer.compressors.oneround import OneRound
+from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.errors import CorruptFrame
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from commlayer.compressors import kernels, threshold
+from commlayer.compressors import kernels, tracked_threshold
 from commlayer.compressors.codec import State
 from commlayer.compressors.selection import ENOUGH, SPARE
 
@@ -38,7 +38,7 @@ def scratch(runs: int, k: int) -> State:
     """Memory of a step."""
     few = runs <= EXACT_RUNS
     candidates = k if few else min(runs, k + k // 2 + SPARE)
-    sample = runs if few else threshold.sample_room(runs, k)
+    sample = runs if few else tracked_threshold.sample_room(runs, k)
     return {
         "ids": torch.empty(candidates, dtype=torch.int32),
         "scores": torch.empty(candidates),
@@ -51,23 +51,23 @@ def pick(k: int, run: int, x: torch.Tensor, residual: torch.Tensor | None, state
     """The residual becomes x + residual where that is finite."""
     runs, memory = -(-x.numel() // run), state["_scratch"]
     ids, scores = memory["ids"], memory["scores"]
-    start = threshold.rotation(runs, state)
+    start = tracked_threshold.rotation(runs, state)
     draw = partial(kernels.score_runs, x, residual, run)
     if runs <= EXACT_RUNS:
         draw(0, memory["sample"])
-        cut = threshold.exact(k, memory["sample"], None, memory["words"]) if runs else threshold.TINY
+        cut = tracked_threshold.exact(k, memory["sample"], None, memory["words"]) if runs else tracked_threshold.TINY
         count, _, finite = kernels.select_runs(x, residual, run, cut, start, ids, scores)
         state["step"] += finite
         return PickedRuns(ids[:count], finite)
-    tracked = threshold.begin(k, runs, draw, state)
+    tracked = tracked_threshold.begin(k, runs, draw, state)
     count, overflow, finite = kernels.select_runs(x, residual, run, tracked.threshold, start, ids, scores)
     if not finite:
         return PickedRuns(ids[:0], False)
-    if count < ENOUGH * k and tracked.threshold > threshold.TINY:
+    if count < ENOUGH * k and tracked.threshold > tracked_threshold.TINY:
         v = x if residual is None else residual
-        tracked = threshold.again(k, runs, partial(kernels.score_runs, v, None, run), state, tracked, count)
+        tracked = tracked_threshold.again(k, runs, partial(kernels.score_runs, v, None, run), state, tracked, count)
         count, overflow, _ = kernels.select_runs(v, None, run, tracked.threshold, start, ids, scores)
-    threshold.end(k, runs, count + overflow, tracked, state)
+    tracked_threshold.end(k, runs, count + overflow, tracked, state)
     if count > room(runs, k):
         count = kernels.trim(None, runs, ids, scores, count, k, start, memory["words"])
     return PickedRuns(ids[:count], True)

@@ -14,8 +14,8 @@ from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Out, Round, State
 from commlayer.compressors.dense import finite_or_nan
-from commlayer.compressors.oneround import NAN, check_numel
-from commlayer.compressors.several import HEADER, SeveralRounds
+from commlayer.compressors.one_round import NAN, check_numel
+from commlayer.compressors.several_rounds import HEADER, SeveralRounds
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 

@@ -1,4 +1,4 @@
-"""What codecs take for torch: torch itself, or in a server's process, which does without it, plain.py. Knows no codec.
+"""What codecs take for torch: torch itself, or in a server's process, which does without it, numpy_tensors.py. Knows no codec.
 
 Loading torch takes a processor 1.5 to 3 s and 200 MB, and all that a server wants of it are arrays: its kernels are native. So
 codecs import this module under the name of torch, and nothing of it when they are imported.
@@ -34,10 +34,10 @@ def library() -> ModuleType:
 
 
 def without_torch() -> None:
-    """From now on codecs of this process take and give plain.py's tensors: for one that never sees a tensor of torch."""
+    """From now on codecs of this process take and give numpy_tensors.py's: for one that never sees a tensor of torch."""
     # Codecs look for themselves at what is not finite; numpy would tell the user of each.
     warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", RuntimeWarning)
-    _choose(f"{__package__}.plain")
+    _choose(f"{__package__}.numpy_tensors")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Sends the entries of largest magnitude: positions in the smallest form, values as asked (values.py).
 
-Knows selection and its body; the residual is the caller's. How the threshold is found: threshold.py.
+Knows selection and its body; the residual is the caller's. How the threshold is found: tracked_threshold.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, positions, selection, threshold
+from commlayer.compressors import inputs, kernels, payload, positions, selection, tracked_threshold
 from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Buffer, Out, State
-from commlayer.compressors.oneround import OneRound, check_numel
+from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TopK(OneRound, frozen=True):
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        return {**threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
+        return {**tracked_threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
@@ -56,9 +56,9 @@ class TopK(OneRound, frozen=True):
         """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
         n, k = x.numel(), self.wanted(x.numel())
         if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
-            from commlayer.compressors import queued  # what runs on a device loads torch
+            from commlayer.compressors import queued_topk  # what runs on a device loads torch
 
-            nbytes, picked = queued.start(self.id, value_kinds.KINDS[self.values], k, x, residual, state, out)
+            nbytes, picked = queued_topk.start(self.id, value_kinds.KINDS[self.values], k, x, residual, state, out)
             if picked is None:
                 return nbytes
         else:
@@ -70,15 +70,23 @@ class TopK(OneRound, frozen=True):
         return nbytes or payload.write_flagged(out, self.id, n)
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
-        """See picking.Picks."""
+        """See selection.Picks."""
         inputs.check(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See picking.Placed."""
+        """See selection.Placed."""
         head = payload.read(payload_, self.id, numel)
         idx: torch.Tensor = torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
         return idx
+
+    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See sparse_results.Reads."""
+        head = payload.read(result, self.id, numel)
+        if head.flagged:
+            return None
+        idx, val = self.check(head, numel)
+        return idx, value_kinds.decode("int8", val, idx.numel()) if self.values == "int8" else val
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)

@@ -14,7 +14,7 @@ from commlayer.compressors.dense import Identity
 from commlayer.compressors.ef21 import EF21
 from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
 from commlayer.compressors.momentum import Momentum, MomentumCorrection
-from commlayer.compressors.oneround import OneRound, spell
+from commlayer.compressors.one_round import OneRound, spell
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import Partition
 from commlayer.compressors.warmup import Warmup

@@ -14,7 +14,7 @@ from commlayer.codec_name import checked
 from commlayer.compressors import payload
 from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.feedback import Fed
-from commlayer.compressors.picking import Placed
+from commlayer.compressors.selection import Placed
 from commlayer.compressors.wrapper import Wrapper, check_plain
 from commlayer.records import Spec
 
@@ -93,7 +93,7 @@ class Warmup(Wrapper, frozen=True):
         return nbytes
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See picking.Placed."""
+        """See selection.Placed."""
         places: torch.Tensor = self.inner.places(payload_, numel)
         return places
 

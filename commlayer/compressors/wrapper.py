@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
-from commlayer.compressors.oneround import spell
+from commlayer.compressors.one_round import spell
 from commlayer.records import Spec
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from commlayer.control.tls_check import check
 from commlayer.errors import CommError, RecordError, Refused
 from commlayer.records import ServerInfo
 from commlayer.transport import grpc_ends
+from commlayer.transport.grpc_stream import GrpcStream
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
-from commlayer.transport.tcp import Address, TcpTransport
+from commlayer.transport.stream_transport import Address, StreamTransport
 
 log = logging.getLogger("commlayer")
 
@@ -27,7 +28,7 @@ Dial = Callable[[float], None]
 """Connects before that deadline."""
 
 
-def dialler(transport: TcpTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
+def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
     """Connects to that server by what is set, else by what gets through, and from then on by that. `joined`: the address by
     which this process reached the coordinator."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
@@ -69,14 +70,19 @@ def dialler(transport: TcpTransport, server: ServerInfo, joined: str, config: Co
     return dial
 
 
-def over_grpc(transport: TcpTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
+def over_grpc(transport: StreamTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
     """Connects to that peer by a gRPC stream."""
-    where = settings.join_host(*address)
     if keys is not None:
-        check(where, keys, deadline, peer_name(peer))  # which heeds the list of the revoked, and gRPC knows none
+        # which heeds the list of the revoked, and gRPC knows none
+        check(settings.join_host(*address), keys, deadline, peer_name(peer))
+    transport.dial_over(lambda until: stream_to(address, keys, until), peer, deadline)
+
+
+def stream_to(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
+    """A stream that a server there has taken, and that has greeted nobody. CommError with the address if it does not."""
     options = [*grpc_ends.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
-    opened = functools.partial(grpc_channel.opened, where, options, shown(keys), on_loop=True)
-    transport.dial_over(lambda until: grpc_ends.dialled(opened, *address, until, fingerprint(keys)), peer, deadline)
+    opened = functools.partial(grpc_channel.opened, settings.join_host(*address), options, shown(keys), on_loop=True)
+    return grpc_ends.dialled(opened, *address, deadline, fingerprint(keys))
 
 
 def _checked(address: str, name: str, config: Config) -> Address:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -31,6 +31,8 @@ OnSilence = Callable[[float], None]
 """Told for how many seconds the coordinator has not answered, from dead_after_s on, after every try."""
 OnLeft = Callable[[messages.Gone], None]
 """Told of each peer that has left."""
+OnView = Callable[[View], None]
+"""Told of a newer view, whose members go on without the others."""
 
 
 class Membership:
@@ -44,11 +46,15 @@ class Membership:
                  keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
+        """In force here;"""
+        self.newest: View = seat.view
+        """and what the coordinator last said."""
+        self.on_view: OnView = lambda _: None
         self.plan = seat.plan
         self.rank = seat.rank
         self.name = f"{request.kind} {seat.rank}"
         self.left: dict[str, messages.Gone] = {}
-        """Peers that left, by name. Not a failure where it was in order, unless one waits for them."""
+        """Peers that left, by name. Not a failure where it was in order, unless one waits for them, or of who is no member."""
         self.over = ended
         """Every worker has left or died: a server may end."""
         self.staying: tuple[str, ...] = ()
@@ -111,7 +117,7 @@ class Membership:
             began = time.monotonic()
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
-                beat = messages.Heartbeat(self._token, self.missed())
+                beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation)
                 pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
@@ -135,21 +141,33 @@ class Membership:
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
     def _take(self, pulse: messages.Pulse) -> None:
-        for gone in pulse.left:
-            if gone.peer not in self.left:
-                self.left[gone.peer] = gone
-                self._on_left(gone)
+        new = [gone for gone in pulse.left if gone.peer not in self.left]
+        self.left |= {gone.peer: gone for gone in new}
+        if pulse.view is not None and pulse.view.generation > self.newest.generation:
+            self.newest = pulse.view
+            self.on_view(pulse.view)
+        for gone in new:
+            self._on_left(gone)
         if pulse.over:
             self.over.set()
         lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
         # Who leaves with an error will be missed at once; who has finished only if somebody waits for it.
-        unfinished = [gone for gone in pulse.left if gone.reason != messages.FINISHED]
+        unfinished = [gone for gone in pulse.left if gone.reason != messages.FINISHED and self.awaited(gone.peer)]
         lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in unfinished]
         if pulse.dead:
             lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=f"coordinator {self._link.address}"))
         if lost and not self._failed and not self._closing.is_set():
             self._failed = True
-            self._on_failure(lost[0])
+            self._on_failure(first_cause(lost))
+
+    def awaited(self, peer: str) -> bool:
+        """Whether it is a server, or a worker of the newest view."""
+        return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
+
+
+def first_cause(lost: Sequence[PeerLost]) -> PeerLost:
+    """Of several that are heard of at once, one that did not go because another of them did."""
+    return next((one for one in lost if not any(f"{other.peer}: " in one.what for other in lost if other is not one)), lost[0])
 
 
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,

@@ -17,7 +17,7 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.config import Config
-from commlayer.control import membership, messages, plan_parts
+from commlayer.control import membership, messages, plan_parts, regrouping
 from commlayer.control.audit import Audit
 from commlayer.control.call_quota import CallQuota, TooMany
 from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
@@ -49,6 +49,8 @@ class Coordinator:
         """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
         `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
         `embedded`: a training process has started it, so its members are of one cluster: silence there is death."""
+        if workers and config.min_workers > workers:
+            raise ValueError(f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
         for what, count in (("workers", workers), ("servers", servers)):
             if not 0 <= count <= SERVER_BASE:
                 raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
@@ -59,7 +61,7 @@ class Coordinator:
             log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
                         self._state.workers, config.journal)
         else:
-            self._state = membership.State(workers, servers)
+            self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
@@ -72,7 +74,7 @@ class Coordinator:
         self._certificates: dict[str, Certified] = {}  # of seats, by token
         self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
-        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit)
+        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers)
         if self._state.view is not None:
             self._gathering.begin()
         self._port.start(Host({
@@ -184,12 +186,16 @@ class Coordinator:
             self._gathering.begin()
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
+            if self._state.min_workers and (unable := regrouping.unable(self._state)):
+                log.warning("min_workers %d counts for nothing here: %s cannot go on without others, so all must stay",
+                            self._state.min_workers, ", ".join(unable))
         return reply
 
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
         with self._lock:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
+            pulse = regrouping.explained(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._gathering.staying()
         return msgspec.structs.replace(pulse, over=over)
@@ -200,6 +206,7 @@ class Coordinator:
             if place is not None and place.here:
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
             self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
+            self._regroup(before)
             self._write_down(before)
             self._note_end()
             # Who has finished hears who has not.
@@ -241,7 +248,18 @@ class Coordinator:
         if self._journal is not None and self._state.view is not None and seats(before) != seats(self._state):
             self._journal.write(Kept(self.address, self._made, self._state))
 
+    def _regroup(self, before: membership.State) -> None:
+        """Who is left goes on, if they are enough. Under the lock under which somebody went: nobody hears of the one alone."""
+        self._state = regrouping.regrouped(self._state)
+        view, former = self._state.view, before.view
+        if view is None or former is None or view.generation == former.generation:
+            return
+        gone = [f"worker {m.rank}" for m in former.members if m not in view.members]
+        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=", ".join(gone))
+        log.info("goes on with %d workers, without %s", len(view.members), ", ".join(gone))
+
     def _note_deaths(self, before: membership.State) -> None:
+        self._regroup(before)
         self._write_down(before)
         self._note_end()
         for token, place in self._state.places.items():

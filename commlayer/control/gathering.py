@@ -26,9 +26,10 @@ class Gathering:
     """`lost`: workers of the running job that died or broke off, and why, by rank. Who has finished may still ask."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
-                 clock: Clock = time.monotonic) -> None:
+                 min_workers: int = 0, clock: Clock = time.monotonic) -> None:
         self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8)), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
+        self._min_workers = min_workers
         self._lock = threading.Lock()
 
     def attend(self, asked: Attend) -> Attended:
@@ -36,13 +37,14 @@ class Gathering:
             before = self._state
             self._state, reply = homes.attend(before, asked, self._clock())
             self._note(before)
+        reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and asked.home not in before.former:
             log.warning("refused: %s", reply.error)
             self._audit.note("refused", where=f"{asked.name} (pid {asked.pid})", why=reply.error)
         return reply
 
     async def ask(self, asked: Ask) -> Kept:
-        if why := self._heard(asked.home):
+        if why := self._heard(asked.home) or self._cast_out(asked.home):
             return Kept(error=why)
         store = self._store
         store.put(asked.put)
@@ -55,7 +57,10 @@ class Gathering:
             never = [f"worker {rank}: {lost[rank]}" for (_, rank), value in zip(asked.want, found, strict=True)
                      if value is None and rank in lost]
             left_s = until - time.monotonic()
-            if never or left_s <= 0:
+            there = zip(asked.want, found, strict=True)
+            if asked.without and all(value is not None or rank in lost for (_, rank), value in there):
+                return Kept(found, "", total, over=True)
+            if (never and not asked.without) or left_s <= 0:
                 return Kept(found, never[0] if never else self._heard(asked.home), total)
             await store.change(left_s)
         return Kept(found, "", total)
@@ -82,6 +87,14 @@ class Gathering:
                 self._state = homes.heard(self._state, home, self._clock())
                 return ""
             return self._state.former.get(home, homes.RESTARTED)
+
+    def _cast_out(self, home: str) -> str:
+        """Why it may say no more: the others go on as if it had not come as far. What it says late would be there for those who
+        ask late, and only for them."""
+        if not self._min_workers or (one := self._state.here.get(home)) is None:
+            return ""
+        lost, ranks = self._lost(), range(one.first, one.first + one.asked.workers)
+        return next((f"worker {rank}: {lost[rank]}" for rank in ranks if rank in lost), "")
 
     def _note(self, before: homes.Homes) -> None:
         """What has changed since."""

@@ -41,14 +41,15 @@ class Desk:
 
     def ask(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
-        want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True,
+        want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
     ) -> messages.Kept:
-        """What is there of what it wants: all of it, if it waits, by `deadline`; else `found` has gaps.
+        """What is there of what it wants: all of it, if it waits, by `deadline`; else `found` has gaps. `without`: all but what
+        those would have left who are gone.
 
         CommError for what will never be there, or where nobody answers until then, or nothing listens for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
-        asked = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want))
+        asked = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without)
         lost_s = math.inf  # since when nothing listens there
         while True:
             if self._closed:
@@ -68,7 +69,7 @@ class Desk:
             lost_s = math.inf
             if kept.error:
                 raise CommError(kept.error, peer=f"coordinator {self.address}")
-            if None not in kept.found or not wait or left_s <= 0:
+            if None not in kept.found or kept.over or not wait or left_s <= 0:
                 return kept
             asked = msgspec.structs.replace(asked, put=(), drop=())  # they are there
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from commlayer.control.messages import ANY, PROTOCOL, Attend, Attended
+from commlayer.control.messages import ANY, Attend, Attended, incompatible
 from commlayer.records import Record
 
 SILENCE_S = 30.0
@@ -118,11 +118,8 @@ def _kept(former: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problem(state: Homes, asked: Attend) -> str:
-    if asked.protocol != PROTOCOL:
-        return f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
-    version = next((h.asked.version for h in state.here.values()), asked.version)
-    if asked.version != version:
-        return f"runs commlayer {asked.version}, the job {version}: install the same version everywhere"
+    if problem := incompatible(asked, next((h.asked.version for h in state.here.values()), "")):
+        return problem
     if not state.workers:
         return "the coordinator does not know how many workers to wait for: start it with commlayer serve --workers N"
     if state.begun:

@@ -25,6 +25,7 @@ from commlayer.control.messages import (
     Seat,
     Told,
     digest_of,
+    incompatible,
     version,
 )
 from commlayer.records import Member, Record, ServerInfo, View
@@ -74,6 +75,8 @@ class State(Record, frozen=True):
     ticked_s: float | None = None
     refused: tuple[tuple[str, str], ...] = ()
     """Peer and reason, so that those who wait learn why someone is missing."""
+    min_workers: int = 0
+    """While so many workers are left, they go on without the others (regrouping.py). 0: all must stay."""
 
 
 class Taken(NamedTuple):
@@ -121,9 +124,15 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
     others = [p for t, p in sorted(state.places.items()) if t != token]
-    lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead)
+    lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left)
-    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state))
+    newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
+    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state), view=state.view if newer else None)
+
+
+def in_view(state: State, place: Place) -> bool:
+    """Whether it is of the newest view, where there is any, or serves."""
+    return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
 
 
 def told(state: State, request: About, time_s: float) -> Told:
@@ -224,11 +233,8 @@ def missing(state: State) -> str:
 
 def _problem(state: State, request: Join) -> str:
     """Why the request cannot be met, or an empty string."""
-    if request.protocol != PROTOCOL:
-        return f"speaks control protocol {request.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
-    version = next((p.join.version for p in state.places.values()), request.version)
-    if request.version != version:
-        return f"runs commlayer {request.version}, the job {version}: install the same version everywhere"
+    if problem := incompatible(request, next((p.join.version for p in state.places.values()), "")):
+        return problem
     if state.view is not None:
         return f"the job has begun with {len(state.view.members)} workers; a running job takes no new members"
     total = state.servers
@@ -270,12 +276,12 @@ def _completed(state: State) -> State:
     seated = sorted(state.places.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
     members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
-    servers = _housed([p for p in seated if p.join.kind == "server"], workers)
+    servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     plan = workers[0].join.plan
     return msgspec.structs.replace(state, view=View(1, members, servers, digest_of(plan)), plan=plan)
 
 
-def _housed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
+def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
     """On the nodes that they name; else where their machine's workers are, or on nodes behind all others."""
     nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
     named = [p.join.node for p in (*servers, *workers)]

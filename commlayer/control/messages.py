@@ -61,6 +61,8 @@ class Join(Record, frozen=True):
     """Of a server: it has a journal, so that one that was killed may take its seat again."""
     dials: bool = False
     """Of a worker: its machine only dials out, so whatever has its `name` and serves is another one."""
+    regroups: bool = False
+    """Of a worker: it can go on with those who are left when others die or leave."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
 
@@ -97,6 +99,8 @@ class Heartbeat(Record, frozen=True):
     """Peers whose end of a data connection their machine has ended without a word, and that have not come back."""
     parent: Literal["", "stopped", "ended"] = ""
     """What the child says of the process whose seat it is, when that does not beat."""
+    generation: int = 0
+    """Of the newest view that the process knows; 0: it asks for none."""
 
 
 class Gone(Record, frozen=True):
@@ -118,6 +122,8 @@ class Pulse(Record, frozen=True):
     left: tuple[Gone, ...] = ()
     over: bool = False
     """Every worker has left or is dead."""
+    view: View | None = None
+    """One that is newer than the asker's: from now on its members are the job's."""
 
 
 class Leave(Record, frozen=True):
@@ -164,6 +170,8 @@ class Attended(Record, frozen=True):
     nodes: int = 0
     meeting: str = ""
     """A random name, of one process of the coordinator."""
+    min_workers: int = 0
+    """As the coordinator was told."""
 
 
 class Ask(Record, frozen=True):
@@ -177,6 +185,8 @@ class Ask(Record, frozen=True):
     want: tuple[tuple[str, int], ...] = ()
     """Keys, and the rank whose part it is to write each; ANY: nobody knows."""
     wait_s: float = 0.0
+    without: bool = False
+    """What those would have written who are gone is waited for no longer, and is no error."""
 
 
 class Kept(Record, frozen=True):
@@ -185,6 +195,8 @@ class Kept(Record, frozen=True):
     found: tuple[bytes | None, ...] = ()
     error: str = ""
     sum: int = 0
+    over: bool = False
+    """What is not there will not come: its writers are gone."""
 
 
 class About(Record, frozen=True):
@@ -226,11 +238,12 @@ def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:
 
 def worker(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
+    regroups: bool = False,
 ) -> Join:
     """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan), dials=dials)
+                sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups)
 
 
 def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
@@ -256,6 +269,15 @@ def version() -> str:
         return importlib.metadata.version("commlayer")
     except importlib.metadata.PackageNotFoundError:
         return "source"
+
+
+def incompatible(asked: Join | Attend, version: str) -> str:
+    """Why a process of such software cannot take part, or an empty string. `version`: of who is here; empty for nobody."""
+    if asked.protocol != PROTOCOL:
+        return f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
+    if version and asked.version != version:
+        return f"runs commlayer {asked.version}, the job {version}: install the same version everywhere"
+    return ""
 
 
 def pack(record: Record) -> bytes:

@@ -16,17 +16,18 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.server_journal import About, ServerJournal
-from commlayer.control.shaping import shaped_by
 from commlayer.errors import CommError, CorruptFrame, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
+from commlayer.transport.shaped import shaped_by
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.view_change import ViewChange
 
 log = logging.getLogger("commlayer")
 
@@ -46,11 +47,11 @@ class Serving:
         self._config = config
         self._ready = threading.Event()
         self._unfit = self._away = ""
-        self._world = 0
+        self._members: tuple[int, ...] = ()
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
         keys = Keys(config.keys) if config.keys else None
-        self._transport = TcpTransport(self._hello, self._admit, Settings(
+        self._transport = StreamTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
         self._quarantine = None if config.quarantine == "off" else Quarantine(
@@ -95,8 +96,8 @@ class Serving:
             return self._away
         if self._unfit:
             return self._unfit
-        if theirs.rank >= self._world:
-            return f"is no member: the job has {self._world} workers"
+        if theirs.rank not in self._members:
+            return f"is no member: the job has {len(self._members)} workers"
         return same_job(self._hello)(theirs)
 
     def start(self, view: View, plan: bytes, server: int, token: str = "") -> None:
@@ -105,16 +106,16 @@ class Serving:
 
         ValueError if the plan cannot be served; then every worker that dials is refused with the same line.
         """
-        world = len(view.members)
-        self._view, self._world, self._token = view, world, token
         former = self._former(view, server)
+        self._view = view = former.view if former else view
+        self._members, self._token = tuple(m.rank for m in view.members), token
         try:
             decoded = _checked_plan(former.plan if former else plan, view)
             self._ops = ops_of(decoded, server)
-            core = self._core(decoded, server, former.generation if former else view.generation, world)
+            core = self._core(decoded, server, former.generation if former else view.generation)
             if former is not None:
                 self._recall(core)
-            self._write_down(core, former.plan if former else plan, server)
+            self._write_down(core, former.plan if former else plan, server, view)
         except ValueError as error:
             self._unfit = str(error)
             self._ready.set()
@@ -122,14 +123,15 @@ class Serving:
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
         self._transport.hello = self._hello
         transport = shaped_by(self._config.shape, self._transport, view)
-        self._server = SumServer(core, transport, range(world), stall_s=min(STALL_S, self._config.deadline_s / 4),
-                                 recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace)
+        self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
+                                 recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
+                                 regroup=self._regroup)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> About | None:
         """Who this server was, if its journal is of this job."""
         found = None if self.journal is None else self.journal.found
-        if found is None or (found.view == view and found.number == server):
+        if found is None or (_alike(found.view, view) and found.number == server):
             return found
         assert self.journal is not None
         self.journal.ignore("it is of another job, or of another server of this one")
@@ -153,22 +155,23 @@ class Serving:
             log.warning("journal: what was owed of %d buckets is lost, and their residuals begin anew: %s", len(lost),
                         ", ".join(lost[:8]))
 
-    def _write_down(self, core: Summation, plan: bytes, server: int) -> None:
+    def _write_down(self, core: Summation, plan: bytes, server: int, view: View) -> None:
         """From now on."""
         if self.journal is None:
             return
-        assert self._view is not None
-        about = About(self._token, server, self.address, self._view, plan, core.generation, self.streams)
-        words_nbytes = WORDS_NBYTES + REFUSED_NBYTES * self._world
+        about = About(self._token, server, self.address, view, plan, core.generation, self.streams)
+        words_nbytes = WORDS_NBYTES + REFUSED_NBYTES * len(self._members)
         sizes = {b: ops.memory_nbytes + ops.bound + words_nbytes for b, ops in self._ops.items()}
         if (keep := self.journal.begin(about, sizes)) is not None:
             core.remember(keep)
             if not self.journal.publish():
                 core.remember(None)
 
-    def _core(self, plan: Plan, server: int, generation: int, world: int) -> Summation:
+    def _core(self, plan: Plan, server: int, generation: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))
-        return Summation(server, generation, dict(self._ops), senders_of(plan, world), self._quarantine)
+        senders = {bucket: tuple(self._members[place] for place in places)
+                   for bucket, places in senders_of(plan, len(self._members)).items()}
+        return Summation(server, generation, dict(self._ops), senders, self._quarantine)
 
     def _refused(self, member: int, step: int, bucket: int, why: str) -> None:
         """A contribution is in quarantine: each in the audit log, the first of each member in the log, too."""
@@ -181,12 +184,28 @@ class Serving:
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""
         assert self._view is not None
-        decoded = _checked_plan(plan, self._view)
-        server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values())
-        core = self._core(decoded, server, generation, self._world)
+        return self._go_over(plan, generation, self._view)
+
+    def _regroup(self, change: ViewChange, generation: int) -> Summation:
+        """The same with other members: what was owed to the mean of all who were members is owed to that of these."""
+        former, self._members = self._members, tuple(m.rank for m in change.view.members)
         try:
-            self._write_down(core, plan, server)
+            core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
+        except ValueError:
+            self._members = former
+            raise
+        self._view = change.view
+        gone = ", ".join(peer_name(m) for m in former if m not in self._members)
+        self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone)
+        return core
+
+    def _go_over(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
+        decoded = _checked_plan(plan, view)
+        server = self._hello.rank - SERVER_BASE
+        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth)
+        core = self._core(decoded, server, generation)
+        try:
+            self._write_down(core, plan, server, view)
         except ValueError:
             self._ops = before
             raise
@@ -194,7 +213,7 @@ class Serving:
         return core
 
     def missed(self) -> tuple[str, ...]:
-        """As TcpTransport.missed."""
+        """As StreamTransport.missed."""
         return self._transport.missed()
 
     @property
@@ -220,6 +239,12 @@ class Serving:
         if self.journal is not None:
             self.journal.close(over=over)
         self._audit.close()
+
+
+def _alike(one: View, other: View) -> bool:
+    """Whether they are of one job, whoever of its workers has gone."""
+    return (one.servers, one.plan) == (other.servers, other.plan) and \
+        bool({*one.members} & {*other.members})
 
 
 def _checked_plan(plan: bytes, view: View) -> Plan:

@@ -7,19 +7,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.control import carriers, client, messages
-from commlayer.control.client import Membership
-from commlayer.control.shaping import shaped_by
+from commlayer.control.client import Membership, OnView
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, Transport, key, peer_name
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
 from commlayer.transport.resumed import Resumed, Waits
 from commlayer.transport.secret import nonce
+from commlayer.transport.shaped import shaped_by
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation_server import Stalled, follow_stalls
-from commlayer.transport.tcp import Settings, TcpTransport
+from commlayer.transport.view_change import ViewChange
 
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
@@ -61,7 +64,7 @@ class Uplink:
         self.address = address
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
         window_s = reconnect_window_s(self._config)
-        carrier = TcpTransport(hello, settings=Settings(
+        carrier = StreamTransport(hello, settings=Settings(
             secret=self._config.token, user_timeout_s=unheard_s(self._config), keys=keys, resume=window_s > 0))
         self.pace, self.recycle = carrier.pace, carrier.pool.give
         self.transport = transport = Resumed(
@@ -89,6 +92,24 @@ class Uplink:
     def view(self) -> View:
         assert self._membership is not None
         return self._membership.view
+
+    def heed(self, on_view: OnView) -> None:
+        """From now on newer views go there."""
+        membership = self._membership
+        assert membership is not None
+        membership.on_view = on_view
+        if membership.newest is not membership.view:
+            on_view(membership.newest)
+
+    def adopt(self, view: View) -> None:
+        """It is in force here. What peers who are not of it have done or not is nobody's concern any more."""
+        assert self._membership is not None
+        self._membership.view = view
+
+    def finished(self, member: int) -> int:
+        """In how many exchanges that worker has done its part, if it left in order; else -1."""
+        gone = None if self._membership is None else self._membership.left.get(peer_name(member))
+        return -1 if gone is None or gone.reason != messages.FINISHED else gone.exchanges
 
     def follow(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
         """From now on deaths go to `fail`, orderly ends to `left`, and what servers wait for in that generation to `stalled`.
@@ -118,7 +139,8 @@ class Uplink:
     def _gone(self, gone: messages.Gone) -> None:
         with self._lock:
             left = self._left
-        if gone.reason == messages.FINISHED and gone.exchanges >= 0:
+        awaited = self._membership is None or self._membership.awaited(gone.peer)
+        if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
             left(gone.peer, gone.exchanges)
 
     def _failed(self, error: CommError) -> None:
@@ -196,6 +218,13 @@ class Uplink:
         answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
             raise ValueError(f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
+
+    def send_view(self, server: int, change: ViewChange, generation: int) -> None:
+        """The server goes over to that view, in the middle of a step. CommError with its reason if it cannot."""
+        header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
+        answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
+        if answer:
+            raise CommError(f"cannot go on with other members: {answer}", peer=peer_name(SERVER_BASE + server))
 
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)

@@ -78,6 +78,10 @@ def looks(asked: Asked, seen: Seen) -> Iterator[Look]:
     for what, place in _folders(asked):
         yield seen.look("disk", functools.partial(machine_facts.folder, what, place), machine_checks.folder,
                         remedy="the disk does not answer: is a network file system gone?")
+    if config.journal:
+        yield seen.look("journal", lambda: machine_facts.journal(Path(config.journal)),
+                        lambda f: machine_checks.journal(f, required=config.journal_required),
+                        remedy="the disk does not answer: is a network file system gone?")
     yield from _network(asked, seen)
     if config.keys:
         yield seen.look("keys", lambda: security_facts.keys(Path(config.keys), time.time()),

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 
 from commlayer.doctor.finding import Finding, fail, ok, warn
-from commlayer.doctor.machine_facts import Files, Folder, Processor, Shared, Software, Torch
+from commlayer.doctor.machine_facts import Files, Folder, Journal, Processor, Shared, Software, Torch
 
 TESTED_TORCH = "2.13"
 """What constraints.txt pins."""
@@ -17,6 +17,8 @@ FEW_FILES, TOO_FEW_FILES = 1024, 256
 """A server has two sockets for each worker, and a process that trains some dozens beside those of its data."""
 SMALL_SHARED = 512 * MIB
 """Containers begin with 64 MiB, in which a few batches or one of NCCL's channels have no room."""
+JOURNAL_NBYTES = 24
+"""For each parameter of a server's: two slots, each with what it owes, what is being added up, and the last result."""
 SMALL_DISK, NO_DISK = 2 * GIB, 64 * MIB
 
 
@@ -57,6 +59,27 @@ def folder(f: Folder) -> Iterator[Finding]:
                    "a checkpoint holds weights, optimizer and residuals: free some, or name another folder")
     else:
         yield ok("disk", f"{f.what} {f.path}: {size(f.free_nbytes)} free")
+
+
+def journal(f: Journal, *, required: bool) -> Iterator[Finding]:
+    """`required`: a server without room for it refuses to serve; else it goes on without."""
+    path = f.folder.path
+    if f.folder.error:
+        yield fail("journal", f"{path}: {f.folder.error}", "name a folder that this user may write to")
+        return
+    if f.held:
+        yield fail("journal", f"{path} is in use by a server that runs", "end that one, or name another folder")
+    elif f.left:
+        yield warn("journal", f"{path} holds the journal of a job, which `commlayer serve` takes up",
+                   f"to begin another job, remove it: rm -r {path}")
+    free = f.folder.free_nbytes
+    room = f"{path}: {size(free)} free, room for some {free / JOURNAL_NBYTES / 1e6:.0f} M parameters"
+    if free >= SMALL_DISK:
+        yield ok("journal", room)
+    elif required:
+        yield fail("journal", room, "make room, or set journal_required to false")
+    else:
+        yield warn("journal", room, "make room: with too little of it a job goes on without a journal")
 
 
 def shared(f: Shared) -> Iterator[Finding]:

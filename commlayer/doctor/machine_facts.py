@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -12,12 +13,14 @@ import sys
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from commlayer import native
 from commlayer.control import messages
 from commlayer.errors import RecordError
 from commlayer.records import Record
 from commlayer.transport import framing
+from commlayer.transport.journal import LOCK, NAME
 
 CHILD_S = 12.0
 """For a process that loads torch and asks for its GPUs: a broken driver may hang it."""
@@ -72,6 +75,14 @@ class Folder(Record, frozen=True):
     path: str
     free_nbytes: int = 0
     error: str = ""
+
+
+class Journal(Record, frozen=True):
+    """A server's folder for what outlasts it. `held`: by a server that runs. `left`: what one of a job has left lies there."""
+
+    folder: Folder
+    held: bool = False
+    left: bool = False
 
 
 class Shared(Record, frozen=True):
@@ -138,6 +149,20 @@ def folder(what: str, path: Path) -> Folder:
     except OSError as error:
         return Folder(what, str(path), error=error.strerror or str(error))
     return Folder(what, str(path), found.f_bavail * found.f_frsize)
+
+
+def journal(path: Path) -> Journal:
+    found, held = folder("journal in", path), False
+    try:
+        with (path / LOCK).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held = True
+    except FileNotFoundError:
+        pass  # nobody has served from there
+    except OSError as error:
+        found = structs.replace(found, error=found.error or error.strerror or str(error))
+    return Journal(found, held, (path / NAME).exists())
 
 
 def shared(path: Path = Path("/dev/shm")) -> Shared:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from commlayer.config import is_loopback, join_host
 from commlayer.records import Record
-from commlayer.transport import route
+from commlayer.transport import own_address
 
 SYSTEM = Path("/sys/class/net")
 SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921
@@ -129,13 +129,13 @@ def kind_of(name: str, system: Path = SYSTEM) -> str:
 def addresses(towards: str, bind: str, told: Sequence[tuple[str, str]], *, alone: bool) -> Addresses:
     """`towards`: the host whose side of this machine counts, as where ranks meet."""
     host = socket.gethostname()
-    chosen = route.address_to(towards) if towards else route.default_address()
+    chosen = own_address.address_to(towards) if towards else own_address.default_address()
     return Addresses(host, look_up("", host).addresses, interfaces(), towards, chosen, bind, alone, tuple(told))
 
 
 def own_towards(host: str) -> str:
     """This machine's address as `host` sees it; that machine itself is known to others by the name's address."""
-    way = route.address_to(host)
+    way = own_address.address_to(host)
     if not is_loopback(way or "localhost") or is_loopback(host):
         return way
     own = {one.address for one in interfaces()}
@@ -197,7 +197,7 @@ def path_mtu(host: str) -> int:
     Full-size packets that must not be cut are sent to a port that nobody hears: routers that cannot pass them say so.
     """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, route.PORT, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(host, own_address.PORT, socket.AF_INET, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
             probe.connect(where)

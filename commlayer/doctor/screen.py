@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from commlayer.doctor.finding import Finding
-from commlayer.doctor.node_rows import Node, Pair
+from commlayer.doctor.node_checks import Node, Pair
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 CHECK = 10

@@ -37,11 +37,30 @@ def server(f: Server, *, keys: bool) -> Iterator[Finding]:
     else:
         of = f"{said.seated} of {said.workers} workers" if said.workers else f"{said.seated} workers"
         yield ok("server", f"{there}: {of} and {len(said.servers)} server{'s' if len(said.servers) != 1 else ''} are there")
-    for one in f.data:
-        yield from network_checks.reached(one)
+    yield from _carriers(f)
     yield _clock(f, keys)
     yield _round_trip(f)
     yield _full(f)
+
+
+def _carriers(f: Server) -> Iterator[Finding]:
+    """What gradients would travel on, to each server."""
+    for one in f.data:
+        if one.answer == "open":
+            yield ok("carrier", f"TCP to {one.what} {one.address}")
+        elif f.streams == "open" and len(f.data) == 1:
+            yield warn("carrier", f"gRPC streams at {f.address}, since TCP to {one.what} {one.address} does not get through",
+                       "open that port, too: TCP costs less, and the start waits 5 s for it")
+        else:
+            yield from network_checks.reached(one)
+    if f.said and f.said.servers and not f.data:
+        if f.streams == "open":
+            yield ok("carrier", f"gRPC streams at {f.address}")
+        elif f.carrier == "tcp":
+            yield fail("carrier", f"{f.address} takes gRPC streams alone, and carrier is \"tcp\" here",
+                       "set carrier alike on server and workers, or leave it out")
+        elif f.streams:
+            yield of_error("carrier", f.streams)
 
 
 def _clock(f: Server, keys: bool) -> Finding:

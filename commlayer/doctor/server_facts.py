@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec import structs
 
 from commlayer.config import Config, host_port
-from commlayer.control import messages
+from commlayer.control import carriers, messages
 from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.control.messages import ABOUT_NBYTES, About, Told
 from commlayer.control.tls_check import check
@@ -49,7 +49,12 @@ class Server(Record, frozen=True):
     full_down: str = ""
     """Why full-size packets do not pass that way; empty where they do."""
     data: tuple[Reached, ...] = ()
-    """Its summation servers, dialled."""
+    """Its summation servers, dialled by TCP; none by the port that takes gRPC streams alone."""
+    carrier: str = "auto"
+    """As it is set here."""
+    streams: str = ""
+    """Whether gRPC streams get through at the coordinator's port, where that is what a worker would have to do: "open", or why
+    they do not; empty where TCP does."""
     silent: bool = False
 
 
@@ -84,9 +89,20 @@ def server(config: Config, version: str, wire: int) -> Server:
         return structs.replace(mine, error=error.what, silent=isinstance(error, PeerLost | DeadlineExceeded))
     finally:
         link.close()
-    data = tuple(dialled(address, link.keys, tls.DATA) for address in said.servers[:8])
+    data = tuple(dialled(address, link.keys, tls.DATA) for address in said.servers[:8]
+                 if config.carrier != "grpc" and host_port(address)[1] != host_port(config.join)[1])
+    needed = config.carrier != "tcp" and (len(data) < len(said.servers[:8]) or any(one.answer != "open" for one in data))
     return structs.replace(mine, said=said, round_trip_s=round_trip_s, clock_s=clock_s, clock_error_s=round_trip_s / 2,
-                           full_up=up, full_down=down, data=data)
+                           full_up=up, full_down=down, data=data, carrier=config.carrier,
+                           streams=_streams(config.join, link.keys) if needed else "")
+
+
+def _streams(address: str, keys: Keys | None) -> str:
+    try:
+        carriers.stream_to(host_port(address), keys, time.monotonic() + CALL_S).close()
+    except CommError as error:
+        return error.what
+    return "open"
 
 
 def _asked(link: CoordinatorChannel) -> tuple[Told, float, float]:

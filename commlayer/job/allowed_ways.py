@@ -1,4 +1,4 @@
-"""Which ways of exchanging steps a job can go over to, and why not others. Knows modules and optimizers; changes nothing."""
+"""Which ways of exchanging steps a job can take, and why not others. Knows modules and optimizers; changes nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.job.connection import Connection
-from commlayer.job.overlap_check import check_overlap
 from commlayer.job.quiet_ddp import check_silenceable
 from commlayer.job.ways import WAYS, Forbids
-from commlayer.optim.pieces import hooked
+from commlayer.optim.pieces import hooked, indivisible
+from commlayer.runtime.sparse_averages import stepped_lazily
 
 SHARDED = "ZeroRedundancyOptimizer"
 """By name: torch has it only where torch.distributed is built, and imports much for it."""
@@ -94,3 +94,22 @@ def check_local(optimizer: Any, said: str = "") -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
                          "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
+
+
+def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
+    """ValueError where results may not come in behind backward()."""
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach the "
+                         "module inside it, and leave DistributedDataParallel out")
+    if optimizer is None:
+        raise ValueError("overlap='forward' steps with the optimizer when results come in: attach(model, optimizer, ...)")
+    if why := indivisible(optimizer):
+        raise ValueError(f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
+                         "leave overlap out")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in named if id(p) not in held]:
+        raise ValueError(f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first is "
+                         f"{missing[0]}: one optimizer has to step all of them, or leave these out with requires_grad=False")
+    if stepped_lazily(optimizer, [p for _, p in named]):
+        raise ValueError(f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which come whole; take "
+                         "the dense optimizer, or leave overlap out")

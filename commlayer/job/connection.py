@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from commlayer.job.plan_terms import PlanTerms
 from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
+from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
@@ -44,26 +45,52 @@ class Waits(NamedTuple):
     """Before the servers that this rank hosts end under the others."""
 
 
+class Changes(Protocol):
+    """Of members: regroup.py."""
+
+    def heed(self, worker: Worker) -> None:
+        """Called by whoever waits for others in a step. Regroup if it is to be done again by those who are left."""
+        ...
+
+    def unfit(self, plan: Plan) -> str:
+        """Why they cannot change under that plan; "" if they can."""
+        ...
+
+    def pending(self, wait_s: float) -> bool:
+        """Whether members have gone without whom this rank has yet to go on; waits so long to hear of it."""
+        ...
+
+    def go(self) -> None:
+        """Behind Regroup: goes over to the view of those who are left. CommError if that fails."""
+        ...
+
+
 class Connection:
     """What a session holds on to. `worker` is None where there is nobody to average with.
 
     =====================================  ====================================================================
     attribute                              changed by
     =====================================  ====================================================================
-    rank, world, groups, uplink, embedded  connect(), once
+    uplink, embedded, id                   connect(), once
     rows, waits, terms                     connect(), once
-    plan, worker                           connect(), switch()
+    rank, world, groups, members           connect(), regroup.py
+    plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
+    after_regroup                          added to by whoever must act when members have gone
     bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
     """
 
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
+        self.id = 0
+        """This rank's number on the wire and at the coordinator: its first rank, whoever has gone since."""
+        self.members: Changes | None = None
+        """Where the members of the job may change."""
         self.groups: Groups | None = None
         self.rows: RowChannel | None = None
         """What observers (observers.py) of all ranks tell each other, in their order."""
@@ -93,6 +120,8 @@ class Connection:
         """Called on all ranks between the same two steps, when it is known that all can go over, and when they have."""
         self.stepped: Stepped | None = None
         """What the optimizer makes of gradients, where one was given."""
+        self.after_regroup: list[Callable[[], None]] = []
+        """Called on all ranks in the same step when members have gone, and the others go on."""
         self.bring_in: list[Callable[[], object]] = []
         """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
         way."""
@@ -120,7 +149,7 @@ class Connection:
         assert self.uplink is not None
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
-            job, plan, codecs, device, rank=self.rank, members=self.world, generation=generation, groups=self.groups,
+            job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain,
         )
 
@@ -139,6 +168,17 @@ class Connection:
                 fail(missed)
 
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
+        if (members := self.members) is not None:
+            worker.now.heed = lambda: members.heed(worker)
+
+    def broke(self, error: CommError) -> None:
+        """Something that ranks do together between steps: for good, and the error is raised; or since members have gone, and
+        then it is left, Regroup is raised, and the next step goes on with those who are left."""
+        assert self.worker is not None
+        if self.worker.error is None and self.members is not None and self.members.pending(self.waits.notice_s):
+            raise Regroup from error
+        self.worker.latch(error)
+        self.worker.check()
 
     def explain(self, error: BaseException) -> BaseException:
         """Who is to blame for it, as the coordinator knows soon."""

@@ -7,6 +7,7 @@ exchange.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from commlayer.job.step_loop import StepLoop
 from commlayer.job.ways import Asked, Forbids
 from commlayer.optim import Outer
 from commlayer.runtime.hooks import Hooks
+from commlayer.runtime.step import Regroup
 
 
 class DDPWays:
@@ -92,8 +94,9 @@ class DDPWays:
         try:
             made.groups.allreduce(sums).wait(time.monotonic() + self._deadline_s, made.worker.now.failed)
         except CommError as error:
-            made.worker.latch(error)
-            made.worker.check()
+            with contextlib.suppress(Regroup):  # then they are averaged the next time, by those who are left
+                made.broke(error)
+            return
         for buffer, mean in zip(buffers, (sums / made.groups.world).split([b.numel() for b in buffers]), strict=True):
             if bool(mean.isfinite().all()):
                 buffer.copy_(mean.view(buffer.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.plan_handover import owe
+from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -99,7 +101,7 @@ class ExchangeSchedule:
         how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if made.local is None:
             weights = StepWeights(units.weight, units.total if units.told else None)
-            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, **how)
+            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup, **how)
             made.local.owe(made.worker.unpaid)
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
@@ -110,8 +112,15 @@ class ExchangeSchedule:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._share()
-            for observer in self._observers:
-                observer.after_exchange()
+            with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
+                for observer in self._observers:
+                    observer.after_exchange()
+
+    def _regroup(self) -> Worker:
+        """Members have gone from the exchange under way."""
+        assert self._connection.members is not None
+        self._connection.members.go()
+        return self._worker
 
     @property
     def _worker(self) -> Worker:
@@ -120,5 +129,6 @@ class ExchangeSchedule:
 
     def _drained(self) -> None:
         self._share()
-        for observer in self._observers:
-            observer.after_drain()
+        with contextlib.suppress(Regroup):
+            for observer in self._observers:
+                observer.after_drain()

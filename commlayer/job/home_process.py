@@ -33,7 +33,8 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     config = read_config()  # of the environment, where the launcher has put what it met the coordinator with
     first = launch.rank - launch.local_rank
     home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
-                     range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s)
+                     range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
+                     without=config.min_workers > 0)
 
 
 def main() -> None:

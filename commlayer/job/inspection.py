@@ -43,6 +43,14 @@ class Inspection:
         return self._inspected.connection
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """By rank: which rank that worker had when the job began. Others may have gone since."""
+        made = self.connection
+        if made.uplink is None or made.members is None:
+            return tuple(range(made.world))
+        return tuple(member.rank for member in made.uplink.view.members)
+
+    @property
     def observers(self) -> Observers:
         """Who looks on at each step."""
         return self._inspected.observers

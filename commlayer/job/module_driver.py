@@ -29,7 +29,7 @@ from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.sparse_averages import make_dense, make_sparse, stepped_lazily
+from commlayer.runtime.sparse_averages import keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
 from commlayer.runtime.write_gradients import targets_of
 
 
@@ -47,6 +47,8 @@ class ModuleDriver:
         self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
         self._buffers = [name for name, _ in buffers_of(model)]
         self._lazy = stepped_lazily(optimizer, self._parameters)
+        self._sparse: dict[int, torch.Tensor] = {}
+        """The averages of the step under way that came as entries."""
         self._syncing = True
         self._written: list[tuple[int, int, int] | None] = []
         """The gradients that the last step wrote."""
@@ -67,6 +69,7 @@ class ModuleDriver:
             connection.stepped = Stepped(self._parameters, optimizer, outer)
             connection.terms.useless = useless_of(connection, scaler, clips=clips)
             connection.after_switch.append(self._enter)
+            connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
             connection.bring_in.append(self._complete)
             connection.on_close.append(self._drop)
             self._attached = AttachedModel(model, parameters_of(model), optimizer)
@@ -94,6 +97,7 @@ class ModuleDriver:
             self._overlap.detach()
             self._overlap = None
         worker.eager, worker.bring_in = forward, self._complete
+        keep_entries(worker, self._lazy)
         self._reorder()
         self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
 
@@ -143,7 +147,7 @@ class ModuleDriver:
 
     def drain(self) -> bool:
         self._complete()
-        make_dense(self._lazy)
+        make_dense(self._lazy.values())
         return self._loop.drain(self._parameters)
 
     def detach(self) -> None:
@@ -170,19 +174,24 @@ class ModuleDriver:
             return
         if self._overlap is not None:
             self._overlap.look()  # where no gradient came first: the step before is over
-        make_dense(self._lazy)
+        make_dense(self._lazy.values())
         buffers = self._buffers_now()
         if self._overlap is not None and self._overlap.takes():
             self._overlap.hand_in(buffers)
             return
-        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers],
-                                      lambda: [*targets_of(self._loop.worker, self._parameters), *buffers])
-        for p, average in zip(self._parameters, averages, strict=False):
-            p.grad = average
-        make_sparse(self._lazy)
+        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])
+        for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):
+            p.grad = self._sparse.pop(number, average)
+        make_sparse(self._lazy.values())
         self._note()
         self._loop.written()
         self._loop.observe()
+
+    def _targets(self) -> list[torch.Tensor | None]:
+        """What averages are written into; None also where they are entries already."""
+        self._sparse = sparse_averages(self._loop.worker, self._lazy)
+        targets = targets_of(self._loop.worker, self._parameters)
+        return [None if number in self._sparse else target for number, target in enumerate(targets)]
 
     def _note(self) -> None:
         self._written = self._gradients()

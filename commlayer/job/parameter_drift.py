@@ -25,7 +25,7 @@ from commlayer.config import Config
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
 from commlayer.job.spacing import steps_between
-from commlayer.runtime.ended import UNEQUAL
+from commlayer.runtime.ended_peers import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
@@ -133,8 +133,7 @@ class ParameterDrift:
                          for number in range(len(self._names))}
             self._act({number: ranks for number, ranks in differing.items() if ranks})
         except CommError as error:
-            worker.latch(error)
-            worker.check()
+            self._connection.broke(error)
 
     def _compare_steps(self, heard: Sequence[Sequence[float]]) -> None:
         """Steps behind other exchanges are said. Where they go on, no sum is of one step, and parameters are not all of it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import platform
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from commlayer.control import messages
 from commlayer.errors import CommError
 from commlayer.job import home_process
 from commlayer.records import Plan
-from commlayer.transport import route
+from commlayer.transport import own_address
 from commlayer.transport.members import Members, exchange
 
 HEARD_S = 5.0
@@ -91,7 +92,8 @@ class Start:
         members = self._members(launch, config)
         if members is None:
             return Met(None, launch, here=launch.local_world)
-        mine = _here(agent=launch.agent, address=route.address_to(master()) if master() else route.default_address(),
+        address = own_address.address_to(master()) if master() else own_address.default_address()
+        mine = _here(agent=launch.agent, address=address,
                      insecure=config.insecure, keys=bool(config.keys), must=_versions() | dict(must) | alike(config),
                      model=model)
         rows = self._tell(members, config, mine)
@@ -102,7 +104,7 @@ class Start:
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
         if several and members.reachable and "gloo" not in dist.get_backend():
-            use_interface(route.interface_of(address))  # for the groups of small rows, which are Gloo's
+            use_interface(own_address.interface_of(address))  # for the groups of small rows, which are Gloo's
         here = Counter(row.machine for row in rows)[mine.machine]
         return Met(members, launch, per_node, here, address, note, members.reachable)
 
@@ -132,8 +134,8 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
         home_process.begin_world(launch, "nccl" if device.type == "cuda" else "gloo")
         return
     if launch.world > launch.local_world:
-        address = route.address_to(master())
-        use_interface(route.interface_of(route.default_address() if is_loopback(address) else address))
+        address = own_address.address_to(master())
+        use_interface(own_address.interface_of(own_address.default_address() if is_loopback(address) else address))
     try:
         join = timedelta(seconds=config.join_deadline_s)
         store, rank, world = next(rendezvous("env://", launch.rank, launch.world, timeout=join))
@@ -206,17 +208,19 @@ def _stay(members: Members | None) -> None:
 
 
 def _here(**told: Any) -> Arrival:
-    return Arrival(socket.gethostname(), route.machine(), **told)
+    return Arrival(socket.gethostname(), own_address.machine(), **told)
 
 
 def _versions() -> dict[str, str]:
     return {"version of commlayer": messages.version(), "protocol of commlayer": str(messages.PROTOCOL),
-            "version of torch": torch.__version__.partition("+")[0]}
+            "version of torch": torch.__version__.partition("+")[0],
+            # All ranks decide with the same floats: since 3.12 sum() rounds otherwise.
+            "version of Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def _own_address(mine: Arrival, rows: Iterable[Arrival]) -> str:
     """On the machine where ranks meet its own name may lead to loopback: then the way to another counts."""
-    ways = [mine.address, *(route.address_to(row.address) for row in rows if not _local(row.address))]
+    ways = [mine.address, *(own_address.address_to(row.address) for row in rows if not _local(row.address))]
     return next((address for address in ways if not _local(address)), "")
 
 

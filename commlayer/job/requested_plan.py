@@ -90,22 +90,22 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
         return None
 
 
-def housed(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
+def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Its servers where it has them, as far as they can be started there."""
     for line in untouched(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:
         tell(f"the plan was made for {planned} nodes, here are {nodes}: what it predicts does not hold")
-    homes = plan_file.homes_of(plan, made_from, nodes)
-    if len(homes) != len(plan.hosts):
+    hosts = plan_file.server_nodes_of(plan, made_from, nodes)
+    if len(hosts) != len(plan.hosts):
         alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
-        absent = [str(one.hosts[0]) for one in alone if not plan_file.homes_of(one, made_from, nodes)]
+        absent = [str(one.hosts[0]) for one in alone if not plan_file.server_nodes_of(one, made_from, nodes)]
         why = f"no rank trains on node {' and '.join(absent)}" if absent else \
             f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
         tell(f"servers are not on the nodes that the plan has them on, but where the setting `servers` says: {why}; "
              "`commlayer serve` starts them elsewhere, and join names them")
-    return plan if homes == plan.hosts else structs.replace(plan, hosts=homes)
+    return plan if hosts == plan.hosts else structs.replace(plan, hosts=hosts)
 
 
 def _first_codec(config: Config, recipe: Recipe) -> str:

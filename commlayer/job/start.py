@@ -18,6 +18,7 @@ from commlayer.control.embedded import Embedded
 from commlayer.job import requested_plan
 from commlayer.job.agreed_plan import agreed_plan, check_plan, from_rank_0
 from commlayer.job.connection import Connection, Waits
+from commlayer.job.regroup import Regrouping, forbidding, unfit
 from commlayer.job.rendezvous import HEARD_S, Start, plan_kind
 from commlayer.job.ways import Asked, Forbids, stepping
 from commlayer.planner.model import float64
@@ -56,9 +57,14 @@ def connect(
     made.terms.loss, made.terms.learning = config.loss, config.learning
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
-    grouped, per_node = met.members is not None, met.per_node
+    grouped, regroups = met.members is not None, False
     if met.members is not None:
-        made.rank, made.world = met.members.rank, met.members.world
+        made.rank = made.id = met.members.rank
+        made.world = met.members.world
+        regroups = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
+    per_node = 1 if regroups else met.per_node  # a worker goes alone: each sends for itself
+    if regroups:
+        made.terms.forbids = forbids = forbidding(forbids)
     how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward"}
     if not grouped and not config.join:
         settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
@@ -76,15 +82,22 @@ def connect(
         made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
         if met.note and made.rank == 0:
             made.say(met.note)
+        if config.min_workers and not regroups and made.rank == 0:
+            made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
+                     "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
         nodes = made.world // per_node
-        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.housed(
+        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.with_server_nodes(
             requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
         ), whole), asked), made.groups)
+        if regroups and (why := unfit(made.plan)):
+            raise ValueError(f"plan: {why}")
         check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
-        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable)
+        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable, regroups=regroups)
+        if regroups:
+            made.members = Regrouping(made, config, met.launch.home)
         made.follow(made.worker_for(made.plan, job, device))
     except BaseException:
         made.close("failed to start")
@@ -98,7 +111,7 @@ def _of(plan: Plan, whole: Job | None) -> Plan:
     return plan if whole is None else without_buffers(plan, whole)
 
 
-def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: bool) -> None:
+def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: bool, regroups: bool) -> None:
     """Starts the embedded servers where none were named, then joins and dials them."""
     assert made.plan is not None
     node, local = divmod(made.rank, per_node)
@@ -108,7 +121,7 @@ def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: b
         config = msgspec.structs.replace(config, token=token)
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
-        plan_digest=records.digest(made.plan), dials=dials,
+        plan_digest=records.digest(made.plan), dials=dials, regroups=regroups,
     ), config)
 
 
@@ -131,8 +144,8 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     assert plan is not None
     nodes = made.world // per_node
     config = msgspec.structs.replace(config, node=node)
-    homes = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
-    mine = [number for number, home in enumerate(homes) if home == node] if local == 0 else []
+    hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
+    mine = [number for number, host in enumerate(hosts) if host == node] if local == 0 else []
 
     # Servers load codecs, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
     # that is set is for it and for a server in its process.

@@ -11,6 +11,7 @@ Who calls it (session.py, ddp.py) knows where gradients come from and where aver
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from commlayer.job.stale_plan import watch_of
 from commlayer.job.trace import trace_once
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.model_job import learning_rate, loss_scale
+from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.runtime.write_gradients import hand_out
 
@@ -51,21 +53,28 @@ class StepLoop:
         self._use: AverageUse | None = None
         if connection.worker is not None:
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
-                                   lambda numbers: self.worker.applied(numbers))
+                                   lambda numbers: self.worker.applied(numbers), lambda number: self.worker.anything(number))
             connection.worker.settle = self._use.settle
             connection.on_close.append(self._use.detach)
+            connection.after_regroup.append(self._look_again)
+        self._config = config
+        self._decide()
+        trace_once(connection, observers, config.trace, planning=bool(observers.at(Place.AUTO_PLAN)))
+        if (drift := drift_of(connection, compared, optimizer, config)) is not None:
+            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
+
+    def _decide(self) -> None:
+        """Adds those who decide while training runs."""
+        connection, observers = self.connection, self.observers
         if (auto := auto_of(connection)) is not None:
             observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
                                    after_drain=auto.after_drain))
-        self._guard = guard_of(connection, config)
+        self._guard = guard_of(connection, self._config)
         if self._guard is not None:
             observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look,
                                    looks=self._guard.looks))
-        trace_once(connection, observers, config.trace, planning=auto is not None)
         if (watch := watch_of(connection)) is not None:
             observers.add(Observer(Place.STALE_PLAN, watch, watch))
-        if (drift := drift_of(connection, compared, optimizer, config)) is not None:
-            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     @property
     def worker(self) -> Worker:
@@ -123,12 +132,32 @@ class StepLoop:
         self.begin()
         if self._use is not None:
             self._use.end()
-        self.worker.finish(leftovers, self.deadline_s)
-        for observer in self.observers:
-            observer.before_commit()
+        self._finish(leftovers)
+        with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
+            for observer in self.observers:
+                observer.before_commit()
         into = targets()
         self.worker.commit(into)
         return into
+
+    def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        while True:
+            try:
+                self.worker.finish(leftovers, self.deadline_s)
+                return
+            except Regroup:
+                assert self.connection.members is not None
+                self.connection.members.go()
+                self._units(self.worker)
+
+    def _look_again(self) -> None:
+        """Members have changed: who has measured, or told others something, begins anew."""
+        for place in (Place.AUTO_PLAN, Place.ACCURACY, Place.TRACE, Place.STALE_PLAN):
+            for who in self.observers.at(place):
+                self.observers.remove(who)
+                if place is Place.AUTO_PLAN:
+                    who.end()
+        self._decide()
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """In place of `average`: the backward pass is over, and results are taken bucket by bucket (forward_overlap.py)."""
@@ -152,7 +181,10 @@ class StepLoop:
         """The step is committed. Who looks on may go over to another plan. `between`: no forward pass has been since."""
         for observer in self.observers:
             begin = time.perf_counter()
-            observer.after_step()
+            try:
+                observer.after_step()
+            except Regroup:
+                return  # they begin anew with those who are left, in the next step
             if between:
                 self.worker.stopwatch.start()  # what it took is no computing
             else:

@@ -38,8 +38,7 @@ def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False) -> N
         for behind in made.after_switch:
             behind()
     except CommError as error:
-        made.worker.latch(error)
-        made.worker.check()
+        made.broke(error)
 
 
 def _go_over(
@@ -57,6 +56,8 @@ def _go_over(
         if by_itself and made.terms.weighed and agreed.steps_locally and not old.plan.steps_locally:
             raise ValueError("plan: has local steps, and the script weighs shares of each step's batch: only a plan "
                              "that it asks for takes them")
+        if made.members is not None and (why := made.members.unfit(agreed)):
+            raise ValueError(f"plan: {why}")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.terms.forbids,
                    reachable=groups.members.reachable)

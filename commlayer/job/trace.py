@@ -92,8 +92,7 @@ class Tracer:
         try:
             self._look()
         except CommError as error:
-            worker.latch(error)
-            worker.check()
+            self._connection.broke(error)
 
     def _ended(self) -> None:
         if self in self._observers.at(Place.TRACE) and self._connection.rank == 0:

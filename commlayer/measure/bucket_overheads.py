@@ -21,9 +21,9 @@ from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo
 from commlayer.runtime.worker import Worker
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, peer_name
+from commlayer.transport.stream_transport import StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.tcp import TcpTransport
 
 SIZES = (16, 1 << 12, 1 << 16, 1 << 18)
 """Elements of a bucket: from next to nothing to 1 MiB."""
@@ -92,7 +92,7 @@ def _costs(numel: int, steps: int) -> tuple[float, float]:
     job = Job(tuple(TensorInfo(f"t{i}", (numel,)) for i in range(count)))
     plan = Plan(job.digest(), tuple(Bucket(i, (Slice(i, 0, numel),), "service") for i in range(count)), servers=1)
     before = set(threading.enumerate())
-    ours, theirs = (TcpTransport(Hello(plan.job, rank)) for rank in (SERVER_BASE, 0))
+    ours, theirs = (StreamTransport(Hello(plan.job, rank)) for rank in (SERVER_BASE, 0))
     core = Summation(0, 1, {b.id: _Idle(b.spec) for b in plan.buckets}, {b.id: (0,) for b in plan.buckets})
     server = SumServer(core, ours, (0,), stall_s=DEADLINE_S, recycle=ours.pool.give)
     worker = None

@@ -1,14 +1,15 @@
-"""When one machine's step makes and needs each tensor, measured on a few steps without any communication. Knows autograd."""
+"""When a step makes and needs each tensor: timed here without any communication, or read off recorded steps. Knows no plans."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
 from torch import nn
 
+from commlayer.observe import RecordedStep
 from commlayer.planner.tables.machines import device_named
 from commlayer.records import Job, Timing
 from commlayer.runtime.model_job import job_of, parameters_of
@@ -94,3 +95,23 @@ class _Watch:
 def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> float:
     seen = [step[tensor] for step in steps if tensor in step]
     return median(seen) if seen else otherwise
+
+
+def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:
+    """Medians over the steps. `places`: the tensors' order in the forward pass, as far as it was seen.
+
+    A hook sees when gradients become final and when a step ends, not where the forward pass does: what lies before the first
+    gradient counts as forward, and tensors are taken to be needed at equal distances over it. Communication is in none of it,
+    since training waits for it only between the last gradient and the step's end.
+    """
+    if not steps:
+        raise ValueError("no recorded step to take times from: record at least one")
+    first_s = median(min(s.ready.values(), default=s.marks["backward"]) for s in steps)
+    backward_s = median(max(0.0, s.marks["backward"] - min(s.ready.values(), default=s.marks["backward"])) for s in steps)
+    ready_s = []
+    for tensor in range(tensors):
+        seen = [s.ready[tensor] - min(s.ready.values()) for s in steps if tensor in s.ready]
+        ready_s.append(min(median(seen), backward_s) if seen else backward_s)  # without a gradient, or a buffer
+    far = len(places)
+    needed_s = [first_s * places.get(tensor, far) / max(1, far) for tensor in range(tensors)]
+    return Timing(tuple(ready_s), tuple(needed_s), backward_s, first_s)

@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from commlayer.optim.entries import Entries
-from commlayer.optim.lazy import Lazy, flat, number, zeros
+from commlayer.optim.lazy import Lazy, flat, groups, number, zeros
 
 FLAT = 1e-12
 """Below this relative variance all E are the same."""
@@ -105,8 +105,8 @@ class SparseAdamW(Lazy):
 
     def _make_up(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
         state = self.state[p]
-        memory = (x.view(-1)[low:high] for x in (p.detach(), state["exp_avg"], state["exp_avg_sq"], state["stamp"]))
-        self._kernels(p).adam_catch_up(*memory, state["made"] & 255, table.to(p.device))
+        memory = (x.view(-1)[low:high] for x in (p.detach(), state["exp_avg"], state["exp_avg_sq"]))
+        self._kernels(p).adam_catch_up(*memory, state["stamp"][groups(low, high)], state["made"] & 255, table.to(p.device))
 
 
 class SparseAdam(SparseAdamW):

@@ -18,13 +18,13 @@ def sgd_sparse(
     g: torch.Tensor, rate: float, momentum: float, gain: float, decay: float, nesterov: bool,
 ) -> int:
     check_positions(idx, w.numel())
-    each("lazy", "sgd_sparse", idx.numel(), w, v, stamp, now, rows, idx, g, idx.numel(), float(rate), float(momentum),
-         float(gain), float(decay), int(nesterov))
+    each("lazy", "sgd_sparse", idx.numel(), w, v, w.numel(), stamp, now, rows, idx, g, idx.numel(), float(rate),
+         float(momentum), float(gain), float(decay), int(nesterov))
     return idx.numel()
 
 
 def sgd_catch_up(w: torch.Tensor, v: torch.Tensor | None, stamp: torch.Tensor, now: int, rows: torch.Tensor) -> None:
-    each("lazy", "sgd_catch_up", w.numel(), w, v, stamp, w.numel(), now, rows)
+    each("lazy", "sgd_catch_up", stamp.numel(), w, v, stamp, w.numel(), now, rows)
 
 
 def adam_sparse(
@@ -32,11 +32,11 @@ def adam_sparse(
     idx: torch.Tensor, g: torch.Tensor, step: torch.Tensor,
 ) -> int:
     check_positions(idx, w.numel())
-    each("lazy", "adam_sparse", idx.numel(), w, m, v, stamp, now, rows, idx, g, idx.numel(), step)
+    each("lazy", "adam_sparse", idx.numel(), w, m, v, w.numel(), stamp, now, rows, idx, g, idx.numel(), step)
     return idx.numel()
 
 
 def adam_catch_up(
     w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor, now: int, rows: torch.Tensor
 ) -> None:
-    each("lazy", "adam_catch_up", w.numel(), w, m, v, stamp, w.numel(), now, rows)
+    each("lazy", "adam_catch_up", stamp.numel(), w, m, v, stamp, w.numel(), now, rows)

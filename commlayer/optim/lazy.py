@@ -2,9 +2,10 @@
 
 An element that a step does not touch owes what dense steps with a gradient of zero would have done to it: momentum moves it and
 decay shrinks it. How much is one small table for all elements: row a makes up for the last a steps, with the rates that these
-had. It is a product of each step's own row, so schedules of any kind stay exact. A byte per element says with which step it is
-up to date. It is brought up to date when it is next touched, and by a sweep that goes round the tensor once in `lag` steps, so
-that no row further back is ever needed.
+had. It is a product of each step's own row, so schedules of any kind stay exact. A byte for each group of elements says with
+which step they are up to date. A group is what a cache line holds: where one of its elements is touched, all make that step.
+Groups are brought up to date then, and by a sweep that goes round the tensor once in `lag` steps: no row further back is ever
+needed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from commlayer.optim import kernels
 from commlayer.optim.entries import Entries, entries_of
+from commlayer.optim.reference import GROUP
 
 ROWS = 256
 """As in native/include/commlayer.h."""
@@ -79,8 +81,13 @@ class Lazy(Optimizer):
 
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
+        asked: set[int] = self.__dict__.setdefault("_asked", set())  # copies of an optimizer have no attributes of their own
+        if p.data_ptr() not in asked:
+            asked.add(p.data_ptr())
+            self._kernels(p).huge_pages(flat(p))
         if "stamp" not in state and self._owes(group):
-            state.update(stamp=zeros(p, torch.uint8).view(-1), rows=self._nothing, made=0, swept=0)
+            stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
+            state.update(stamp=stamp, rows=self._nothing, made=0, swept=0)
         if "stamp" not in state:
             self._touch(group, p, entries, None)
             return
@@ -91,7 +98,7 @@ class Lazy(Optimizer):
             memo[key] = before, self._advance(group, before, number)[:ROWS]
         state["rows"] = memo[key][1]
         state["made"] += 1
-        size = -(-p.numel() // group["lag"])
+        size = -(-groups_of(p) // group["lag"]) * GROUP
         low, high = state["swept"], min(p.numel(), state["swept"] + size)
         self._make_up(p, low, high, self._table(state["rows"], memo))
         state["swept"] = 0 if high == p.numel() else high
@@ -130,10 +137,15 @@ class Lazy(Optimizer):
         for group in state_dict["param_groups"]:
             for name in self._without:
                 self._allow(f"a state with {name}", group.get(name), "none", not group.get(name))
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False):
+            stamps = theirs.get(number, {}).get("stamp")
+            self._allow("a state with stamps for", None if stamps is None else stamps.numel(),
+                        f"{groups_of(p)}, one for every {GROUP} weights; an older version saves none behind flush()",
+                        stamps is None or stamps.numel() == groups_of(p))
         plain = {**state_dict, "state": {n: {k: v for k, v in s.items() if k not in BEHIND} for n, s in theirs.items()}}
         plain["param_groups"] = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         super().load_state_dict(plain)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         copies: dict[int, torch.Tensor] = {}
         for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=True):
             for name in BEHIND:  # torch would cast these to the parameter's dtype
@@ -180,14 +192,23 @@ class Lazy(Optimizer):
         raise NotImplementedError
 
 
+def groups_of(p: torch.Tensor) -> int:
+    return -(-p.numel() // GROUP)
+
+
+def groups(low: int, high: int) -> slice:
+    """Those of these elements, the first of which begins one."""
+    return slice(low // GROUP, -(-high // GROUP))
+
+
 def flat(p: torch.Tensor) -> torch.Tensor:
     """A parameter's memory."""
     return p.detach().view(-1)
 
 
-def zeros(p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def zeros(p: torch.Tensor) -> torch.Tensor:
     """Of a parameter's shape, for entries that are far apart."""
-    made = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    made = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
     if made.is_contiguous():
         kernels.of(made).huge_pages(made)
     return made.zero_()

@@ -7,6 +7,8 @@ import torch
 from commlayer.errors import CorruptFrame
 
 MASK = 0xFFFFFFFF
+GROUP = 16
+"""Elements that one stamp stands for, as in native/include/commlayer.h."""
 
 
 def check_positions(idx: torch.Tensor, n: int) -> torch.Tensor:
@@ -17,9 +19,24 @@ def check_positions(idx: torch.Tensor, n: int) -> torch.Tensor:
     return at
 
 
-def _rows(rows: torch.Tensor, stamp: torch.Tensor, now: int, width: int) -> tuple[torch.Tensor, ...]:
-    behind = (now - stamp.to(torch.int64)) & 255
+def _groups(at: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The groups of these elements, and all elements of these."""
+    groups = torch.div(at, GROUP, rounding_mode="floor").unique()
+    every = (groups[:, None] * GROUP + torch.arange(GROUP, device=at.device)).view(-1)
+    return groups, every[every < n]
+
+
+def _rows(rows: torch.Tensor, stamp: torch.Tensor, now: int, width: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of elements of these groups, what makes up for each."""
+    behind = (now - stamp[groups].to(torch.int64)) & 255
     return rows.view(-1, width)[behind].unbind(1)
+
+
+def _spread(g: torch.Tensor, at: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
+    """The gradients of all elements of the groups."""
+    spread = torch.zeros(every.numel(), device=g.device)
+    spread[torch.searchsorted(every, at)] = g
+    return spread
 
 
 def _made_up_sgd(
@@ -35,25 +52,32 @@ def sgd_sparse(
     g: torch.Tensor, rate: float, momentum: float, gain: float, decay: float, nesterov: bool,
 ) -> int:
     at = check_positions(idx, w.numel())
+    if stamp is not None:
+        groups, every = _groups(at, w.numel())
+        at, g = every, _spread(g, at, every)
     x, y = w[at], None if v is None else v[at]
     if stamp is not None:
-        x, y = _made_up_sgd(x, y, _rows(rows, stamp[at], now, 4))
-        stamp[at] = now + 1 & 255
+        x, y = _made_up_sgd(x, y, _rows(rows, stamp, now, 4, at // GROUP))
+        stamp[groups] = now + 1 & 255
     u = g if _float(decay) == 0 else g + _float(decay) * x
     if v is not None and y is not None:
         y = _float(momentum) * y + _float(gain) * u
         u = u + _float(momentum) * y if nesterov else y
         v[at] = y
     w[at] = x - _float(rate) * u
-    return at.numel()
+    return idx.numel()
 
 
 def sgd_catch_up(w: torch.Tensor, v: torch.Tensor | None, stamp: torch.Tensor, now: int, rows: torch.Tensor) -> None:
-    x, y = _made_up_sgd(w, v, _rows(rows, stamp, now, 4))
+    x, y = _made_up_sgd(w, v, _rows(rows, stamp, now, 4, _group_of_each(w)))
     w.copy_(x)
     if v is not None and y is not None:
         v.copy_(y)
     stamp.fill_(now & 255)
+
+
+def _group_of_each(w: torch.Tensor) -> torch.Tensor:
+    return torch.arange(w.numel(), device=w.device) // GROUP
 
 
 def _made_up_adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -67,23 +91,27 @@ def adam_sparse(
 ) -> int:
     at = check_positions(idx, w.numel())
     keep, lerp, beta2, gain, root, eps, rate = step.unbind()
+    if stamp is not None:
+        groups, every = _groups(at, w.numel())
+        at, g = every, _spread(g, at, every)
     x, y, z = w[at], m[at], v[at]
     if stamp is not None:
-        x, y, z = _made_up_adam(x, y, z, _rows(rows, stamp[at], now, 8))
-        stamp[at] = now + 1 & 255
+        x, y, z = _made_up_adam(x, y, z, _rows(rows, stamp, now, 8, at // GROUP))
+        stamp[groups] = now + 1 & 255
     y = y + lerp * (g - y)
     z = beta2 * z + (gain * g) * g
     w[at] = keep * x - rate * (y / (_root(z) / root + eps))
     m[at] = y
     v[at] = z
-    return at.numel()
+    return idx.numel()
 
 
 def adam_catch_up(
     w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor, now: int, rows: torch.Tensor
 ) -> None:
-    for memory, made_up in zip((w, m, v), _made_up_adam(w, m, v, _rows(rows, stamp, now, 8)), strict=True):
-        memory.copy_(made_up)
+    made_up = _made_up_adam(w, m, v, _rows(rows, stamp, now, 8, _group_of_each(w)))
+    for memory, found in zip((w, m, v), made_up, strict=True):
+        memory.copy_(found)
     stamp.fill_(now & 255)
 
 

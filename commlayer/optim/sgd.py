@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from commlayer.optim.entries import Entries
-from commlayer.optim.lazy import ROWS, Lazy, Memo, flat, number, zeros
+from commlayer.optim.lazy import ROWS, Lazy, Memo, flat, groups, number, zeros
 
 NO_ROWS = torch.zeros(ROWS, 4)
 
@@ -86,5 +86,5 @@ class SparseSGD(Lazy):
     def _make_up(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
         state = self.state[p]
         buffer = state["momentum_buffer"].view(-1)[low:high] if "momentum_buffer" in state else None
-        stamp = state["stamp"][low:high]
+        stamp = state["stamp"][groups(low, high)]
         self._kernels(p).sgd_catch_up(flat(p)[low:high], buffer, stamp, state["made"] & 255, table.to(p.device))

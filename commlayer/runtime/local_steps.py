@@ -14,7 +14,7 @@ exchanges overlap with steps, in its own otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,17 @@ from torch import nn
 from commlayer.compressors.debts import Debt, pay
 from commlayer.optim import Outer
 from commlayer.records import Slice
+from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
 
 SPOILT = "some worker's weights are not finite: all go back to those of the last exchange"
+
+
+def _stay() -> Worker:
+    """All do."""
+    raise RuntimeError("members of the job cannot change")
 
 
 class StepWeights:
@@ -82,9 +88,10 @@ class LocalSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False,
+        overlap: bool = False, regroup: Callable[[], Worker] = _stay,
     ) -> None:
-        self._parameters, self.weights = parameters, weights
+        """`regroup`: behind Regroup, gives the worker that goes on with those who are left."""
+        self._parameters, self.weights, self._regroup = parameters, weights, regroup
         self.go(every, fragments=fragments, overlap=overlap)
         self.taken = 0
         """Steps since the last exchange began."""
@@ -153,7 +160,7 @@ class LocalSteps:
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """A turn. What it merges is the same on all ranks afterwards, up to steps that an exchange has not seen."""
         if self._sent is not None:
-            self._merge(worker, buffers, self._sent, deadline_s)
+            worker = self._merge(worker, buffers, self._sent, deadline_s)
         self._begin(worker, buffers)
         if self._sent is not None and not self._overlap:
             self._merge(worker, buffers, self._sent, deadline_s)
@@ -161,25 +168,26 @@ class LocalSteps:
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
 
-    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Brings in what is under way, and what else belongs to the round."""
+    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
+        """Brings in what is under way, and what else belongs to the round. The worker that goes on."""
         if self._sent is not None:
-            self._merge(worker, buffers, self._sent, deadline_s)
+            worker = self._merge(worker, buffers, self._sent, deadline_s)
         while self._turn:
-            self._at_once(worker, buffers, deadline_s)
+            worker = self._at_once(worker, buffers, deadline_s)
+        return worker
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
         """Then exchanges all that is left: weights and buffers are the same on all ranks. Whether there was anything."""
-        self.settle(worker, buffers, deadline_s)
+        worker = self.settle(worker, buffers, deadline_s)
         found, self.apart, self.taken = self.apart, False, 0
         for _ in range(self._fragments if found else 0):
-            self._at_once(worker, buffers, deadline_s)
+            worker = self._at_once(worker, buffers, deadline_s)
         return found
 
-    def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
+    def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
         self._begin(worker, buffers)
         assert self._sent is not None
-        self._merge(worker, buffers, self._sent, deadline_s)
+        return self._merge(worker, buffers, self._sent, deadline_s)
 
     def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> None:
         if self._turn == 0:
@@ -197,9 +205,19 @@ class LocalSteps:
         if self._turn == 0:
             worker.complete([None] * len(tensors))
 
-    def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> None:
+    def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
+        """The worker that goes on: another one where members have gone."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        worker.wait(deadline_s, sent.turn)
+        while True:
+            try:
+                worker.wait(deadline_s, sent.turn)
+                break
+            except Regroup:
+                worker = self._regroup()
+                worker.scale = worker.rate = 1.0
+                for n, change in sent.changes.items():
+                    worker.ready(n, change)
+                worker.complete([None] * len(tensors))
         worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
         weights = [n for n in sent.changes if n < len(self.starts)]
         finite = all(bool(sent.changes[n].isfinite().all()) for n in weights)
@@ -219,6 +237,7 @@ class LocalSteps:
             worker.end(finite=all(self._sound.values()))
             worker.applied([n for n, sound in self._sound.items() if sound])
             self._sound.clear()
+        return worker
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint, with nothing under way. Starts are in it: between two exchanges no model's file holds them."""

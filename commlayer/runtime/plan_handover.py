@@ -45,7 +45,9 @@ def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = la
 def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
     owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
     owing += before.late.debts(before.units.members)
-    debts = [Debt(d.tensor, d.start, d.values / before.units.rate_of(bucket)) for bucket, d in owing]
+    # What is owed to the mean of so many is owed to that of those who are left.
+    worth = after.units.members / before.units.members
+    debts = [Debt(d.tensor, d.start, d.values * (worth / before.units.rate_of(bucket))) for bucket, d in owing]
     if after.plan.steps_locally and not before.plan.steps_locally:
         units = before.units
         # A worker's debt counts as a part of the mean; its gradient counts by its weight.

@@ -1,12 +1,13 @@
-"""Averages with few entries as sparse gradients, for optimizers that step only those. Knows parameters, nothing of codecs.
+"""Averages with few entries as sparse gradients, for optimizers that step only those. Knows parameters and buckets, no codecs.
 
-What came back is looked through once, whatever codec and way it took. It is the same on all ranks to the last bit, so all
-choose alike, as replicas of a lazy optimizer must.
+Where results come as entries, these are the gradient, and no dense memory is written. Other averages are looked through once,
+whatever codec and way they took: what is found is the same. It is the same on all ranks to the last bit, too, so all choose
+alike, as replicas of a lazy optimizer must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from commlayer.compressors import kernels
 from commlayer.optim.entries import sparse_gradient
 from commlayer.optim.lazy import Lazy
+from commlayer.runtime.worker import Worker
 
 LEAST = 4096
 """Elements below which a dense step is as fast."""
@@ -24,15 +26,44 @@ SMALLEST = 2.0**-126
 """What is below all normal numbers counts as nothing."""
 
 
-def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of the parameters whose averages are worth handing over as entries."""
+def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
+    """By number, those of the parameters whose averages are worth handing over as entries."""
     if not isinstance(optimizer, Lazy):
-        return []
+        return {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in parameters if id(p) in held and p.numel() >= LEAST and p.device.type == "cpu" and p.is_contiguous()]
+    return {number: p for number, p in enumerate(parameters)
+            if id(p) in held and p.numel() >= LEAST and p.device.type == "cpu" and p.is_contiguous()}
 
 
-def make_sparse(parameters: Sequence[nn.Parameter]) -> None:
+def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
+    """A plan has come into force: results of buckets with nothing large but these parameters are wanted as entries."""
+    plan, tensors = worker.plan, worker.job.tensors
+    if not lazily or plan.steps_locally or plan.ranks_per_node > 1:
+        return
+    for bucket in worker.buckets:
+        numbers = {s.tensor for s in bucket.slices}
+        if numbers & lazily.keys() and all(n in lazily or tensors[n].numel < LEAST for n in numbers):
+            bucket.keep_entries()
+
+
+def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
+    """After `finish`: by number, the averages that are few entries and came as that."""
+    found = {}
+    used = worker.used() if lazily else []
+    for number, p in lazily.items():
+        parts = worker.entries(number) if used[number] else None
+        if parts is None:
+            continue
+        idx, values = (torch.cat(part) for part in zip(*parts, strict=True))
+        there = values.abs() >= SMALLEST
+        if not bool(there.all()):
+            idx, values = idx[there], values[there]
+        if idx.numel() <= p.numel() // MOST and bool(values.isfinite().all()):
+            found[number] = sparse_gradient(idx, values, p.shape)
+    return found
+
+
+def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
     """`.grad` becomes sparse COO where it has few entries and is finite."""
     for p in parameters:
         if p.grad is None or p.grad.is_sparse or not p.grad.is_contiguous():
@@ -44,7 +75,7 @@ def make_sparse(parameters: Sequence[nn.Parameter]) -> None:
             p.grad = sparse_gradient(idx[:count], values[:count], p.shape)
 
 
-def make_dense(parameters: Sequence[nn.Parameter]) -> None:
+def make_dense(parameters: Iterable[nn.Parameter]) -> None:
     """Ahead of an exchange: what is left of the last one's, to which this backward pass has added nothing."""
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:

@@ -32,6 +32,14 @@ class Counters:
         return dataclasses.asdict(self)
 
 
+class Regroup(Exception):
+    """The members of the job change: the step under way is none, and is done again by those who are left."""
+
+
+def _nothing() -> None:
+    """Nobody has anything to say."""
+
+
 class Step:
     """One worker's, from its first step to its last."""
 
@@ -42,6 +50,8 @@ class Step:
         """Whether results are wanted one by one, those that the next forward pass needs first ahead of the others."""
         self.error: BaseException | None = None
         """The first error: it stays, and ends the worker."""
+        self.heed: Callable[[], None] = _nothing
+        """What the training thread does as it begins to wait, and whenever `wake` was called. It may raise: a Regroup, too."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
@@ -54,20 +64,26 @@ class Step:
         for arrivals in self._awaited:
             arrivals.end()
 
+    def wake(self) -> None:
+        """From any thread: there is something to heed for who waits, and for who will."""
+        for arrivals in self._awaited:
+            arrivals.wake()
+
     def failed(self) -> BaseException | None:
         return self.error
 
     def arrivals(self) -> Arrivals:
         """For one route."""
-        self._awaited.append(Arrivals())
+        self._awaited.append(Arrivals(lambda: self.heed()))
         return self._awaited[-1]
 
 
 class Arrivals:
     """How many buckets of a route the step still waits for. `arrived` is called on lanes, the rest on the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, heed: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
+        self._heed = heed
         self._left = 0
         self._ended = False
 
@@ -87,13 +103,27 @@ class Arrivals:
         self._next.set()
 
     def end(self) -> None:
-        self._ended = True
-        self._all.set()
+        with self._lock:
+            self._ended = True
+            self._all.set()
+        self._next.set()
+
+    def wake(self) -> None:
+        """Whoever waits heeds what there is, and goes on waiting."""
+        with self._lock:
+            self._all.set()
         self._next.set()
 
     def wait(self, deadline: float) -> bool:
         """Until all have arrived or an error is known. False when the deadline passed before."""
-        return self._all.wait(max(0.0, deadline - time.monotonic()))
+        while True:
+            with self._lock:
+                if self._left <= 0 or self._ended:
+                    return True
+                self._all.clear()
+            self._heed()
+            if not self._all.wait(max(0.0, deadline - time.monotonic())):
+                return False
 
     def wait_for(self, here: Callable[[], bool], deadline: float) -> bool:
         """The same until `here()`, which some arrival makes true."""
@@ -101,5 +131,6 @@ class Arrivals:
             self._next.clear()
             if here() or self._ended:
                 return True
+            self._heed()
             if not self._next.wait(max(0.0, deadline - time.monotonic())):
                 return here() or self._ended

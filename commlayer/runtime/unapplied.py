@@ -28,6 +28,8 @@ class Unapplied:
     _routes: Routes
     settle: Callable[[], None] = staticmethod(_nothing)
     """Who watches what becomes of averages tells it here of those that were cleared: see `cleared`."""
+    intact = True
+    """Whether residuals are what they were before the step that failed."""
     tentative = False
     """Whether the last step was not finite somewhere, and so is one to skip, unless an optimizer steps all the same."""
 
@@ -42,6 +44,10 @@ class Unapplied:
             for bucket, i in self._by_tensor[tensor]:
                 if bucket.sound:
                     bucket.unapplied &= ~(1 << i)
+
+    def anything(self, tensor: int) -> bool:
+        """Whether the average that the last step wrote for this tensor was other than zeros; of a late result nobody asks."""
+        return any(bucket.late or bool(bucket.layout.views(bucket.y)[i].any()) for bucket, i in self._by_tensor[tensor])
 
     def spent(self, tensors: Collection[int]) -> None:
         """An optimizer has stepped with these averages already, of a step that is not over: they are owed no longer."""
@@ -59,10 +65,16 @@ class Unapplied:
     def _undo_step(self) -> None:
         """The step under way has failed: residuals get back what it sent. A lane that is stuck may be inside a codec: then its
         residual cannot be put right."""
-        if self._routes.drain(DRAIN_S):
+        self.intact = self._routes.drain(DRAIN_S)
+        if self.intact:
             for bucket in self.buckets:
                 bucket.unapplied |= bucket.all_slices & ~bucket.spent if bucket.started else 0
                 self._routes.of[bucket.id].undo(bucket)
+
+    def unheard(self) -> dict[int, int]:
+        """By bucket, behind a step that failed, what of the one before was not applied: for servers that may not have heard."""
+        words = {b.id: b.said if b.started else b.undone for b in self.buckets if b.served}
+        return {number: word for number, word in words.items() if word}
 
     def heard(self) -> None:
         """The servers have heard it."""

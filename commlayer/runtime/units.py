@@ -71,6 +71,8 @@ class Units:
         scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
             average = scale / weight if bucket.served else bucket.over_weight(scale)
+            if bucket.means:
+                return 1.0
             return scale / self.members if bucket.in_means else average
         return None
 
@@ -82,6 +84,10 @@ class Units:
         self.weight, self.told = weight, total is not None and not self._shared
         if total is not None and self.told:
             self.total = total
+
+    def regroup(self, total: float) -> None:
+        """Other workers take part from now on: so much all weigh in the step under way."""
+        self.total, self.told = total, False
 
     def hear(self, total: float) -> None:
         """A server knows already what all weigh in this step. Ranks of one node must all take the same for granted."""

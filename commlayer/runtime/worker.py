@@ -26,10 +26,10 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.device_codecs import device_buckets
-from commlayer.runtime.ended import Ended
+from commlayer.runtime.ended_peers import Ended
 from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
-from commlayer.runtime.forwarded import Forwarded
+from commlayer.runtime.forwarded_attribute import Forwarded
 from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
@@ -288,6 +288,16 @@ class Worker(Unapplied):
         used = {bucket.id: bucket.used for bucket in self._in_time}
         used |= {number: result.used for number, result in self.late.of.items()}
         return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._by_tensor]
+
+    def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """After `finish`: its average as positions and values, in order; None where some bucket has not kept it so."""
+        parts = []
+        for bucket, i in sorted(self._by_tensor[tensor], key=lambda place: place[0].slices[place[1]].start):
+            if bucket.sparse is None:
+                return None
+            idx, values = bucket.sparse.entries(i)
+            parts.append((idx, values * self._factor(bucket, bucket.weight)))
+        return parts
 
     def drain(self) -> None:
         """Waits until no exchange is under way; late results are kept then. All ranks call it behind the same step."""

@@ -44,7 +44,7 @@ def drop(channel: ByteChannel) -> None:
 
 
 def tune(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
-    """Small pieces go at once, and the kernel ends what is silent: see Settings of tcp.py."""
+    """Small pieces go at once, and the kernel ends what is silent: see Settings of stream_transport.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)

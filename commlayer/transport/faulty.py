@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport import mailbox
 from commlayer.transport.mailbox import Operation
-from commlayer.transport.protocol import Handle, Header, Transport, peer_name
+from commlayer.transport.protocol import Handle, Header, Transport, Wrapper, peer_name
 
 
 class Fault(NamedTuple):
@@ -31,25 +31,18 @@ class Fault(NamedTuple):
         return all(want is None or want == got for want, got in wanted)
 
 
-class Faulty:
+class Faulty(Wrapper):
     """A Transport; made by faulty(). `shots[i]` counts how often script[i] fired."""
 
     def __init__(self, inner: Transport, script: Sequence[Fault], seed: int) -> None:
-        self._inner, self._script = inner, tuple(script)
+        super().__init__(inner)
+        self._script = tuple(script)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._seen = [0] * len(self._script)
         self.shots = [0] * len(self._script)
         self._delayed: list[tuple[threading.Timer, Operation]] = []
         self.recv, self.wait, self.abort = inner.recv, inner.wait, inner.abort
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._inner.peers
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         fault = self._shot(peer, header)

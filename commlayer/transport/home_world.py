@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,30 +20,71 @@ from commlayer.transport.world_store import Desk, WorldStore
 
 class _World(NamedTuple):
     desk: Desk
-    number: int
-    """How many this process has made: torch begins to count its groups anew with each."""
-    home: range
+    name: str
+    """The same on all ranks: torch begins to count its groups anew with each world."""
+    ids: tuple[int, ...]
+    """By rank, how the coordinator knows it."""
+    home: frozenset[int]
+    """Of those, who share this machine."""
     inside: str
+    timeout_s: float
     store: WorldStore
     """torch keeps its own half of it alone, which calls this one."""
+    without: bool
+    """Whether scripts' collectives go on without who is gone."""
 
 
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
+_moved: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
+"""Of those, the default groups of worlds before."""
 END_S = 5.0
 
 
-def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float) -> None:
-    """torch's default group. `home`: the ranks that share this machine, whose own groups are of backend `inside`."""
+def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False) -> None:
+    """torch's default group. `home`: the ranks that share this machine, whose own groups are of backend `inside`. `without`:
+    what scripts ask of all goes on without those who are gone."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
-    number = len(_worlds)
-    if not number:
+    if not _worlds:
         atexit.register(_end)
-    kept = WorldStore(desk, timeout_s)
-    _worlds.append(_World(desk, number, home, inside, kept))
-    store = PrefixStore(f"world{number}", kept)
-    dist.init_process_group(NAME, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout_s))
+    _make(_World(desk, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
+                 WorldStore(desk, timeout_s), without), rank)
+
+
+def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
+    """The same for those who are left, in the view of that generation. Groups of the world before are none any more."""
+    former, everybody = _worlds[-1], dist.group.WORLD
+    moved = sorted((group for group in _groups if group is everybody or group in _moved), key=lambda group: group.place)
+    dist.destroy_process_group()
+    for group in moved:
+        group.join(END_S)  # what scripts ask of all is without those who are gone, so it ends soon
+    former.desk.close()
+    for group in [group for group in _groups if group not in moved]:
+        group.abort()
+    name = f"view{generation}"
+    _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s)), rank)
+    for number, group in enumerate(moved):
+        group.move(desk, f"{name}/former{number}", ids, rank)
+        _moved.add(group)
+
+
+def _make(world: _World, rank: int) -> None:
+    _worlds.append(world)
+    dist.init_process_group(NAME, store=PrefixStore(world.name, world.store), rank=rank, world_size=len(world.ids),
+                            timeout=datetime.timedelta(seconds=world.timeout_s))
+
+
+def desk() -> Desk:
+    """Where the ranks of this world leave bytes for each other."""
+    return _worlds[-1].desk
+
+
+def strict(group: Any) -> Any:
+    """A collective of that group is of all its members, or fails."""
+    if isinstance(group, RelayedGroup):
+        group.without = False
+    return group
 
 
 def relayed() -> bool:
@@ -56,14 +97,16 @@ def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
     if not relayed():
         return wanted
     world = _worlds[-1]
-    return (wanted if wanted not in (None, NAME) else world.inside) if set(ranks) <= set(world.home) else NAME
+    at_home = {world.ids[rank] for rank in ranks} <= world.home
+    return (wanted if wanted not in (None, NAME) else world.inside) if at_home else NAME
 
 
 def _group(options: Any, _: Any) -> RelayedGroup:
     world = _worlds[-1]
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    made = RelayedGroup(world.desk, f"world{world.number}/group{options.group_id}", ranks, options.group_rank,
-                        options.timeout.total_seconds())
+    made = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
+                        options.group_rank, options.timeout.total_seconds())
+    made.without = world.without
     _groups.add(made)
     return made
 

@@ -135,6 +135,7 @@ class Mailbox:
         self._kept_nbytes: dict[int, int] = {}
         self.max_kept_nbytes = max_kept_nbytes
         self._failed: dict[int | None, CommError] = {}
+        self._generation = 0
 
     def failure(self, peer: int | None) -> CommError | None:
         """What ended this peer, or everything."""
@@ -160,7 +161,7 @@ class Mailbox:
         """An arrival, whole and checked. Raises CorruptFrame if its sender has sent too much that nobody asked for."""
         peer, k = message.peer, key(message.header)
         with self._lock:
-            if self.failure(peer) is not None:
+            if self.failure(peer) is not None or message.header.generation < self._generation:
                 return
             operation = self._posted_for(peer, k)
             if operation is None:
@@ -184,6 +185,17 @@ class Mailbox:
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
                 self._forget(seq)
             operations = self._unpost(peer)
+        for operation in operations:
+            operation.fail(reason)
+
+    def end_generations(self, reason: CommError, generation: int) -> None:
+        """Nobody receives what names an earlier one, also if it is still to come."""
+        with self._lock:
+            self._generation = generation
+            places = [place for place in self._posted if place[1] is not None and place[1][1] < generation]
+            operations = [operation for place in places for _, operation in self._posted.pop(place)]
+            for seq in [s for s, m in self._kept.items() if m.header.generation < generation]:
+                self._forget(seq)
         for operation in operations:
             operation.fail(reason)
 

@@ -20,6 +20,12 @@ _named: dict[tuple[int, ...], int] = {}
 """The highest number that a group of these ranks was named by."""
 
 
+def begin_anew() -> None:
+    """Ranks are others now, and so is their store."""
+    _told.clear()
+    _named.clear()
+
+
 def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
     """Everyone's bytes, in rank order; DeadlineExceeded names who said nothing. All of `ranks` call it together.
 
@@ -75,7 +81,7 @@ class Members:
         backend = home_world.backend_for(ranks, backend)
         timeout = datetime.timedelta(seconds=timeout_s)
         if self._all:
-            made = dist.new_group(ranks, timeout=timeout, backend=backend)
+            made = home_world.strict(dist.new_group(ranks, timeout=timeout, backend=backend))
             return made if self.rank in chosen else None
         with self._numbered(timeout_s):
             return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)

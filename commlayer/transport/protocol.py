@@ -48,6 +48,7 @@ class Flag(enum.IntFlag):
     ABANDON = 2  # PUSH, RESULT: a worker broke the step off, so there is no sum; the body says who and why (UTF-8)
     PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
     REFUSED = 8  # RESULT: it was the receiver's
+    MEAN = 16  # PUSH: what the body holds counts `weight` times in a mean, which is the result, rounded once
 
 
 ANSWERED_BY: dict[int, Kind] = {
@@ -157,3 +158,18 @@ class Transport(Protocol):
     def close(self, flush_s: float | None = None) -> None:
         """Sends what is queued (within `flush_s`, else a few seconds), says BYE, releases everything. Twice is once."""
         ...
+
+
+class Wrapper:
+    """What a Transport over a transport has of the inner one: it is the same end, of the same peers."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self._inner.peers

@@ -32,6 +32,12 @@ class RowChannel:
         self._told.append(Rows(self, what))
         return self._told[-1]
 
+    def regroup(self, members: Members) -> None:
+        """Other ranks tell each other from now on. What was on its way was among those before."""
+        self.members, self._group = members, None
+        for rows in self._told:
+            rows.forget()
+
     def open(self) -> None:
         """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
         if self._group is None:
@@ -72,6 +78,10 @@ class Rows:
     @property
     def under_way(self) -> bool:
         return self._pending is not None
+
+    def forget(self) -> None:
+        """What was started will not be read."""
+        self._pending = None
 
     def read(self, patience_s: float | None = None) -> list[list[float]]:
         """The rows that were started last, in rank order."""

@@ -31,6 +31,8 @@ AHEAD = 8
 """Parts under way at once: so much of a long way is filled, and so much is kept for each member."""
 NOTICE_S = 5.0
 """Who waits for a collective without a deadline of its own leaves it so much time to say whom it has waited for."""
+Rows = list[bytes | None]
+"""By member; None of those who are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -86,6 +88,13 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """The number of the next part. Whoever begins one has ended the one AHEAD before it, hence all have begun that one, and
         ended the one AHEAD before that: nobody asks for it any more."""
         self._failed = self._name = ""
+        self.without = False
+        """Whether those who are gone are left out, alike by all who are left. Else that is an error."""
+
+    @property
+    def place(self) -> str:
+        """Where its members leave what they have: it has a name of its own, the same for all of them."""
+        return self._place
 
     # ---- torch's names
 
@@ -110,7 +119,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         x, root = _one(tensors), int(getattr(opts, "rootRank", 0))
-        return self._gather("broadcast", [x], lambda rows: [_read(rows[root], x)], x, only=root)
+        return self._gather("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root, heirs=True)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         x = _one(inputs)
@@ -133,7 +142,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
         whole = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
-        return self._gather("scatter", [x], lambda rows: [_read(rows[root], whole)[self._mine]], whole, only=root)
+        return self._gather("scatter", [x], lambda rows: [_read(self._of(rows, root), whole)[self._mine]],
+                            whole, only=root)
 
     def barrier(self, opts: Any = None) -> Work:
         return self._gather("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
@@ -147,6 +157,12 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    def move(self, desk: Desk, place: str, ranks: Sequence[int], rank: int) -> None:
+        """It has been shut down, and goes on among others: DDP holds on to the group that it was made with."""
+        self._thread, self._pool, self._jobs = None, None, queue.SimpleQueue()
+        self._desk, self._place, self._ranks, self._mine = desk, place, list(ranks), rank
+        self._next, self._failed = 0, ""
+
     def abort(self) -> None:
         self._failed = "the process group was aborted"
         self.shutdown()
@@ -154,16 +170,20 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- the one collective
 
     def _gather(
-        self, what: str, outputs: list[torch.Tensor], made: Callable[[list[bytes]], Sequence[torch.Tensor]], x: torch.Tensor, *,
-        only: int | None = None,
+        self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
+        only: int | None = None, heirs: bool = False,
     ) -> Work:
-        """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave."""
+        """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave. `heirs`: if it is gone,
+        the first who is left does it in its place."""
         work, nbytes = Work(f"{what} between homes", self._timeout_s), x.numel() * x.element_size()
         data = _bytes(x) if only in (None, self._mine) else b""
 
         def carry_out() -> None:
             try:
                 rows = self._exchanged(data, nbytes)
+                if heirs and only is not None and rows[only] is None:
+                    heir = next(member for member, row in enumerate(rows) if row is not None)
+                    rows[only] = self._exchanged(_bytes(x) if heir == self._mine else b"", nbytes)[heir]
                 for output, value in zip(outputs, made(rows) if outputs else (), strict=True):
                     output.detach().copy_(value.view(output.shape))
                     if output.is_cuda:
@@ -187,7 +207,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
-    def _exchanged(self, data: bytes, nbytes: int) -> list[bytes]:
+    def _exchanged(self, data: bytes, nbytes: int) -> Rows:
         """Everybody's. `nbytes`: what one member has at most; all know it, so all count the same parts."""
         if self._failed:
             raise CommError(self._failed)
@@ -203,31 +223,39 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             if number >= AHEAD:
                 parts[number - AHEAD].result()
             parts.append(self._pool.submit(one, number))
-        return [b"".join(rows) for rows in zip(*(part.result() for part in parts), strict=True)]
+        # Who left some parts and not the others has gone meanwhile.
+        return [None if None in rows else b"".join(row or b"" for row in rows)
+                for rows in zip(*(part.result() for part in parts), strict=True)]
 
-    def _part(self, data: bytes, first: int, number: int) -> list[bytes]:
+    def _part(self, data: bytes, first: int, number: int) -> Rows:
         """One part of everybody's."""
         piece = data[number * PART_NBYTES : (number + 1) * PART_NBYTES]
         at, until = first + number, time.monotonic() + self._timeout_s
         others = [member for member in range(len(self._ranks)) if member != self._mine]
         drop = [self._key(at - 2 * AHEAD, self._mine)] if at >= 2 * AHEAD else []
-        kept = self._desk.ask(until, put=[(self._key(at, self._mine), piece)], drop=drop,
+        kept = self._desk.ask(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.without,
                               want=[(self._key(at, member), self._ranks[member]) for member in others])
-        if None in kept.found:
+        if None in kept.found and not kept.over:
             missing = [self._ranks[member] for member, value in zip(others, kept.found, strict=True) if value is None]
             raise CommError(f"nothing heard within {self._timeout_s:g} s from rank {', '.join(map(str, missing))}, "
                             "which has not come as far as this one")
-        rows = [value or b"" for value in kept.found]
+        rows = list(kept.found)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
     def _key(self, part: int, member: int) -> str:
         return f"{self._place}/{part}/{member}"
 
-    def _reduced(self, op: Any, x: torch.Tensor, rows: list[bytes]) -> list[torch.Tensor]:
-        total = _read(rows[0], x).clone()
-        for row in rows[1:]:
+    def _of(self, rows: Rows, root: int) -> bytes:
+        if (row := rows[root]) is None:
+            raise CommError("is gone, and has left nothing to share", peer=f"rank {root}")
+        return row
+
+    def _reduced(self, op: Any, x: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
+        there = [row for row in rows if row is not None]
+        total = _read(there[0], x).clone()
+        for row in there[1:]:
             _REDUCE[op](total, _read(row, x))
-        return [total.div_(len(rows)) if op == dist.ReduceOp.AVG else total]
+        return [total.div_(len(there)) if op == dist.ReduceOp.AVG else total]
 
 
 _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -264,8 +292,10 @@ def _bytes(x: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _read(data: bytes, like: torch.Tensor) -> torch.Tensor:
-    """On the CPU."""
+def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
+    """On the CPU. Zeros for who is left out."""
+    if data is None:
+        return torch.zeros(like.shape, dtype=like.dtype)
     if len(data) != like.numel() * like.element_size():
         raise RuntimeError(f"a member left {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
                            "same collectives in the same order, with tensors of one shape and dtype")

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused
 from commlayer.transport import mailbox
 from commlayer.transport.mailbox import Mailbox, Operation
-from commlayer.transport.protocol import Handle, Header, Key, Message, Transport, peer_name
+from commlayer.transport.protocol import Handle, Header, Key, Message, Transport, Wrapper, peer_name
 from commlayer.transport.unanswered import KEPT, Request, Unanswered, is_answer
 
 FIRST_S, MOST_S = 0.05, 3.0
@@ -76,13 +76,14 @@ class _Link:
         self.pause_s = 0.0
 
 
-class Resumed:
+class Resumed(Wrapper):
     """A Transport. Peers are those that it has dialled; what has no answer goes through as it is."""
 
     def __init__(self, inner: Transport, carrier: Carrier, waits: Waits,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
         """`carrier` is what `inner` is, or what it is around. `recycle` takes back bodies that nobody needs."""
-        self._inner, self._waits, self._recycle = inner, waits, recycle
+        super().__init__(inner)
+        self._waits, self._recycle = waits, recycle
         self._mailbox = Mailbox()
         self._links: dict[int, _Link] = {}
         self._closing = threading.Event()
@@ -90,14 +91,6 @@ class Resumed:
         self.breaks = self.resent_nbytes = self.repeats = 0
         """Connections that were made again, what went out again, and answers that came twice."""
         carrier.broken = self._broken
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._inner.peers
 
     @property
     def kept_nbytes(self) -> int:
@@ -209,6 +202,16 @@ class Resumed:
             requests = link.unanswered.clear()
         for request in requests:
             request.tag.operation.fail(error)
+
+    def end(self, generation: int) -> None:
+        """Views before that one have ended: what they asked is not asked again, and nobody waits for it."""
+        reason = CommError("its view has ended")
+        for link in self._links.values():
+            with link.order:
+                requests = link.unanswered.end(generation)
+            for request in requests:
+                request.tag.operation.fail(reason)
+        self._mailbox.end_generations(reason, generation)
 
     # ---- a break
 

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from commlayer.errors import CommError, CorruptFrame
+from commlayer.errors import CommError, CorruptFrame, RecordError
+from commlayer.records import View
 from commlayer.transport import framing, mailbox
 from commlayer.transport.framing import HEADER_NBYTES
 from commlayer.transport.mailbox import Mailbox, Operation
-from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, Transport
-from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, MonotonicClock, ShapedLinks
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind, Message, Transport, Wrapper
+from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, HostLink, MonotonicClock, ShapedLinks
 
 _WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
 """Carriers keep BYE to themselves, so that this receive ends only with the peer."""
@@ -38,11 +39,12 @@ def shaped(inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock
     return Shaped(inner, links, hosts, clock or MonotonicClock())
 
 
-class Shaped:
+class Shaped(Wrapper):
     """A Transport; made by shaped(). `sent_nbytes` and `received_nbytes` count frames by peer, headers included."""
 
     def __init__(self, inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock) -> None:
-        self._inner, self._links, self._hosts, self._clock = inner, links, hosts, clock
+        super().__init__(inner)
+        self._links, self._hosts, self._clock = links, hosts, clock
         self.sent_nbytes: Counter[int] = Counter()
         self.received_nbytes: Counter[int] = Counter()
         self._mailbox = Mailbox()
@@ -64,14 +66,6 @@ class Shaped:
         for peer in inner.peers:
             self._watch(peer)
         inner.recv().on_done(self._arrived)
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._inner.peers
 
     def _near(self, peer: int) -> bool:
         host = self._hosts[self.rank]
@@ -238,3 +232,25 @@ class Shaped:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
+
+
+ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or empty for none"
+
+
+def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
+    """The transport itself, or one whose peers on other nodes are as far and as slow as the setting says."""
+    if not setting:
+        return transport
+    nodes = {m.rank: m.node for m in view.members} | {SERVER_BASE + s.id: s.node for s in view.servers}
+    return shaped(transport, parse_shape(setting), nodes)
+
+
+def parse_shape(setting: str) -> ShapedLinks:
+    """All hosts alike. Processes that name the same path share the links' state."""
+    try:
+        words = dict(part.split("=", 1) for part in setting.split(","))
+        path, hosts = words.pop("path"), int(words.pop("hosts"))
+        link = HostLink(**{name: float(value) for name, value in words.items()})
+        return ShapedLinks(path, [link] * hosts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"shape: got {setting!r} ({error}), allowed: {ALLOWED}") from None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from commlayer.errors import CorruptFrame
@@ -107,6 +107,9 @@ class Summation:
             return []  # its sender will push again
         cell = self._cell(message)
         with cell.lock:
+            if cell.over:
+                release(message)
+                return []
             self._fits(cell, message)
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
@@ -228,10 +231,16 @@ class Summation:
         try:
             if cell.watch is not None and not judged and cell.watch.holds(message, cell.round):
                 return False
-            cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
+            first, mean = cell.summed == 0, bool(h.flags & Flag.MEAN)
+            if not first and mean != cell.mean:
+                raise ValueError("one of those whose sum this is sends a mean (flag MEAN), and another does not")
+            if mean:
+                cell.ops.weigh(message.body, h.weight, first)
+            else:
+                cell.ops.add(cell.round, message.body, cell.accs[cell.round], first)
         except (CorruptFrame, ValueError) as error:
             raise _breach(message, str(error)) from None
-        cell.summed += 1
+        cell.summed, cell.mean = cell.summed + 1, mean
         cell.totals.add(h.total)
         cell.weight += h.weight
         cell.used |= h.used
@@ -301,6 +310,12 @@ class Summation:
             self._between(cell, message)
             cell.ops.undo(message.header.undone)
             self._remember(cell)
+
+    def end(self, step: int, undone: Mapping[int, int]) -> None:
+        """Its view has, in the middle of that step: see Cell.end. What comes for it from now on changes nothing."""
+        for cell in self.cells.values():
+            with cell.lock:
+                cell.end(step, undone.get(cell.bucket, 0))
 
     def busy(self) -> bool:
         """Whether a contribution waits for others."""

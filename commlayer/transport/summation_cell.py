@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from commlayer.transport.ops import Lasting
 from commlayer.transport.protocol import Header, Message
 from commlayer.transport.quarantine import Watch
+from commlayer.transport.summation_ops import Lasting
 
 KEPT_STEPS = 2
+EVERY_SLICE = (1 << 64) - 1
 MOST_REASON_NBYTES = 256
 """Of a word on why a step was broken off."""
 Keep = Callable[[int, bytes, bytes], None]
@@ -45,6 +46,8 @@ class Cell:
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
         self.refused: dict[tuple[int, int], frozenset[int]] = {}
         """Whose contributions those are without."""
+        self.over = False
+        """Its view has ended: nothing is added any more."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
@@ -68,10 +71,21 @@ class Cell:
         self.abandoned = b""
         """Who broke the step off, and why."""
         self.summed = 0
+        self.mean = False
+        """Whether what has been added counts in a mean."""
         self.recalled = False
         """Whether a former process summed this, and nobody has contributed since."""
         if self.watch is not None:
             self.watch.begin(r)
+
+    def end(self, step: int, undone: int) -> None:
+        """The view ends in that step, which all workers take back. `undone`: what they had not applied of the one before."""
+        self.over = True
+        rounds = range(self.ops.rounds)
+        if (step, rounds[-1]) in self.results:
+            self.ops.undo(EVERY_SLICE)
+        elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
+            self.ops.undo(undone)  # where a PUSH has said so already, that changes nothing
 
     def forget_results(self) -> None:
         self.results.clear()

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from commlayer.errors import CommError, CorruptFrame, one_line
+from commlayer.errors import CommError, CorruptFrame, PeerLost, one_line
 from commlayer.records import MALFORMED, Record
-from commlayer.transport.protocol import NUMBERED, Handle, Header, Key, Kind, Message, Transport, key, peer_name
+from commlayer.transport.protocol import NUMBERED, Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_cell import Reply, Stall
+from commlayer.transport.view_change import ViewChange, read_change
 
 log = logging.getLogger("commlayer")
 
@@ -76,10 +77,10 @@ class SumServer:
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
-        pace: Callable[[float], None] = lambda _: None,
+        pace: Callable[[float], None] = lambda _: None, regroup: Callable[[ViewChange, int], Summation] | None = None,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
-        hears how many bit/s this machine's link carries out."""
+        hears how many bit/s this machine's link carries out. `regroup` makes that of other members."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
@@ -90,7 +91,7 @@ class SumServer:
         self._heard: dict[int, int] = {}
         """By member: the number of its last request that was done. Requests arrive in that order, some of them twice."""
         self._failing = threading.Lock()
-        self._replan, self._switching = replan, threading.Lock()
+        self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
         self._pace = pace
         self._failed: CommError | None = None
         self._failed_s = 0.0
@@ -158,6 +159,8 @@ class SumServer:
         if kind == Kind.PACE:
             self._pace(float(message.header.used))
             return []
+        if kind == Kind.PLAN and message.header.flags & Flag.ABANDON and self._regroup is not None:
+            return [self._move(message, self._regroup)]
         if kind == Kind.PLAN and self._replan is not None:
             return [self._switch(message)]
         raise CorruptFrame(f"{Kind(kind).name} is not for a server", peer=peer_name(message.peer))
@@ -189,6 +192,31 @@ class SumServer:
                     answer = str(error)
         self._told.clear()
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
+
+    def _move(self, message: Message, regroup: Callable[[ViewChange, int], Summation]) -> Reply:
+        """In the middle of a step: others are members from now on."""
+        h, answer = message.header, ""
+        change = read_change(message)
+        with self._switching:
+            if h.generation > self._core.generation:
+                self._core.end(change.step, change.undone)
+                try:
+                    self._core = regroup(change, h.generation)
+                except (ValueError, CommError) as error:
+                    answer = str(error)
+                else:
+                    self._part(tuple(m.rank for m in change.view.members))
+            elif h.generation < self._core.generation:
+                answer = f"generation {h.generation} has ended"
+        self._told.clear()
+        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
+
+    def _part(self, members: tuple[int, ...]) -> None:
+        """From those who are not among them."""
+        former, self._members = self._members, members
+        for member in former:
+            if member not in members:
+                self._transport.abort(PeerLost("is no longer of the job", peer=peer_name(member)), member)
 
     def _release(self, message: Message) -> None:
         self._recycle(message.body)

@@ -91,6 +91,12 @@ class Unanswered(Generic[T]):
         """Everything, in the order of asking."""
         return list(self._kept.values())
 
+    def end(self, generation: int) -> list[Request[T]]:
+        """Those of generations before that one, which are asked no more."""
+        over = [request for request in self.again() if request.header.generation < generation]
+        self._kept = {place: kept for place, kept in self._kept.items() if kept.header.generation >= generation}
+        return over
+
     def clear(self) -> list[Request[T]]:
         """The same, and forgets it: there will be no answers."""
         kept = self.again()

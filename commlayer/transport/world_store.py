@@ -24,13 +24,18 @@ class Found(Protocol):
     @property
     def sum(self) -> int: ...
 
+    @property
+    def over(self) -> bool:
+        """What is not there will not come: its writers are gone."""
+        ...
+
 
 class Desk(Protocol):
     """That place; control/home.py has the one there is."""
 
     def ask(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
-        want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True,
+        want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
     ) -> Found: ...
 
     def close(self) -> None: ...

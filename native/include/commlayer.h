@@ -8,7 +8,7 @@
  *   - a count or size is returned >= 0, an error as a negative cml_error; after an error no output was written
  *     unless a contract says so;
  *   - where vectors pay there is a body for AVX2, chosen at run time, or NEON, and a portable twin with the same results bit for
- *     bit (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference.py;
+ *     bit (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference/;
  *   - a product is rounded before it is added to anything (no fused multiply-add); which NaN a NaN becomes is open.
  */
 #ifndef COMMLAYER_H
@@ -227,22 +227,23 @@ int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* max, int64_
 /* ---- low rank: out[i * n + j] = sum over k of p[k * m + i] * q[k * n + j], added in the order of k; rank >= 1 ---- */
 void cml_outer(float* out, const float* p, const float* q, int64_t m, int64_t n, int64_t rank);
 
-/* ---- lazy optimizers: a step touches only the entries of its gradient; the others owe what a gradient of zero would have done ----
- * stamp[i]: the step with which element i is up to date, modulo 256. It is (now - stamp[i]) mod 256 steps behind step `now`, and
- * that row of `rows`, of which there are 256, makes up for all of them at once.
+/* ---- lazy optimizers: a step touches only groups with entries of its gradient; the others owe what a gradient of zero would do ----
+ * Group j is elements 16 j .. 16 j + 15, as far as there are any. stamp[j]: the step with which they are up to date, modulo 256.
+ * They are (now - stamp[j]) mod 256 steps behind step `now`, and that row of `rows`, of which there are 256, makes up for all of
+ * these at once.
  * Rows of SGD, 4 floats p: (w, v) becomes (w + (p0 * w + p1 * v), p2 * w + p3 * v); without momentum w + p0 * w.
  * Rows of Adam, 8 floats p, q = sqrt(v): (w, m, v) becomes (w + (p0 * w - m * (p3 / (q + p4) + p5 / (q + p6))), p1 * m, p2 * v).
  *
- * *_sparse: brings the elements idx up to date with step `now`, makes their next step with gradient g, and stamps them now + 1.
- * stamp == NULL: all are up to date, and none is stamped. CML_ERR_CORRUPT, nothing written, unless idx increases below n.
- * Returns k.
- * *_catch_up: brings n elements up to date with step `now`.
+ * *_sparse: brings the groups of the elements idx up to date with step `now`, makes their next step, with gradient g of the
+ * elements idx and 0 of the others, and stamps them now + 1. stamp == NULL: all are up to date, and only the elements idx make a
+ * step. CML_ERR_CORRUPT, nothing written, unless idx increases below n. Returns k.
+ * *_catch_up: brings n elements up to date with step `now`, the first of which begins a group.
  *
  * A step of SGD: d = g + decay * w (g where decay is 0); without momentum (v == NULL) u = d, else v = momentum * v + gain * d and
  * u = nesterov ? d + momentum * v : v; then w = w - rate * u.
  * A step of Adam, s = {keep, lerp, beta2, gain, root, eps, rate}: w = keep * w; m = m + lerp * (g - m);
  * v = beta2 * v + (gain * g) * g; w = w - rate * (m / (sqrt(v) / root + eps)). */
-enum { CML_LAZY_ROWS = 256 };
+enum { CML_LAZY_ROWS = 256, CML_LAZY_GROUP = 16 };
 int64_t cml_sgd_sparse(float* w, float* v, uint8_t* stamp, int64_t n, uint8_t now, const float* rows, const uint32_t* idx,
                        const float* g, int64_t k, float rate, float momentum, float gain, float decay, int nesterov);
 void cml_sgd_catch_up(float* w, float* v, uint8_t* stamp, int64_t n, uint8_t now, const float* rows);

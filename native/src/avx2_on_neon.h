@@ -162,6 +162,7 @@ CML_FLOATS(_mm256_div_ps, vdivq_f32)
 CML_FLOATS(_mm256_min_ps, neon::least)
 CML_FLOATS(_mm256_max_ps, neon::most)
 #undef CML_FLOATS
+inline __m256 _mm256_sqrt_ps(__m256 v) { return {vsqrtq_f32(v.lo), vsqrtq_f32(v.hi)}; }
 
 #define CML_INTEGERS(name, type, expression)                       \
   inline __m256i name(__m256i x, __m256i y) {                      \

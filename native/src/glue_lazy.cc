@@ -22,12 +22,14 @@ T* of_length(const Memory& memory, const char* name, Kind kind, int64_t n) {
   return data;
 }
 
+int64_t groups_of(int64_t n) { return (n + CML_LAZY_GROUP - 1) / CML_LAZY_GROUP; }
+
 class Stamps {
  public:
   Stamps(nb::handle object, int64_t n) {
     if (object.is_none()) return;
     memory_.emplace("stamp", object.ptr(), true);
-    data_ = of_length<uint8_t>(*memory_, "stamp", Kind::u8, n);
+    data_ = of_length<uint8_t>(*memory_, "stamp", Kind::u8, groups_of(n));
   }
   uint8_t* data() const { return data_; }
 
@@ -58,11 +60,11 @@ void sgd_catch_up(nb::handle w, nb::handle v, nb::handle stamp, int64_t now, nb:
   int64_t n = 0;
   float* weights = w_memory.array<float>(Kind::f32, &n);
   const auto* table = of_length<const float>(rows_memory, "rows", Kind::f32, kSgd);
-  auto* stamps = of_length<uint8_t>(stamp_memory, "stamp", Kind::u8, n);
+  auto* stamps = of_length<uint8_t>(stamp_memory, "stamp", Kind::u8, groups_of(n));
   const Optional velocity("v", v, n);
   run(16 * n, [&] {
-    Parts(n, 1).each([&](Part p) {
-      cml_sgd_catch_up(weights + p.lo, velocity.at(p.lo), stamps + p.lo, p.n, static_cast<uint8_t>(now), table);
+    Parts(n, CML_LAZY_GROUP).each([&](Part p) {
+      cml_sgd_catch_up(weights + p.lo, velocity.at(p.lo), stamps + p.lo / CML_LAZY_GROUP, p.n, static_cast<uint8_t>(now), table);
     });
   });
 }
@@ -95,23 +97,28 @@ void adam_catch_up(nb::handle w, nb::handle m, nb::handle v, nb::handle stamp, i
   auto* first = of_length<float>(m_memory, "m", Kind::f32, n);
   auto* second = of_length<float>(v_memory, "v", Kind::f32, n);
   const auto* table = of_length<const float>(rows_memory, "rows", Kind::f32, kAdam);
-  auto* stamps = of_length<uint8_t>(stamp_memory, "stamp", Kind::u8, n);
+  auto* stamps = of_length<uint8_t>(stamp_memory, "stamp", Kind::u8, groups_of(n));
   run(16 * n, [&] {
-    Parts(n, 1).each([&](Part p) {
-      cml_adam_catch_up(weights + p.lo, first + p.lo, second + p.lo, stamps + p.lo, p.n, static_cast<uint8_t>(now), table);
+    Parts(n, CML_LAZY_GROUP).each([&](Part p) {
+      cml_adam_catch_up(weights + p.lo, first + p.lo, second + p.lo, stamps + p.lo / CML_LAZY_GROUP, p.n, static_cast<uint8_t>(now), table);
     });
   });
 }
 
-// Asks for large pages where x lies and nothing has been written yet: entries far apart then cost a cache miss, and not a walk
-// through page tables besides. Whoever has none to give goes on with small ones.
+#if defined(__linux__) && !defined(MADV_COLLAPSE)
+#define MADV_COLLAPSE 25  // since Linux 6.1; older ones refuse it
+#endif
+
+// Asks for large pages where x lies, and to move there what is written already: entries far apart then cost a cache miss, and not
+// a walk through page tables besides. Whoever has none to give goes on with small ones.
 void huge_pages(nb::handle x) {
   const Memory memory("x", x.ptr(), true);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
   const auto first = reinterpret_cast<uintptr_t>(memory.bytes<char>()), last = first + static_cast<uintptr_t>(memory.nbytes());
   const uintptr_t low = (first + kPage - 1) / kPage * kPage, high = last / kPage * kPage;
-  if (low < high) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
+  if (low < high && madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE) == 0)
+    madvise(reinterpret_cast<void*>(low), high - low, MADV_COLLAPSE);
 #endif
 }
 

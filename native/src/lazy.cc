@@ -1,4 +1,4 @@
-// Steps of SGD and Adam that touch only the entries of a sparse gradient, and what brings the others up to date. Knows no rates
+// Steps of SGD and Adam that touch only where a sparse gradient has entries, and what brings the rest up to date. Knows no rates
 // but those it is given: how far behind an element may be, and what a row of the table holds, is the caller's.
 #include "sparse.h"
 
@@ -7,76 +7,16 @@
 namespace cml {
 namespace {
 
-// Elements are computed by blocks, in arrays of fixed size, so that compilers make vectors of it; the same source is compiled
-// for AVX2 and for any CPU. What is past the end of a block computes with zeros, and is not stored.
-constexpr int kBlock = 32;
-constexpr int64_t kAhead = 2 * kBlock;  // entries; each cell is a cache miss in every array
+// A group is a cache line of each array. What a step costs is the lines that it touches, so it brings all elements of a line up to
+// date when it has to load it, and one stamp stands for them: stamps take no line of their own for each entry.
+constexpr int kGroup = CML_LAZY_GROUP;
+constexpr int64_t kAhead = 64;  // entries; each group is a cache miss in every array
 
 #if defined(__GNUC__) || defined(__clang__)
 #define CML_INLINE inline __attribute__((always_inline))
 #else
 #define CML_INLINE inline
 #endif
-
-struct Block {
-  int count;
-  float w[kBlock], m[kBlock], v[kBlock], g[kBlock], row[8][kBlock];
-
-  // Which rows make up for what the elements owe; at(c) is where element c lies. Row 0 owes nothing.
-  template <int kWidth, class At>
-  CML_INLINE void rows(const float* table, const uint8_t* stamp, uint8_t now, At at) {
-    const float* from[kBlock];
-    for (int c = 0; c < count; ++c) from[c] = table + kWidth * int64_t{static_cast<uint8_t>(now - stamp[at(c)])};
-    for (int c = count; c < kBlock; ++c) from[c] = table;
-#if CML_X86
-    for (int c = 0; c < kBlock; c += 4)
-      for (int f = 0; f < kWidth; f += 4) {
-        __m128 r0 = _mm_loadu_ps(from[c] + f), r1 = _mm_loadu_ps(from[c + 1] + f), r2 = _mm_loadu_ps(from[c + 2] + f),
-               r3 = _mm_loadu_ps(from[c + 3] + f);
-        _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-        _mm_storeu_ps(row[f] + c, r0);
-        _mm_storeu_ps(row[f + 1] + c, r1);
-        _mm_storeu_ps(row[f + 2] + c, r2);
-        _mm_storeu_ps(row[f + 3] + c, r3);
-      }
-#else
-    for (int c = 0; c < kBlock; ++c)
-      for (int f = 0; f < kWidth; ++f) row[f][c] = load(from[c], f);
-#endif
-  }
-};
-
-template <class At>
-CML_INLINE void take(float* to, const float* from, int count, At at) {
-  for (int c = 0; c < count; ++c) to[c] = load(from, at(c));
-  for (int c = count; c < kBlock; ++c) to[c] = 0.0f;
-}
-
-template <class At>
-CML_INLINE void put(float* to, const float* from, int count, At at) {
-  for (int c = 0; c < count; ++c) store(to, at(c), from[c]);
-}
-
-CML_INLINE void sgd_make_up(Block& x, bool momentum) {
-  for (int c = 0; c < kBlock; ++c) {
-    const float w = x.w[c];
-    if (momentum) {
-      x.w[c] = w + (x.row[0][c] * w + x.row[1][c] * x.v[c]);
-      x.v[c] = x.row[2][c] * w + x.row[3][c] * x.v[c];
-    } else {
-      x.w[c] = w + x.row[0][c] * w;
-    }
-  }
-}
-
-CML_INLINE void adam_make_up(Block& x) {
-  for (int c = 0; c < kBlock; ++c) {
-    const float q = std::sqrt(x.v[c]);
-    x.w[c] = x.w[c] + (x.row[0][c] * x.w[c] - x.m[c] * (x.row[3][c] / (q + x.row[4][c]) + x.row[5][c] / (q + x.row[6][c])));
-    x.m[c] = x.row[1][c] * x.m[c];
-    x.v[c] = x.row[2][c] * x.v[c];
-  }
-}
 
 // The arrays of one call; v or m may be NULL, and stamp.
 struct State {
@@ -87,103 +27,214 @@ struct State {
 };
 
 struct SgdStep {
+  static constexpr int kWidth = 4;  // floats of a row
   float rate, momentum, gain, decay;
   bool nesterov;
 };
 
 struct AdamStep {
+  static constexpr int kWidth = 8;
   float keep, lerp, beta2, gain, root, eps, rate;
 };
 
-CML_INLINE void make_up(Block& x, const State& s, const SgdStep*) { sgd_make_up(x, s.v != nullptr); }
-CML_INLINE void make_up(Block& x, const State&, const AdamStep*) { adam_make_up(x); }
-constexpr int width(const SgdStep*) { return 4; }
-constexpr int width(const AdamStep*) { return 8; }
-
-CML_INLINE void advance(Block& x, const State& s, const SgdStep* step) {
-  for (int c = 0; c < kBlock; ++c) {
-    float u = step->decay != 0.0f ? x.g[c] + step->decay * x.w[c] : x.g[c];
-    if (s.v != nullptr) {
-      x.v[c] = step->momentum * x.v[c] + step->gain * u;
-      u = step->nesterov ? u + step->momentum * x.v[c] : x.v[c];
+// Elements at .. at + n, by any CPU: made up for by a row, unless that is NULL, and one step further with gradients g, unless that is.
+CML_INLINE void elements(const State& s, const SgdStep* step, int64_t at, int64_t n, const float* row, const float* g) {
+  for (int64_t i = at; i < at + n; ++i) {
+    float w = load(s.w, i), v = s.v ? load(s.v, i) : 0.0f;
+    if (row) {
+      const float before = w;
+      w = s.v ? w + (load(row, 0) * w + load(row, 1) * v) : w + load(row, 0) * w;
+      v = load(row, 2) * before + load(row, 3) * v;
     }
-    x.w[c] = x.w[c] - step->rate * u;
-  }
-}
-
-CML_INLINE void advance(Block& x, const State&, const AdamStep* step) {
-  for (int c = 0; c < kBlock; ++c) {
-    const float g = x.g[c];
-    x.m[c] = x.m[c] + step->lerp * (g - x.m[c]);
-    x.v[c] = step->beta2 * x.v[c] + (step->gain * g) * g;
-    x.w[c] = step->keep * x.w[c] - step->rate * (x.m[c] / (std::sqrt(x.v[c]) / step->root + step->eps));
-  }
-}
-
-// One block: brought up to date, and one step further where there are gradients.
-template <class Step, class At>
-CML_INLINE void block(Block& x, const State& s, const Step* step, const float* g, uint8_t stamped, At at) {
-  take(x.w, s.w, x.count, at);
-  if (s.m) take(x.m, s.m, x.count, at);
-  if (s.v) take(x.v, s.v, x.count, at);
-  if (s.stamp) {
-    x.template rows<width(static_cast<const Step*>(nullptr))>(s.table, s.stamp, s.now, at);
-    make_up(x, s, step);
-    for (int c = 0; c < x.count; ++c) s.stamp[at(c)] = stamped;
-  }
-  if (g) {
-    take(x.g, g, x.count, [](int c) { return int64_t{c}; });
-    advance(x, s, step);
-  }
-  put(s.w, x.w, x.count, at);
-  if (s.m) put(s.m, x.m, x.count, at);
-  if (s.v) put(s.v, x.v, x.count, at);
-}
-
-template <class Step>
-CML_INLINE void sparse(const State& s, const uint32_t* idx, const float* g, int64_t k, const Step* step) {
-  Block x{};
-  for (int64_t j = 0; j < k; j += kBlock) {
-    x.count = k - j < kBlock ? static_cast<int>(k - j) : kBlock;
-    for (int64_t a = j + kAhead, end = a + kBlock < k ? a + kBlock : k; a < end; ++a) {
-      const int64_t i = load(idx, a);
-      __builtin_prefetch(s.w + i, 1);
-      if (s.m) __builtin_prefetch(s.m + i, 1);
-      if (s.v) __builtin_prefetch(s.v + i, 1);
-      if (s.stamp) __builtin_prefetch(s.stamp + i, 1);
+    if (g) {
+      float u = step->decay != 0.0f ? load(g, i - at) + step->decay * w : load(g, i - at);
+      if (s.v) {
+        v = step->momentum * v + step->gain * u;
+        u = step->nesterov ? u + step->momentum * v : v;
+      }
+      w = w - step->rate * u;
     }
-    block(x, s, step, g + j, static_cast<uint8_t>(s.now + 1), [=](int c) { return int64_t{load(idx, j + c)}; });
+    store(s.w, i, w);
+    if (s.v) store(s.v, i, v);
   }
 }
 
+CML_INLINE void elements(const State& s, const AdamStep* step, int64_t at, int64_t n, const float* row, const float* g) {
+  for (int64_t i = at; i < at + n; ++i) {
+    float w = load(s.w, i), m = load(s.m, i), v = load(s.v, i);
+    if (row) {
+      const float q = std::sqrt(v);
+      w = w + (load(row, 0) * w - m * (load(row, 3) / (q + load(row, 4)) + load(row, 5) / (q + load(row, 6))));
+      m = load(row, 1) * m;
+      v = load(row, 2) * v;
+    }
+    if (g) {
+      const float d = load(g, i - at);
+      m = m + step->lerp * (d - m);
+      v = step->beta2 * v + (step->gain * d) * d;
+      w = step->keep * w - step->rate * (m / (std::sqrt(v) / step->root + step->eps));
+    }
+    store(s.w, i, w);
+    store(s.m, i, m);
+    store(s.v, i, v);
+  }
+}
+
+struct Plain {
+  static void set(float* g, int64_t lane, float value) { g[lane] = value; }
+  static void clear(float* g) {
+    for (int c = 0; c < kGroup; ++c) g[c] = 0.0f;
+  }
+
+  template <class Step>
+  static void group(const State& s, const Step* step, int64_t at, const float* row, const float* g) {
+    elements(s, step, at, kGroup, row, g);
+  }
+};
+
+#if CML_VECTORS
+CML_AVX2 inline __m256 all(const float* p, int i) { return _mm256_set1_ps(load(p, i)); }
+CML_AVX2 inline __m256 times(float a, __m256 b) { return _mm256_mul_ps(_mm256_set1_ps(a), b); }
+
+constexpr int kLanes = 8;
+constexpr uint32_t kOne[2 * kGroup - 1] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ~0u};
+
+// The same of whole groups. Gradients are put in place as they are read, in whole vectors: a vector that is read behind a store of
+// one of its floats waits for that to reach the cache.
+struct Wide {
+  CML_AVX2 static void set(float* g, int64_t lane, float value) {
+    const __m256 all_lanes = _mm256_set1_ps(value);
+    for (int c = 0; c < kGroup; c += kLanes) {
+      const auto* one = reinterpret_cast<const float*>(kOne + (kGroup - 1 - lane + c));
+      _mm256_storeu_ps(g + c, _mm256_or_ps(_mm256_loadu_ps(g + c), _mm256_and_ps(_mm256_loadu_ps(one), all_lanes)));
+    }
+  }
+  CML_AVX2 static void clear(float* g) {
+    for (int c = 0; c < kGroup; c += kLanes) _mm256_storeu_ps(g + c, _mm256_setzero_ps());
+  }
+
+  CML_AVX2 static void group(const State& s, const SgdStep* step, int64_t at, const float* row, const float* g) {
+    for (int64_t i = at; i < at + kGroup; i += kLanes) {
+      __m256 w = _mm256_loadu_ps(s.w + i), v = s.v ? _mm256_loadu_ps(s.v + i) : _mm256_setzero_ps();
+      if (row) {
+        const __m256 before = w;
+        const __m256 owed = _mm256_mul_ps(all(row, 0), w);
+        w = _mm256_add_ps(w, s.v ? _mm256_add_ps(owed, _mm256_mul_ps(all(row, 1), v)) : owed);
+        v = _mm256_add_ps(_mm256_mul_ps(all(row, 2), before), _mm256_mul_ps(all(row, 3), v));
+      }
+      if (g) {
+        __m256 u = _mm256_loadu_ps(g + (i - at));
+        if (step->decay != 0.0f) u = _mm256_add_ps(u, times(step->decay, w));
+        if (s.v) {
+          v = _mm256_add_ps(times(step->momentum, v), times(step->gain, u));
+          u = step->nesterov ? _mm256_add_ps(u, times(step->momentum, v)) : v;
+        }
+        w = _mm256_sub_ps(w, times(step->rate, u));
+      }
+      _mm256_storeu_ps(s.w + i, w);
+      if (s.v) _mm256_storeu_ps(s.v + i, v);
+    }
+  }
+
+  CML_AVX2 static void group(const State& s, const AdamStep* step, int64_t at, const float* row, const float* g) {
+    for (int64_t i = at; i < at + kGroup; i += kLanes) {
+      __m256 w = _mm256_loadu_ps(s.w + i), m = _mm256_loadu_ps(s.m + i), v = _mm256_loadu_ps(s.v + i);
+      if (row) {
+        const __m256 q = _mm256_sqrt_ps(v);
+        const __m256 low = _mm256_div_ps(all(row, 3), _mm256_add_ps(q, all(row, 4)));
+        const __m256 high = _mm256_div_ps(all(row, 5), _mm256_add_ps(q, all(row, 6)));
+        const __m256 owed = _mm256_sub_ps(_mm256_mul_ps(all(row, 0), w), _mm256_mul_ps(m, _mm256_add_ps(low, high)));
+        w = _mm256_add_ps(w, owed);
+        m = _mm256_mul_ps(all(row, 1), m);
+        v = _mm256_mul_ps(all(row, 2), v);
+      }
+      if (g) {
+        const __m256 d = _mm256_loadu_ps(g + (i - at));
+        m = _mm256_add_ps(m, times(step->lerp, _mm256_sub_ps(d, m)));
+        v = _mm256_add_ps(times(step->beta2, v), _mm256_mul_ps(times(step->gain, d), d));
+        const __m256 root = _mm256_div_ps(_mm256_sqrt_ps(v), _mm256_set1_ps(step->root));
+        const __m256 u = _mm256_div_ps(m, _mm256_add_ps(root, _mm256_set1_ps(step->eps)));
+        w = _mm256_sub_ps(times(step->keep, w), times(step->rate, u));
+      }
+      _mm256_storeu_ps(s.w + i, w);
+      _mm256_storeu_ps(s.m + i, m);
+      _mm256_storeu_ps(s.v + i, v);
+    }
+  }
+};
+#endif
+
+// The row that makes up for what a group owes.
+CML_INLINE const float* row_of(const State& s, int64_t group, int width) {
+  return s.table + width * int64_t{static_cast<uint8_t>(s.now - s.stamp[group])};
+}
+
+CML_INLINE void fetch(const State& s, int64_t i) {
+  __builtin_prefetch(s.w + i, 1);
+  if (s.m) __builtin_prefetch(s.m + i, 1);
+  if (s.v) __builtin_prefetch(s.v + i, 1);
+}
+
+// The groups with entries make a step, all of their elements; those without an entry have a gradient of zero.
+template <class Body, class Step>
+CML_INLINE void groups(const State& s, int64_t n, const uint32_t* idx, const float* g, int64_t k, const Step* step) {
+  int64_t ahead = 0;
+  float gradient[kGroup];
+  for (int64_t j = 0; j < k;) {
+    for (const int64_t to = j + kAhead < k ? j + kAhead : k; ahead < to; ++ahead) fetch(s, load(idx, ahead));
+    const int64_t group = load(idx, j) / kGroup, at = group * kGroup;
+    Body::clear(gradient);
+    do Body::set(gradient, load(idx, j) - at, load(g, j));
+    while (++j < k && load(idx, j) / kGroup == group);
+    const float* row = row_of(s, group, Step::kWidth);
+    if (at + kGroup <= n)
+      Body::group(s, step, at, row, gradient);
+    else
+      elements(s, step, at, n - at, row, gradient);
+    s.stamp[group] = static_cast<uint8_t>(s.now + 1);
+  }
+}
+
+// Where nothing is ever owed, the entries alone make a step.
 template <class Step>
+void entries(const State& s, const uint32_t* idx, const float* g, int64_t k, const Step* step) {
+  for (int64_t j = 0; j < k; ++j) {
+    if (j + kAhead < k) fetch(s, load(idx, j + kAhead));
+    elements(s, step, load(idx, j), 1, nullptr, g + j);
+  }
+}
+
+template <class Body, class Step>
 CML_INLINE void catch_up(const State& s, int64_t n) {
-  Block x{};
-  for (int64_t i = 0; i < n; i += kBlock) {
-    x.count = n - i < kBlock ? static_cast<int>(n - i) : kBlock;
-    block(x, s, static_cast<const Step*>(nullptr), nullptr, s.now, [=](int c) { return i + c; });
+  const Step* none = nullptr;
+  for (int64_t at = 0; at < n; at += kGroup) {
+    const float* row = row_of(s, at / kGroup, Step::kWidth);
+    if (at + kGroup <= n)
+      Body::group(s, none, at, row, nullptr);
+    else
+      elements(s, none, at, n - at, row, nullptr);
+    s.stamp[at / kGroup] = s.now;
   }
 }
 
-template <class Step>
-void sparse_portable(const State& s, const uint32_t* idx, const float* g, int64_t k, const Step* step) { sparse(s, idx, g, k, step); }
-template <class Step>
-void catch_up_portable(const State& s, int64_t n) { catch_up<Step>(s, n); }
 #if CML_VECTORS
 template <class Step>
-CML_AVX2 void sparse_wide(const State& s, const uint32_t* idx, const float* g, int64_t k, const Step* step) { sparse(s, idx, g, k, step); }
+CML_AVX2 void groups_wide(const State& s, int64_t n, const uint32_t* idx, const float* g, int64_t k, const Step* step) {
+  groups<Wide>(s, n, idx, g, k, step);
+}
 template <class Step>
-CML_AVX2 void catch_up_wide(const State& s, int64_t n) { catch_up<Step>(s, n); }
+CML_AVX2 void catch_up_wide(const State& s, int64_t n) { catch_up<Wide, Step>(s, n); }
 #endif
 
 template <class Step>
 int64_t run_sparse(const State& s, int64_t n, const uint32_t* idx, const float* g, int64_t k, const Step& step) {
   if (n < 0 || n > kMaxN || k < 0) return CML_ERR_ARGUMENT;
   if (!positions_ok(idx, k, n)) return CML_ERR_CORRUPT;
+  if (!s.stamp) return entries(s, idx, g, k, &step), k;
 #if CML_VECTORS
-  if (wide()) return sparse_wide(s, idx, g, k, &step), k;
+  if (wide()) return groups_wide(s, n, idx, g, k, &step), k;
 #endif
-  sparse_portable(s, idx, g, k, &step);
+  groups<Plain>(s, n, idx, g, k, &step);
   return k;
 }
 
@@ -192,7 +243,7 @@ void run_catch_up(const State& s, int64_t n) {
 #if CML_VECTORS
   if (wide()) return catch_up_wide<Step>(s, n);
 #endif
-  catch_up_portable<Step>(s, n);
+  catch_up<Plain, Step>(s, n);
 }
 
 }  // namespace

@@ -270,8 +270,9 @@ void lazy(int64_t n, int shift, Kind kind) {
   const auto list = positions(n, k);
   Array<uint32_t> idx(k, shift);
   for (int64_t j = 0; j < k; ++j) idx.set(j, list[static_cast<size_t>(j)]);
-  Array<uint8_t> stamp(n, shift);
-  for (int64_t i = 0; i < n; ++i) stamp.set(i, static_cast<uint8_t>(draw()));
+  const int64_t groups = (n + CML_LAZY_GROUP - 1) / CML_LAZY_GROUP;
+  Array<uint8_t> stamp(groups, shift);
+  for (int64_t i = 0; i < groups; ++i) stamp.set(i, static_cast<uint8_t>(draw()));
   auto w = floats(n, shift), m = floats(n, shift), v = floats(n, shift), g = numbers(k, shift, kind);
   for (int64_t i = 0; i < n; ++i) v.set(i, v.get(i) * v.get(i));
   auto four = floats(4 * CML_LAZY_ROWS, shift), eight = floats(8 * CML_LAZY_ROWS, shift), step = floats(7, shift);

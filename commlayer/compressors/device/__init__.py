@@ -15,8 +15,6 @@ from commlayer.compressors.device.dense import (
     largest,
     within,
 )
-from commlayer.compressors.device.nibbles import nibbles_decode, nibbles_encode
-from commlayer.compressors.device.order import count_above, kth_abs, trim
 from commlayer.compressors.device.quantise import (
     draw_strata,
     linear_decode,
@@ -32,12 +30,17 @@ from commlayer.compressors.device.quantise import (
 from commlayer.compressors.device.sparse import (
     bitmap_decode,
     bitmap_encode,
+    count_above,
     ef_decode,
     ef_encode,
+    kth_abs,
+    nibbles_decode,
+    nibbles_encode,
     sample_abs,
     scatter_add,
     scatter_add_int8,
     select,
+    trim,
 )
 from commlayer.gpu.launch import launcher, serves, words
 

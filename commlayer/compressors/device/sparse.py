@@ -1,4 +1,4 @@
-"""The sparse kernels on a device: selection, scattering, positions. Same names and results as the host's; knows no payloads.
+"""The sparse kernels on a device: selection, order, scattering, positions, 4-bit values. Names and results are the host's.
 
 Unlike the host's, scattering trusts its positions, and bad bytes are found only after scratch positions have been written.
 """
@@ -167,3 +167,48 @@ def ef_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
 def bitmap_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
     """As ef_decode."""
     _decode(idx, n, src, BITMAP)
+
+
+def nibbles_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, rest: torch.Tensor | None, block: int) -> bool:
+    n, finite = x.numel(), yes(x)
+    each("nibbles", "nibbles_measure", 32 * -(-n // block), scale, x, n, block, finite)
+    each("nibbles", "nibbles_code", -(-n // 2), q, scale, x, rest, n, block, finite)
+    return bool(finite.item())
+
+
+def nibbles_decode(out: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int) -> None:
+    each("nibbles", "nibbles_decode", out.numel(), out, q, scale, out.numel(), block)
+
+
+ABS = 0x7FFFFFFF
+
+
+def _magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """As integers: in the order of magnitudes, NaN above infinity."""
+    return x.view(torch.int32) & ABS
+
+
+def kth_abs(g: torch.Tensor, residual: torch.Tensor | None, rank: int, scratch: torch.Tensor) -> float:
+    v = g if residual is None else g + residual
+    return float(_magnitudes(v).kthvalue(v.numel() + 1 - rank).values.view(torch.float32))
+
+
+def count_above(x: torch.Tensor, cut: float) -> int:
+    return int((x >= torch.tensor(cut, dtype=torch.float32)).sum())
+
+
+def trim(
+    residual: torch.Tensor | None, n: int, idx: torch.Tensor, val: torch.Tensor, count: int, keep: int, start: int,
+    scratch: torch.Tensor,
+) -> int:
+    """As cuda/trim.cu, which the queued form of topk uses."""
+    where, values = idx[:count].to(torch.int64) & 0xFFFFFFFF, val[:count].clone()
+    order = torch.cat([(where >= start).nonzero().view(-1), (where < start).nonzero().view(-1)])
+    best = order[_magnitudes(values)[order].sort(descending=True, stable=True).indices[:keep]]
+    kept = torch.zeros(count, dtype=torch.bool, device=idx.device)
+    kept[best] = True
+    if residual is not None:
+        residual[where[~kept]] += values[~kept]
+    idx[:keep] = where[kept].to(torch.int32)
+    val[:keep] = values[kept]
+    return keep

@@ -19,11 +19,8 @@ from commlayer.compressors.reference.dense import (
     int8_decode,
     int8_encode,
 )
-from commlayer.compressors.reference.draws import draw_strata, draw_word, take
+from commlayer.compressors.reference.draws import draw_strata, draw_word, philox, take
 from commlayer.compressors.reference.integers import int_add, int_decode, int_encode, int_legal, int_maxima, int_pack, outer
-from commlayer.compressors.reference.nibbles import nibbles_decode, nibbles_encode
-from commlayer.compressors.reference.order import count_above, kth_abs, trim
-from commlayer.compressors.reference.philox import philox
 from commlayer.compressors.reference.quantisers import (
     linear_decode,
     linear_encode,
@@ -38,13 +35,18 @@ from commlayer.compressors.reference.runs import gather_runs, scatter_runs, scor
 from commlayer.compressors.reference.sparse import (
     bitmap_decode,
     bitmap_encode,
+    count_above,
     ef_bound,
     ef_decode,
     ef_encode,
+    kth_abs,
+    nibbles_decode,
+    nibbles_encode,
     sample_abs,
     scatter_add,
     scatter_add_int8,
     select,
+    trim,
 )
 
 __all__ = [

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from commlayer.compressors.reference.draws import uniform, words
 from commlayer.compressors.reference.memory import Memory, floats, octets_of, read, write
 
 MOST_BF16 = 0x7F7F
 """The largest finite one."""
-
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = np.uint64(0xFFFFFFFF)
-
-
-def philox(n: int, key: int, step: int) -> npt.NDArray[np.uint32]:
-    """n words of Philox4x32-10: element i takes word i % 4 of the counter (i / 4, step) under that key."""
-    count = -(-n // 4)
-    blocks = np.arange(count, dtype=np.uint64)
-    words = [blocks, *(np.full_like(blocks, part) for part in (0, step & 0xFFFFFFFF, step >> 32))]
-    k0, k1 = key & 0xFFFFFFFF, key >> 32
-    for _ in range(10):
-        a, b = np.uint64(_MULTIPLIERS[0]) * words[0], np.uint64(_MULTIPLIERS[1]) * words[2]
-        words = [
-            b >> np.uint64(32) ^ words[1] ^ np.uint64(k0), b & _LOW,
-            a >> np.uint64(32) ^ words[3] ^ np.uint64(k1), a & _LOW,
-        ]
-        k0, k1 = k0 + _WEYL[0] & 0xFFFFFFFF, k1 + _WEYL[1] & 0xFFFFFFFF
-    return np.stack(words, axis=1).reshape(-1)[:n].astype(np.uint32)
 
 
 def levels(bits: int) -> int:
@@ -53,7 +33,7 @@ def int_encode(q: Memory, x: Memory, max: Memory, block: int, bits: int, dither:
     scale = _scales(max, v.numel(), block, bits)
     t = (v * torch.where(scale == 0, torch.zeros_like(scale), 1.0 / scale)).clamp(-most, most)
     if dither:
-        u = torch.from_numpy((philox(v.numel(), key, step) >> 8).astype(np.float32)) * 2.0**-24
+        u = uniform(words(v.numel(), 0, key, step))
         low = t.floor()
         whole = low + (u < t - low).float()
     else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.reference import blockwise as bw
+from commlayer.compressors.reference.draws import uniform, words
 from commlayer.compressors.reference.memory import Memory, floats, octets_of, write
-from commlayer.compressors.reference.philox import uniform, words
 
 GROUP, DIGITS = 160, 5
 """Elements whose ternaries share bytes, and how many share one."""

@@ -1,4 +1,4 @@
-"""The sparse kernels in plain torch: selection, scattering, positions. Obviously right. Knows no headers and no codecs."""
+"""The sparse kernels in plain torch: selection, order, scattering, positions, 4-bit values. Knows no headers and no codecs."""
 
 from __future__ import annotations
 
@@ -146,3 +146,79 @@ def bitmap_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -
         raise corrupt(k, n)
     write(idx, bits.nonzero().view(-1).to(torch.int32))
     return k
+
+
+SMALLEST = 7.0 * 2.0**-126
+"""Below it a block counts as zeros: its scale would not be a normal number."""
+
+MOST_SCALE = torch.finfo(torch.float32).max / 8
+
+
+def _check_block(name: str, block: int) -> None:
+    if block < 2 or block % 2:
+        raise ValueError(f"{name}: got block {block}, need an even number")
+
+
+def nibbles_encode(q: Memory, scale: Memory, x: Memory, rest: Memory | None, block: int) -> bool:
+    _check_block("nibbles_encode", block)
+    v = floats(x)
+    if not v.isfinite().all():
+        return False
+    n = v.numel()
+    rows = torch.zeros(-(-n // block) * block)
+    rows[:n] = v
+    rows = rows.view(-1, block)
+    most = rows.abs().amax(1, keepdim=True)
+    scales = torch.where(most < SMALLEST, torch.zeros_like(most), (most / 7.0).clamp(max=MOST_SCALE))
+    whole = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-7, 7).round().to(torch.int16)
+    nibbles = (whole & 15).view(-1, 2)
+    write(q, (nibbles[:, 0] | nibbles[:, 1] << 4).to(torch.uint8)[: (n + 1) // 2])
+    write(scale, scales.view(-1))
+    if rest is not None:
+        write(rest, (rows - scales * whole.float()).view(-1)[:n])
+    return True
+
+
+def nibbles_decode(out: Memory, q: Memory, scale: Memory, block: int) -> None:
+    _check_block("nibbles_decode", block)
+    target = floats(out)
+    n = target.numel()
+    octets = octets_of(q, 0, (n + 1) // 2).to(torch.int16)
+    nibbles = torch.stack([octets & 15, octets >> 4], 1).view(-1)[:n]
+    scales = read(scale, torch.float32, -(-n // block)).repeat_interleave(block)[:n]
+    target.copy_(scales * torch.where(nibbles > 7, nibbles - 16, nibbles).float())
+
+
+_ABS = 0x7FFFFFFF
+
+
+def _magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """As integers: in the order of magnitudes, NaN above infinity."""
+    return x.view(torch.int32) & _ABS
+
+
+def kth_abs(g: Memory, residual: Memory | None, rank: int, scratch: Memory) -> float:
+    v = total(g, residual)
+    if not 1 <= rank <= v.numel():
+        raise ValueError(f"kth_abs: got rank {rank} of {v.numel()}, need 1 <= rank <= n")
+    found = _magnitudes(v).kthvalue(v.numel() + 1 - rank).values
+    return float(found.view(torch.float32))
+
+
+def count_above(x: Memory, cut: float) -> int:
+    return int((floats(x) >= torch.tensor(cut, dtype=torch.float32)).sum())
+
+
+def trim(residual: Memory | None, n: int, idx: Memory, val: Memory, count: int, keep: int, start: int, scratch: Memory) -> int:
+    if not 1 <= keep <= count <= n:
+        raise ValueError(f"trim: got {keep} of {count} of {n}, need 1 <= keep <= count <= n")
+    where, values = positions(idx)[:count], read(val, torch.float32, count).clone()
+    order = torch.cat([(where >= start).nonzero().view(-1), (where < start).nonzero().view(-1)])
+    best = order[_magnitudes(values)[order].sort(descending=True, stable=True).indices[:keep]]
+    kept = torch.zeros(count, dtype=torch.bool)
+    kept[best] = True
+    if residual is not None:
+        floats(residual)[where[~kept]] += values[~kept]
+    write(idx, where[kept].to(torch.int32))
+    write(val, values[kept])
+    return keep

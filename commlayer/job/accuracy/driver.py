@@ -64,7 +64,6 @@ class AccuracyGuard:
         """`by_budget`: bounds follow from the limits; otherwise they are what is usual under the codecs in force."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
         assert connection.rows is not None
-        self._steps = 0
         self._rows = connection.rows.rows("what compressing loses")
         self._told: tuple[int, Plan] | None = None
         """After how many steps rows were told last, and of which plan."""
@@ -108,8 +107,7 @@ class AccuracyGuard:
             if due:
                 self._compare(exact)
         except CommError as error:
-            worker.latch(error)
-            worker.check()
+            self._connection.broke(error)
         looking_s = time.perf_counter() - begin_s
         self._own.looking(looking_s)
         worker.counters.guard_s += looking_s
@@ -134,8 +132,7 @@ class AccuracyGuard:
     # ---- between two steps
 
     def after_step(self) -> None:
-        """Counts it, goes over to another plan if what was told a step ago asks for that, and prepares the next look."""
-        self._steps += 1
+        """Goes over to another plan if what was told a step ago asks for that, and prepares the next look."""
         self._own.step_over(time.perf_counter())
         self._hear()
         entered = self._take() if self._in_force is not self._plan else None
@@ -159,8 +156,8 @@ class AccuracyGuard:
         try:
             rows = [GradientError.of(row) for row in self._rows.read()]
         except CommError as error:
-            self._worker.latch(error)
-            self._worker.check()
+            self._connection.broke(error)
+            return
         if plan is not self._in_force:
             return
         if decide.telling(rows):
@@ -210,6 +207,10 @@ class AccuracyGuard:
         typical = typical_cosine(watched) if self._connection.terms.optimizer == "adam" else 0.0
         return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != self._plan.buckets, *bounds, typical)
+
+    @property
+    def _steps(self) -> int:
+        return self._connection.steps
 
     @property
     def _in_force(self) -> Plan:

@@ -113,8 +113,7 @@ class AutoPlan:
         try:
             self._feed(StepOver(self._connection.steps, step_s, self._meanwhile()))
         except CommError as error:
-            worker.latch(error)
-            worker.check()
+            self._connection.broke(error)
         finally:
             self._busy = False
         self._ended = time.perf_counter()
@@ -131,6 +130,10 @@ class AutoPlan:
         local = self._connection.local
         if local is not None and not local.taken:
             self._ended = time.perf_counter()  # the next begins here
+
+    def end(self) -> None:
+        """It looks for plans no longer."""
+        self._replanner.close()
 
     def settle(self, deadline_s: float) -> list[ReplanVerdict]:
         """What planning has found, when it is over or that time is."""

@@ -28,7 +28,7 @@ class RankMeasurement(NamedTuple):
     """Whether its script weighs shares of a batch."""
 
 
-def homes_of(made: Connection) -> list[int]:
+def server_nodes_of(made: Connection) -> list[int]:
     """The node of each server."""
     assert made.uplink is not None
     return [s.node for s in made.uplink.view.servers]
@@ -41,9 +41,6 @@ Ways = tuple[float, float, float]
 UP_SHARE = 0.4
 """Part of a probe's time for sending: all nodes send at once, as they do in a step. They receive in turn, or the senders' links
 would set the rate."""
-ROOM = 1.5
-"""Times the measured rate that a node may send at. Probes find up to a third too little, and a pace below the link's would make
-that true; one that is too high costs a few lost segments."""
 DRAINED = 3
 """Round trips behind a turn until what was under way is through."""
 
@@ -102,7 +99,7 @@ def pace(made: Connection, links: Sequence[Link]) -> None:
     """From now on this rank, and the servers on its node, send little faster than the node's link carries."""
     groups = _groups(made)
     assert made.uplink is not None
-    up_bps = ROOM * links[groups.node].up_bps
+    up_bps = link_rates.HEADROOM * links[groups.node].up_bps
     made.uplink.pace(up_bps / groups.ranks_per_node)
     if groups.local == 0:
         made.uplink.pace_servers(groups.node, up_bps)

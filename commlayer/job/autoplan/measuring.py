@@ -12,7 +12,7 @@ from commlayer.job.autoplan.link_probes import RankMeasurement, gathered, probed
 from commlayer.job.connection import Connection
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
-from commlayer.measure.recorded_times import timing_of
+from commlayer.measure.model_times import timing_of
 from commlayer.observe import RecordedStep
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker

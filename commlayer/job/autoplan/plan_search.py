@@ -17,6 +17,7 @@ from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.shares.comm_cost import communication
 from commlayer.job.ways import in_updates
+from commlayer.measure.link_rates import HEADROOM
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.option import DENSE
@@ -30,8 +31,8 @@ LEAVES = 0.75
 
 NEARLY = 0.03
 """A predicted step that is longer than the measured one by no more than this fraction is as good."""
-FASTEST, ROUNDS = 1.5, 5
-"""Times as fast as probed, at most, which is what nodes may send at (link_probes.ROOM); of bisection."""
+ROUNDS = 5
+"""Of bisection."""
 
 
 class SearchOrder(NamedTuple):
@@ -41,7 +42,7 @@ class SearchOrder(NamedTuple):
     """In force, as workers run it."""
     known: Plan | None
     """The same as the planner has it, if it is the planner's."""
-    homes: tuple[int, ...]
+    server_nodes: tuple[int, ...]
     """The node of each server."""
     inputs: PlanInputs
     """By prices that know nothing of processes sharing processors."""
@@ -63,7 +64,7 @@ def search(order: SearchOrder) -> SearchResult:
     begin = time.perf_counter()
     job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
     assert alone is not None
-    as_planned = order.known or at_home(order.current, order.homes)
+    as_planned = order.known or on_hosts(order.current, order.server_nodes)
     # Recorded steps wait for their results, whatever the plan in force lets the next forward pass hide.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
     if not order.contention:  # behind a measuring; what is known of links later is what steps carried
@@ -80,7 +81,7 @@ def search(order: SearchOrder) -> SearchResult:
     best, leaves = _best(inputs, order.current, apart=order.apart)
     price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
     found = Candidate(
-        Basis(best, inputs), on_servers(best, order.homes), as_planned, current_s(contention), current_s(1.0), price,
+        Basis(best, inputs), on_servers(best, order.server_nodes), as_planned, current_s(contention), current_s(1.0), price,
         current_price, 0.0, steps_of(best, inputs), steps_of(as_planned, inputs), leaves)
     plain = _plain(found, apart=order.apart)
     return SearchResult(found._replace(took_s=time.perf_counter() - begin, plain=plain), contention)
@@ -94,30 +95,30 @@ def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: fl
         return structs.replace(cluster, nodes=tuple(
             structs.replace(node, link=structs.replace(node.link, up_bps=times * node.link.up_bps)) for node in cluster.nodes))
 
-    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(by(FASTEST)) > measured_s:
+    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(by(HEADROOM)) > measured_s:
         return cluster
-    low, high = 1.0, FASTEST
+    low, high = 1.0, HEADROOM
     for _ in range(ROUNDS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if step_s(by(middle)) > measured_s else (low, middle)
     return by(high)
 
 
-def at_home(plan: Plan, homes: Sequence[int]) -> Plan:
-    """The plan with servers as the planner counts them: one for each node that has any. `homes`: the node of each server."""
-    hosts = sorted(set(homes[: plan.servers]))
-    buckets = tuple(structs.replace(b, server=hosts.index(homes[b.server]) if hosts else 0) for b in plan.buckets)
+def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
+    """The plan with servers as the planner counts them: one for each node that has any. `server_nodes`: of each server."""
+    hosts = sorted(set(server_nodes[: plan.servers]))
+    buckets = tuple(structs.replace(b, server=hosts.index(server_nodes[b.server]) if hosts else 0) for b in plan.buckets)
     return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
 
 
-def on_servers(plan: Plan, homes: Sequence[int]) -> Plan:
+def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
     """The reverse: the planner's hosts as the numbers of servers that run."""
     if not plan.servers:
         return plan
-    hosts = plan.hosts or tuple(sorted(set(homes))[: plan.servers])
-    number = [homes.index(host) for host in hosts]
+    hosts = plan.hosts or tuple(sorted(set(server_nodes))[: plan.servers])
+    number = [server_nodes.index(host) for host in hosts]
     buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
-    return structs.replace(plan, buckets=buckets, servers=len(homes), hosts=())
+    return structs.replace(plan, buckets=buckets, servers=len(server_nodes), hosts=())
 
 
 def step_s(plan: Plan, made_from: PlanInputs) -> float:

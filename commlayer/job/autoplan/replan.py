@@ -14,7 +14,7 @@ from msgspec import structs
 from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
 from commlayer.job.autoplan.candidate import Candidate
-from commlayer.job.autoplan.link_probes import RankMeasurement, homes_of
+from commlayer.job.autoplan.link_probes import RankMeasurement, server_nodes_of
 from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.autoplan.plan_search import SearchOrder
 from commlayer.job.autoplan.planning_process import PlanningProcess
@@ -74,13 +74,13 @@ class Replanner:
         if self._profile is None:
             self._profile = structs.replace(_profile(current, measured.steps, measured.collectives, loss_limits.codecs(made)),
                                             energy=self._energy)
-        homes, worker = tuple(homes_of(made)), made.worker
+        server_nodes, worker = tuple(server_nodes_of(made)), made.worker
         cuda = worker is not None and worker.device.type == "cuda"
-        cluster = cluster_of(links, measured.rows, measured.collectives, homes, cuda=cuda,
+        cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
                              reachable=made.groups is None or made.groups.members.reachable)
         rows = harder_by(learning_rows(made.terms.learning), made.terms.harder)
         profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed)
-        order = SearchOrder(current, known, homes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
+        order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
                             self._contention, current.steps_locally and loss_limits.remembers(made))
         candidate, self._contention = self._process.search(order)
         return candidate
@@ -91,7 +91,7 @@ class Replanner:
 
 
 def cluster_of(
-    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, homes: Sequence[int], *, cuda: bool = False,
+    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, server_nodes: Sequence[int], *, cuda: bool = False,
     reachable: bool = True,
 ) -> Cluster:
     """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best."""
@@ -103,10 +103,10 @@ def cluster_of(
         mine = rows[number * per_node : (number + 1) * per_node]
         nodes.append(Node(
             f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
-            speed=fastest_s / max(row.compute_s for row in mine), server=number in homes,
+            speed=fastest_s / max(row.compute_s for row in mine), server=number in server_nodes,
         ))
     best = max(links, key=lambda link: link.up_bps + link.down_bps)
-    nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(homes, default=0) + 1)]
+    nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(server_nodes, default=0) + 1)]
     return Cluster(tuple(nodes), reachable)
 
 

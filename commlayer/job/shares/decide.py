@@ -17,13 +17,13 @@ from msgspec import structs
 from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Joined, Measurement, Outcome
 from commlayer.balance.models import Cubic, Line
-from commlayer.balance.solution import FREE, Communication
+from commlayer.balance.share_solver import FREE, Communication
 from commlayer.errors import CommError
 from commlayer.job.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.job.spacing import row_spacing
 
 if TYPE_CHECKING:
-    from commlayer.balance.opening import Opening
+    from commlayer.balance.first_shares import Opening
     from commlayer.balance.published import Published
 
 

@@ -20,7 +20,7 @@ from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sa
 from commlayer.balance.events import Event, said
 from commlayer.balance.handout import check_plan
 from commlayer.balance.profiling import LIMIT_S, WorkerProfile
-from commlayer.balance.solution import FREE
+from commlayer.balance.share_solver import FREE
 from commlayer.errors import CommError
 from commlayer.job.shares import decide
 from commlayer.job.shares.own_times import OwnTimes
@@ -30,7 +30,7 @@ from commlayer.session import Session
 from commlayer.transport.rank_rows import RowChannel, Rows
 
 if TYPE_CHECKING:  # it loads solvers, which jobs that do not profile do without
-    from commlayer.balance.opening import Opening
+    from commlayer.balance.first_shares import Opening
 
 log = logging.getLogger("commlayer")
 
@@ -206,6 +206,9 @@ class Controller:
         """All ranks tell each other what they start from. `step`: the one that is over."""
         sampler, connection = self.sampler, self.session.inspect.connection
         assert connection.groups is not None
+        if connection.members is not None:
+            raise ValueError("Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
+                             "allowed: sampler.follow(loader, session), or a job in which all stay")
         # Of its own: what a script calls stands in no order to what is told behind a step.
         channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
         connection.on_close.append(channel.close)

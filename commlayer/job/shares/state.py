@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Event
-from commlayer.balance.solution import Communication
+from commlayer.balance.share_solver import Communication
 
 if TYPE_CHECKING:  # it loads a solver, which jobs that compare with nothing do without
     from commlayer.balance.published import Published

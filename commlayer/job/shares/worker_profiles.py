@@ -15,7 +15,7 @@ from msgspec import structs
 from torch import nn
 
 from commlayer.balance import Communication, Policy, Sampler
-from commlayer.balance.opening import Opening, SharesOf, opening
+from commlayer.balance.first_shares import Opening, SharesOf, opening
 from commlayer.balance.profiling import WorkerProfile, ladder, profile
 from commlayer.config import read_launch
 from commlayer.errors import CommError

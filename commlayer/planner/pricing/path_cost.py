@@ -142,15 +142,6 @@ class Prices:
         return result
 
 
-def tasks(
-    path: Path | str, numel: int, codec: str, cluster: Cluster, profile: Profile, *, hosts: Sequence[int] | None = None,
-    server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (), spread: Sequence[float] = (),
-) -> tuple[Task, ...]:
-    """One bucket's price. For many, keep one Prices."""
-    prices = Prices(cluster, profile, hosts, spread=spread)
-    return prices.tasks(path, numel, codec, server=server, owner=owner, down=down, by_node=by_node)
-
-
 def _measured_inside(cluster: Cluster, inside: Line) -> Cluster:
     """With the nodes' own links as they were measured, if they were."""
     if not inside.slope_s:

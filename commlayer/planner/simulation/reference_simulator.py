@@ -44,9 +44,9 @@ class Twin:
         self.waiting: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
         self.check: set[int] = set()
         self.on: list[list[tuple[float, int]]] = [[] for _ in problem.lanes]
-        """By lane: when those on it leave, in seconds that each has been served if it is shared; and their lines."""
-        self.served = [0.0] * len(problem.lanes)
-        self.served_at = [0.0] * len(problem.lanes)
+        """By lane: when those on it leave, in `shared_s` if it is shared; and their lines."""
+        self.shared_s = [0.0] * len(problem.lanes)
+        self.shared_until = [0.0] * len(problem.lanes)
         self.due_at = [math.inf] * len(problem.lanes)
         self.later: list[tuple[float, int]] = []
         """Instances that end so long after their line is free again."""
@@ -138,7 +138,7 @@ class Twin:
         for lane, seconds in zip(lanes, p.seconds[p.task_seconds[kind] : p.task_seconds[kind + 1]], strict=True):
             if p.lane_shared[lane]:
                 self._serve_until_now(lane)
-                self.on[lane].append((self.served[lane] + seconds, line))
+                self.on[lane].append((self.shared_s[lane] + seconds, line))
                 self._foresee(lane)
                 continue
             self.on[lane].append((0.0, line))
@@ -150,13 +150,13 @@ class Twin:
 
     def _serve_until_now(self, lane: int) -> None:
         on = len(self.on[lane])
-        self.served[lane] = self.served[lane] + (self.now - self.served_at[lane]) / on if on else 0.0
-        self.served_at[lane] = self.now
+        self.shared_s[lane] = self.shared_s[lane] + (self.now - self.shared_until[lane]) / on if on else 0.0
+        self.shared_until[lane] = self.now
 
     def _foresee(self, lane: int) -> None:
         """When the next leaves a shared lane."""
         on = self.on[lane]
-        left_s = (min(on)[0] - self.served[lane]) * len(on) if on else math.inf
+        left_s = (min(on)[0] - self.shared_s[lane]) * len(on) if on else math.inf
         self.due_at[lane] = max(self.now, self.now + left_s)
 
     def _leave(self, lane: int) -> None:
@@ -165,7 +165,7 @@ class Twin:
         gone = [line for at, line in self.on[lane] if at <= first]
         self.on[lane] = [(at, line) for at, line in self.on[lane] if at > first]
         if shared:
-            self.served[lane], self.served_at[lane] = first, self.now
+            self.shared_s[lane], self.shared_until[lane] = first, self.now
             self._foresee(lane)
         else:
             self.due_at[lane] = math.inf

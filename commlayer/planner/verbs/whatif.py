@@ -11,7 +11,7 @@ from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.search.plan import PAYS, plan
 from commlayer.planner.tables.machines import speed
-from commlayer.planner.verbs.beside import uncompressed
+from commlayer.planner.verbs.baselines import uncompressed
 from commlayer.records import Job, Plan, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12

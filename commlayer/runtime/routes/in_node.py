@@ -13,8 +13,8 @@ import torch
 
 from commlayer.planner.model.shards import together
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.transport.channels import Channel
 from commlayer.transport.pending import Pending
+from commlayer.transport.stage_groups import Channel
 
 Error = Callable[[], BaseException | None]
 

@@ -17,9 +17,9 @@ from commlayer.runtime.routes.route import Route
 from commlayer.runtime.routes.server_exchange import FOREVER_S, ServerExchange
 from commlayer.runtime.staging import Staging
 from commlayer.runtime.step import Step
-from commlayer.transport.channels import Channel
 from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import peer_name
+from commlayer.transport.stage_groups import Channel
 
 
 class NodeRoute(Route):

@@ -12,15 +12,15 @@ from commlayer.compressors import device as devices
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.debts import cut_of
-from commlayer.compressors.oneround import accumulator
+from commlayer.compressors.one_round import accumulator
 from commlayer.compressors.reducing import Reduced
 from commlayer.errors import CorruptFrame
 from commlayer.observe import Recorder
 from commlayer.records import Spec
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.routes.path_program import Decode, Encode, Exchange, Range, Segment
-from commlayer.transport.channels import Channel, Channels
 from commlayer.transport.pending import Pending
+from commlayer.transport.stage_groups import Channel, Channels
 
 LENGTH_NBYTES = 16
 """In front of each payload in its slot: how many bytes of the slot are payload. Wide enough to keep what follows aligned."""

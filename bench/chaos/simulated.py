@@ -1,0 +1,256 @@
+"""What a worker keeps and what a server takes, as state machines in a simulated network. Knows no sockets, threads or clock.
+
+Frames are lost, repeated and reordered, and the server is killed and started again with its journal, as a seed deals it out.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections import Counter
+
+from commlayer.transport.protocol import Flag, Header, Kind, Message
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_cell import Reply
+from commlayer.transport.unanswered import Unanswered
+
+WORLD, BUCKETS, STEPS = 3, 2, 3
+BREAKS, KILLS = 0.08, 0.02
+"""How often, of all that happens, a connection ends; and of what a server writes down, it is killed around that."""
+MOST_EVENTS = 20_000
+"""A schedule takes a few hundred; beyond this nobody gets any further."""
+Contribution = tuple[int, int, int]
+"""Bucket, round, value."""
+_VALUE = struct.Struct("<d")
+
+
+class Killed(Exception):
+    """The server is, in the middle of what it did."""
+
+
+class Sums:
+    """Ops over one double per payload, which count what is in each result."""
+
+    codec, bound = 7, 8
+
+    def __init__(self, rounds: int, *, in_means: bool, bucket: int) -> None:
+        self.rounds, self.in_means, self._bucket = rounds, in_means, bucket
+        self._under_way: list[Contribution] = []
+        self.emitted: list[Contribution] = []
+        """Of results that are not written down yet."""
+        self.lost = False
+
+    def zeros(self, r: int) -> list[float]:
+        return [0.0]
+
+    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
+        (value,) = _VALUE.unpack(payload)
+        acc[0] = value if first else acc[0] + value
+        if first:
+            self._under_way.clear()
+        self._under_way.append((self._bucket, r, int(value)))
+
+    def emit(self, r: int, acc: list[float], out: memoryview) -> int:
+        self.emitted += self._under_way
+        self._under_way = []
+        _VALUE.pack_into(out, 0, acc[0])
+        return 8
+
+    def undo(self, slices: int) -> None: ...
+
+    def skip(self) -> None: ...
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def restore(self, data: bytes | memoryview) -> None: ...
+
+    def remember(self) -> bytes:
+        return b""
+
+    def recall(self, data: bytes, sent: memoryview) -> None: ...
+
+    def begin_anew(self) -> None:
+        self.lost = True
+
+    def norm(self, r: int, payload: memoryview) -> float:
+        return 0.0
+
+
+def value_of(rank: int, number: int, r: int, tries: int) -> float:
+    """No two contributions are alike."""
+    return float(((number * 8 + r) * 8 + tries) * 8 + rank)
+
+
+class Bucket:
+    """A worker's side of one: a step and round at a time, coded again when it is told to."""
+
+    def __init__(self, rank: int, number: int, rounds: int) -> None:
+        self.rank, self.number, self.rounds = rank, number, rounds
+        self.step = self.round = self.tries = 0
+        self.total = 1.0  # taken for granted, wrongly
+        self.results: list[tuple[int, int, bytes]] = []
+
+    def request(self) -> tuple[Header, bytes]:
+        header = Header(Kind.PUSH, 1, self.step, self.number, round=self.round, codec=7, sender=self.rank, weight=1.0, used=1,
+                        total=self.total, flags=Flag.AGAIN if self.tries else Flag.NONE)
+        return header, _VALUE.pack(value_of(self.rank, self.step, self.round, self.tries))
+
+    def hear(self, header: Header, body: bytes) -> bool:
+        """Whether there is another request."""
+        if header.flags & Flag.AGAIN:
+            self.tries, self.total = self.tries + 1, header.weight
+            return True
+        self.results.append((header.step, header.round, body))
+        self.round, self.tries, self.total = self.round + 1, 0, 1.0
+        if self.round == self.rounds:
+            self.step, self.round = self.step + 1, 0
+        return self.step < STEPS
+
+
+class World:
+    """Workers, a server, and what is on its way between them: one schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.rounds, self.in_means = self.chance.randint(1, 3), self.chance.random() < 0.5
+        self.journal = self.chance.random() < 0.5
+        self.added: Counter[Contribution] = Counter()
+        self.breaks = self.kills = self.events = self._open = 0
+        self.ops: dict[int, Sums] = {}
+        self._kept: dict[int, tuple[bytes, bytes]] = {}
+        self.server = self._started()
+        self.unanswered: list[Unanswered[None]] = [Unanswered() for _ in range(WORLD)]
+        self.buckets = [[Bucket(rank, b, self.rounds) for b in range(BUCKETS)] for rank in range(WORLD)]
+        self.up: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
+        self.down: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
+        for row in self.buckets:
+            for bucket in row:
+                self.ask(bucket)
+
+    # ---- the server
+
+    def _started(self) -> Summation:
+        """As a process that finds what the one before has written down."""
+        self.ops = {b: Sums(self.rounds, in_means=self.in_means, bucket=b) for b in range(BUCKETS)}
+        made = Summation(0, 1, dict(self.ops), dict.fromkeys(self.ops, tuple(range(WORLD))))
+        for bucket, entry in self._kept.items():
+            made.recall(bucket, *entry)
+        if self.journal:
+            self._starting = True
+            made.remember(self._keep)
+            self._starting = False
+        return made
+
+    def _keep(self, bucket: int, words: bytes, state: bytes) -> None:
+        chance = 1.0 if self._starting else self.chance.random()
+        if chance < KILLS:
+            raise Killed  # it has not been written
+        self._kept[bucket] = words, bytes(state)
+        self._count(bucket)
+        if chance < 2 * KILLS:
+            raise Killed  # it has, and nobody has heard
+
+    def _count(self, bucket: int) -> None:
+        ops = self.ops[bucket]
+        self.added.update(ops.emitted)
+        ops.emitted.clear()
+
+    def _killed(self) -> None:
+        """Its connections end with it; what it had sent may still arrive."""
+        self.kills += 1
+        self.server = self._started()
+        for rank in range(WORLD):
+            self.up[rank].clear()
+            if self.chance.random() < 0.5:
+                self.down[rank].clear()
+            self._ask_again(rank)
+
+    # ---- the network
+
+    def ask(self, bucket: Bucket) -> None:
+        self._open += 1
+        request = self.unanswered[bucket.rank].ask(*bucket.request(), None)
+        self.up[bucket.rank].append((request.header, bytes(request.body)))
+
+    def run(self) -> list[str]:
+        """What must not be, in a line each."""
+        chance, up, down = self.chance.random, self.up, self.down
+        while self._open:
+            self.events += 1
+            if self.events > MOST_EVENTS:
+                return [f"nobody gets any further after {MOST_EVENTS} events"]
+            rank, what = int(chance() * WORLD), chance()
+            if what < BREAKS:
+                self._break(rank)
+            elif what < (1 + BREAKS) / 2 and up[rank]:
+                self._arrive_at_server(rank)
+            elif down[rank]:
+                self._arrive_at_worker(rank)
+            elif up[rank]:
+                self._arrive_at_server(rank)
+        return self.problems()
+
+    def _break(self, rank: int) -> None:
+        """What was on its way is lost, or some of it is not: the server may have taken it, and its answer finds the new way."""
+        self.breaks += 1
+        for way in (self.up[rank], self.down[rank]):
+            if self.chance.random() < 0.8:
+                way.clear()
+        self._ask_again(rank)
+
+    def _ask_again(self, rank: int) -> None:
+        self.up[rank] += [(r.header, bytes(r.body)) for r in self.unanswered[rank].again()]
+
+    def _any_of(self, way: list[tuple[Header, bytes]]) -> tuple[Header, bytes]:
+        """Frames of several buckets overtake one another; some arrive twice."""
+        bucket = way[int(self.chance.random() * len(way))][0].bucket
+        place = next(i for i, (header, _) in enumerate(way) if header.bucket == bucket)
+        return way[place] if self.chance.random() < 0.1 else way.pop(place)
+
+    def _arrive_at_server(self, rank: int) -> None:
+        header, body = self._any_of(self.up[rank])
+        try:
+            replies = self.server.push(Message(rank, header, memoryview(body)), 0.0)
+        except Killed:
+            self._killed()
+            return
+        for reply in replies:
+            self._answer(reply)
+        if not self.journal:
+            self._count(header.bucket)
+
+    def _answer(self, reply: Reply) -> None:
+        self.down[reply.peer].append((reply.header, bytes(reply.body)))
+
+    def _arrive_at_worker(self, rank: int) -> None:
+        header, body = self._any_of(self.down[rank])
+        if self.unanswered[rank].answer(header) is None:
+            return
+        self._open -= 1
+        bucket = self.buckets[rank][header.bucket]
+        if bucket.hear(header, body):
+            self.ask(bucket)
+
+    # ---- what must be true
+
+    def problems(self) -> list[str]:
+        found = []
+        for b in range(BUCKETS):
+            finals = [row[b].results for row in self.buckets]
+            if finals[0] != finals[1] or finals[1] != finals[2]:
+                found.append(f"bucket {b}: workers were told different sums")
+            if len(finals[0]) != STEPS * self.rounds:
+                found.append(f"bucket {b}: {len(finals[0])} sums, allowed: {STEPS * self.rounds}")
+            if self.ops[b].lost:
+                found.append(f"bucket {b}: its residual was lost")
+        wanted = self.expected()
+        lost, doubled = wanted - self.added.keys(), [c for c, count in self.added.items() if count != 1]
+        if lost or doubled or len(self.added) != len(wanted):
+            found.append(f"contributions lost {len(lost)}, doubled {len(doubled)}, strange {len(self.added.keys() - wanted)}")
+        return found
+
+    def expected(self) -> set[Contribution]:
+        """What is in results: of a step that is coded again, the second coding."""
+        return {(b, r, int(value_of(rank, step, r, int(self.in_means and r == 0))))
+                for b in range(BUCKETS) for r in range(self.rounds) for step in range(STEPS) for rank in range(WORLD)}

@@ -1,0 +1,120 @@
+"""A long training with churn: connections break and a server is killed and started again, and memory must stay as it is.
+
+Memory is each process's resident set over the second half of the steps. A server that was started again counts from when it has
+settled, and against what the one before it had in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from bench.report import Result
+from commlayer.chaos import processes
+from commlayer.chaos.cluster import HERE, Cluster
+from commlayer.chaos.dealing import undisturbed
+from commlayer.chaos.processes import Started
+from commlayer.chaos.reports import Ended, Stepped
+from commlayer.chaos.trials import Setting
+
+SETTING = Setting("topk(ratio=0.1)", apart=True)
+TOLD_EVERY = 25
+CUT_EVERY, KILLS = 100, 8
+"""Steps between two cuts, and how often the server is killed in all."""
+SETTLED = 250
+"""Steps that a process takes to reach its size: buffers of all kinds have been needed once."""
+ROUNDING = 1e-3
+"""Of sums over so many steps."""
+LIMIT_S = 3600.0
+START_S = 60.0
+
+
+def run(steps: int, seed: int) -> Result:
+    store = Started(processes.store, HERE, environ={}, lines=Path(os.devnull))
+    try:
+        if not store.pipe.poll(START_S):
+            raise RuntimeError(f"no process with torch within {START_S:g} s")
+        with Cluster(undisturbed(SETTING), (HERE, store.pipe.recv()), steps, TOLD_EVERY) as cluster:
+            return _Soak(cluster, steps, random.Random(seed)).run()
+    finally:
+        store.end()
+
+
+class _Soak:
+    def __init__(self, cluster: Cluster, steps: int, chance: random.Random) -> None:
+        self._cluster, self._steps, self._chance = cluster, steps, chance
+        self._sizes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        """Of a process, by name and id: at which step it had how many bytes."""
+        self._digests: dict[int, set[str]] = defaultdict(set)
+        self._at = [0] * len(cluster.workers)
+        self._ended: list[Ended | None] = [None] * len(cluster.workers)
+        self._cuts = self._kills = 0
+
+    def run(self) -> Result:
+        begin, cut_at, kill_every = time.monotonic(), CUT_EVERY, max(1, self._steps // KILLS)
+        kill_at = kill_every // 2
+        while not all(self._ended[r] or w.silent for r, w in enumerate(self._cluster.workers)):
+            self._hear()
+            at = max(self._at)
+            if at >= cut_at:
+                self._cuts += self._chance.choice(self._cluster.links).cut(reset=self._chance.random() < 0.5)
+                cut_at += CUT_EVERY
+            if at >= kill_at:
+                self._kills += self._cluster.servers[0].signal(signal.SIGKILL)
+                self._cluster.restart_server(0)
+                kill_at += kill_every
+            if time.monotonic() > begin + LIMIT_S:
+                break
+            time.sleep(0.02)
+        self._hear()
+        return self._result(time.monotonic() - begin)
+
+    def _hear(self) -> None:
+        for rank, worker in enumerate(self._cluster.workers):
+            for said in worker.told():
+                if isinstance(said, Stepped):
+                    self._at[rank] = said.step
+                    self._digests[said.step].add(said.digest)
+                    self._weigh(f"worker {rank}", worker, said.step)
+                    if rank == 0:
+                        self._weigh("server 0", self._cluster.servers[0], said.step)
+                        self._weigh("coordinator", self._cluster.coordinator, said.step)
+                else:
+                    self._ended[rank] = said
+
+    def _weigh(self, name: str, one: Started, step: int) -> None:
+        try:
+            pages = int(Path(f"/proc/{one.process.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return
+        self._sizes[name, one.process.pid or 0].append((step, pages * os.sysconf("SC_PAGE_SIZE")))
+
+    def _result(self, seconds: float) -> Result:
+        rows: list[dict[str, Any]] = []
+        lasts: dict[str, list[int]] = defaultdict(list)
+        for (name, pid), sizes in self._sizes.items():
+            settled = [(step, size) for step, size in sizes if step >= max(self._steps // 2, sizes[0][0] + SETTLED)]
+            if len(settled) < 4:
+                continue
+            first, last = settled[0][1], settled[-1][1]
+            lasts[name].append(last)
+            rows.append({"process": name, "pid": pid, "from_step": settled[0][0], "to_step": settled[-1][0],
+                         "first_mib": first / 2**20, "last_mib": last / 2**20, "growth_pct": 100 * (last / first - 1)})
+        growth = max((row["growth_pct"] for row in rows), default=float("nan"))
+        across = max((100 * (max(sizes) / min(sizes) - 1) for sizes in lasts.values()), default=float("nan"))
+        whole = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in self._ended)
+        seen, off = self._cluster.seen, self._cluster.off()
+        summary: dict[str, Any] = {
+            "steps": self._steps, "finished": whole, "connections_cut": self._cuts, "servers_killed": self._kills,
+            "other_digests": sum(len(digests) > 1 for digests in self._digests.values()),
+            "contributions": seen.contributions, "wrong_on_the_wire": len(seen.faults), "payloads_sent_again": seen.repeats,
+            "applied_off_put_in": off, "accounts_balance": off <= ROUNDING, "growth_pct": growth, "restarts_growth_pct": across,
+            "memory_flat": max(growth, across) <= 5.0, "steps_per_s": self._steps / seconds, "seconds": seconds}
+        if not whole:
+            rows += [{"process": f"worker {rank}", "ended": str(end)} for rank, end in enumerate(self._ended)]
+        return {"rows": rows, "summary": summary}

@@ -1,0 +1,81 @@
+"""From a server's result to the gradient of a lazy optimizer: as entries all the way, beside a dense average that is looked
+through. Knows one bucket; no network."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.compressors import parse, wrap
+from commlayer.optim.entries import sparse_gradient
+from commlayer.records import Bucket, Job, Slice, TensorInfo
+from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.sparse_averages import make_sparse
+
+CODEC = "topk(ratio=0.01)"
+FACTOR = 0.25
+
+
+class _Way:
+    def __init__(self, shape: tuple[int, int], *, entries: bool) -> None:
+        n = shape[0] * shape[1]
+        self._entries, self._p = entries, nn.Parameter(torch.empty(shape))
+        planned = Bucket(0, (Slice(0, 0, n),), "service", CODEC)
+        self._bucket = WorkerBucket(planned, Job((TensorInfo("weight", shape),)), wrap(parse(CODEC)), torch.device("cpu"), 0)
+        if entries:
+            self._bucket.keep_entries()
+
+    def run(self, result: bytes, own: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+        """Seconds, MB of this process's memory that it took besides, and the gradient. `own`: of the backward pass."""
+        p, bucket = self._p, self._bucket
+        p.grad = own
+        before, begin = _resident_mb(), time.perf_counter()
+        bucket.decode(memoryview(result))
+        if self._entries:
+            assert bucket.sparse is not None
+            idx, values = bucket.sparse.entries(0)
+            p.grad = sparse_gradient(idx, values * FACTOR, p.shape)
+        else:
+            bucket.commit(FACTOR, [own])
+            make_sparse([p])
+        took_s = time.perf_counter() - begin
+        assert p.grad is not None
+        return took_s, _resident_mb() - before, p.grad
+
+
+def rows(shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
+    ways = {"dense first": _Way(shape, entries=False), "entries": _Way(shape, entries=True)}
+    result, own = _result(shape), torch.empty(shape)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    memory = dict.fromkeys(ways, 0.0)
+    found = {}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            took_s, mb, found[name] = way.run(result, own)
+            memory[name] = max(memory[name], mb)
+            if number:
+                took[name].append(took_s)
+    first, second = (gradient.coalesce() for gradient in found.values())
+    assert torch.equal(first.indices(), second.indices())
+    assert torch.equal(first.values(), second.values())
+    return [{"optimizer": "handed over", "step": name, "median_ms": round(1e3 * statistics.median(took[name]), 2),
+             "best_ms": round(1e3 * min(took[name]), 2), "memory_mb": round(memory[name], 1)} for name in ways]
+
+
+def _result(shape: tuple[int, int]) -> bytes:
+    """Of the codec, with its ratio of entries."""
+    codec, n = wrap(parse(CODEC)), shape[0] * shape[1]
+    job = Job((TensorInfo("weight", shape),))
+    bucket = WorkerBucket(Bucket(0, (Slice(0, 0, n),), "service", CODEC), job, codec, torch.device("cpu"), 0)
+    bucket.x.normal_(generator=torch.Generator().manual_seed(0))
+    return bytes(bucket.payload[: bucket.encode()])
+
+
+def _resident_mb() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1e3

@@ -1,0 +1,263 @@
+"""One run's processes and links: `commlayer serve` as often as the setting says, workers, and proxies between them.
+
+Servers listen on 127.0.0.1 and say that they are at 127.0.0.2, where the proxies are; each worker finds the coordinator at an
+address of its own, so its link is known. Follows the workers, strikes once, and gathers what is left. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from commlayer.chaos import processes
+from commlayer.chaos.faults import FAULTS, FULL_NBYTES
+from commlayer.chaos.processes import Started
+from commlayer.chaos.proxy import Link, Proxy
+from commlayer.chaos.reports import Ended, Stepped, Task
+from commlayer.chaos.trials import STEPS, Trial
+from commlayer.chaos.wire import Seen
+
+HERE, THERE, CONTROL = "127.0.0.1", "127.0.0.2", "127.0.1.{}"
+PORTS = range(20_000, 32_000)
+"""Below those that the system gives to who dials."""
+TOKEN = "of-a-chaos-run"
+POLL_S = 0.02
+AHEAD = 10
+"""So many steps behind the one at which a fault is to strike workers wait for it, so that it does not come too late."""
+LINGER_S = 3.0
+"""How long servers may take to end behind the job."""
+PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
+"""Nothing that heals takes so long, on however busy a machine."""
+BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 2.0}
+"""Where somebody is lost for good, the others are to notice within a run's time."""
+
+
+class Evidence(NamedTuple):
+    """What a run has left. `stepped` and `ended` by worker; `struck_s` is 0 where the fault was not reached."""
+
+    stepped: list[list[Stepped]]
+    ended: list[Ended | None]
+    shots: int
+    begun_s: float
+    struck_s: float
+    struck_until_s: float
+    wall_s: float
+    faults: tuple[str, ...]
+    """What was wrong on the wire."""
+    contributions: int
+    repeats: int
+    servers_left: tuple[str, ...]
+    """Those that went on behind the job."""
+    left_files: tuple[str, ...]
+    off: float
+    """By how much what was applied in the end is not what was put in; nan where not all have finished."""
+    lines: str
+
+
+class Cluster:
+    """Use it as a context."""
+
+    here, there = HERE, THERE
+    """Where servers listen, and where they say they are."""
+    more: tuple[str, ...] = ()
+    """What else `commlayer serve` is told."""
+    interface = "lo"
+
+    def __init__(self, trial: Trial, store: tuple[str, int], steps: int = STEPS, told_every: int = 1) -> None:
+        self.trial, self._steps, self._store, self._told_every = trial, steps, store, told_every
+        self.setting, self._fault = trial.setting, FAULTS[trial.fault]
+        self._chance = random.Random(f"{trial.fault} {trial.seed} strikes")
+        self.waits = BRIEF if self._fault.ends else PATIENT
+        self.seen = Seen(self.setting.workers)
+        self.links: list[Link] = []
+        self.controls: list[Link] = []
+        self.workers: list[Started] = []
+        self.servers: list[Started] = []
+        self._coordinator: Started | None = None
+        self._strangers: list[socket.socket] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> Cluster:
+        with ExitStack() as stack:
+            self.folder = Path(tempfile.mkdtemp(prefix="commlayer-chaos-"))
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            stack.callback(self._end_processes)
+            self._ports = self._free_ports()
+            self._make_links(stack)
+            if self.setting.apart:
+                self._coordinator = self._serving("coordinator", full=self._fault.full)
+            for number in range(self.setting.servers):
+                self.servers.append(self._serving(f"server-{number}", number, full=self._fault.full))
+            for rank in range(self.setting.workers):
+                self.workers.append(self._worker(rank))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+
+    # ---- what it is made of
+
+    def _free_ports(self) -> list[int]:
+        """The coordinator's, that of the server beside it, and one for each server of its own."""
+        chance = random.Random()
+        while True:
+            first = chance.choice(PORTS)
+            ports = [first, *range(first + 1, first + 2 + self.setting.servers)]
+            with suppress(OSError), ExitStack() as stack:
+                for port in ports:
+                    for host in (HERE, THERE, *(CONTROL.format(rank + 1) for rank in range(self.setting.workers))):
+                        stack.enter_context(socket.create_server((host, port)))
+                return ports
+
+    def _data_port(self, number: int) -> int:
+        return self._ports[1 + number + self.setting.apart] if self.setting.apart else self._ports[1 + number]
+
+    def _make_links(self, stack: ExitStack) -> None:
+        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers)]
+        self.controls = [Link(chance) for chance in chances]
+        grpc = self.setting.carrier == "grpc"  # data passes where control does
+        self.links = self.controls if grpc else [Link(chance) for chance in chances]
+        for rank in range(self.setting.workers):
+            proxy = Proxy((CONTROL.format(rank + 1), self._ports[0]), (HERE, self._ports[0]), self.controls, self.seen, rank)
+            stack.callback(proxy.close)
+        for number in range(self.setting.servers):
+            port = self._data_port(number)
+            stack.callback(Proxy((THERE, port), (HERE, port), self.links, self.seen).close)
+        for link in dict.fromkeys((*self.links, *self.controls)):
+            stack.callback(link.close)
+
+    def _serving(self, name: str, number: int = -1, *, full: bool = False) -> Started:
+        common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there, *self.more]
+        if number >= 0 and self.setting.apart:
+            arguments = ["--join", f"{self.here}:{self._ports[0]}", "--port", str(self._data_port(number)),
+                         "--number", str(number)]
+        else:
+            arguments = ["--port", str(self._ports[0]), "--workers", str(self.setting.workers),
+                         "--servers", str(self.setting.servers), *(["--no-server"] if self.setting.apart else [])]
+        environ = {f"COMMLAYER_{key.upper()}": str(value) for key, value in self.waits.items()}
+        environ |= {"COMMLAYER_TOKEN": TOKEN, "COMMLAYER_CARRIER": self.setting.carrier}
+        return Started(processes.serve, [*arguments, *common], environ=environ, lines=self.folder / f"{name}.lines",
+                       most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
+
+    def _worker(self, rank: int) -> Started:
+        settings: dict[str, Any] = self.waits | {
+            "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": bool(self.more), "token": TOKEN,
+            "join_deadline_s": 20.0, "ranks_per_node": 1, "fuse_nbytes": 2048, "cut_nbytes": 4096,
+            "carrier": self.setting.carrier, "drift_steps": 10, "servers": "one" if self.setting.servers == 1 else "each"}
+        task = Task(rank, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
+                    str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at else 0)
+        return Started(processes.train, task, environ={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface},
+                       lines=self.folder / f"worker-{rank}.lines", inside=self._inside(1 + rank))
+
+    def _join(self, rank: int) -> str:
+        """Where that worker finds the coordinator."""
+        return CONTROL.format(rank + 1)
+
+    def _inside(self, host: int) -> str:
+        """The namespace of servers, who are host 0, and of workers, from 1 on."""
+        return ""
+
+    # ---- for those who strike
+
+    @property
+    def coordinator(self) -> Started:
+        return self._coordinator or self.servers[0]
+
+    def restart_server(self, number: int, *, full: bool = False) -> None:
+        self.servers[number].end()
+        self.servers[number] = self._serving(f"server-{number}", number, full=full)
+
+    def restart_coordinator(self) -> None:
+        assert self._coordinator is not None
+        self._coordinator.end()
+        self._coordinator = self._serving("coordinator")
+
+    def stranger(self, says: bytes) -> int:
+        """Somebody who connects to one of the ports; 1 if it could."""
+        try:
+            one = socket.create_connection((self.here, self._chance.choice([self._ports[0], self._data_port(0)])), 1.0)
+            one.sendall(says)
+        except OSError:
+            return 0
+        self._strangers.append(one)
+        return 1
+
+    def said(self, words: str) -> int:
+        """How many servers have said so."""
+        return sum(words in path.read_text(errors="replace") for path in self.folder.glob("*.lines"))
+
+    # ---- a run
+
+    def run(self, limit_s: float, strike: Callable[[Cluster, Trial, random.Random], int] = lambda *_: 1) -> Evidence:
+        """Until all workers that can have ended, or `limit_s` have passed. `strike` is called once, and counts its hits."""
+        begin = time.monotonic()
+        stepped: list[list[Stepped]] = [[] for _ in self.workers]
+        ended: list[Ended | None] = [None] * len(self.workers)
+        struck = struck_s = until_s = 0.0
+        while time.monotonic() < begin + limit_s:
+            for rank, worker in enumerate(self.workers):
+                for said in worker.told():
+                    if isinstance(said, Stepped):
+                        stepped[rank].append(said)
+                    else:
+                        ended[rank] = said
+            if not struck_s and any(steps and steps[-1].step >= self.trial.at for steps in stepped):
+                time.sleep(self.trial.after_s)
+                for worker in self.workers:
+                    worker.order(None)
+                struck_s = time.monotonic()
+                struck = strike(self, self.trial, self._chance)
+                until_s = time.monotonic()
+            if all(said is not None or self._lost(rank) for rank, said in enumerate(ended)):
+                break
+            wait([w.pipe for r, w in enumerate(self.workers) if ended[r] is None], POLL_S)
+        left = self._servers_left()
+        wall_s = time.monotonic() - begin
+        shots = int(struck) + sum(link.shots for link in dict.fromkeys((*self.links, *self.controls)))
+        files = tuple(str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("*.journal/*"))
+                      if path.name != "lock")
+        seen = self.seen
+        return Evidence(stepped, ended, shots, begin, struck_s, until_s, wall_s, tuple(seen.faults), seen.contributions,
+                        seen.repeats, left, files, self.off(), self._lines())
+
+    def _lost(self, rank: int) -> bool:
+        """Whether that worker will never say anything more."""
+        frozen = self.trial.fault == "freeze-worker" and rank == self.trial.number
+        return frozen or self.workers[rank].silent
+
+    def _servers_left(self) -> tuple[str, ...]:
+        names = {f"server {n}": s for n, s in enumerate(self.servers)}
+        names |= {"coordinator": self._coordinator} if self._coordinator is not None else {}
+        until = time.monotonic() + LINGER_S
+        for one in names.values():
+            one.process.join(max(0.0, until - time.monotonic()))
+        return tuple(name for name, one in names.items() if one.process.is_alive())
+
+    def off(self) -> float:
+        ranks = range(self.setting.workers)
+        if not all((self.folder / f"applied-{rank}").exists() for rank in ranks):
+            return float("nan")
+        put = sum(np.fromfile(self.folder / f"put-{rank}") for rank in ranks)
+        return max(float(np.abs(np.fromfile(self.folder / f"applied-{rank}") - put).max()) for rank in ranks)
+
+    def _lines(self) -> str:
+        return "\n".join(f"{path.stem}: {line}" for path in sorted(self.folder.glob("*.lines"))
+                         for line in path.read_text(errors="replace").splitlines())
+
+    def _end_processes(self) -> None:
+        for one in (*self.workers, *self.servers, *([self._coordinator] if self._coordinator else [])):
+            one.end()
+        for stranger in self._strangers:
+            stranger.close()

@@ -1,0 +1,61 @@
+"""The faults, a row each: what they are, whom they strike and which jobs they fit. Does nothing, and knows no outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from commlayer.chaos.trials import Setting
+
+FULL_NBYTES = 8 << 10
+"""A file that may not get larger than this is what a full disk is: no journal fits."""
+
+
+def _any(_: Setting) -> bool:
+    return True
+
+
+def _apart(setting: Setting) -> bool:
+    return setting.apart
+
+
+def _over_tcp(setting: Setting) -> bool:
+    return setting.carrier == "tcp"
+
+
+class Fault(NamedTuple):
+    """`strikes`: what its victim is. `ends`: what is lost does not come back, so waits are short. `full`: no journal fits,
+    from the start."""
+
+    what: str
+    strikes: str
+    fits: Callable[[Setting], bool] = _any
+    ends: bool = False
+    full: bool = False
+
+
+FAULTS: dict[str, Fault] = {
+    "none": Fault("nothing: what the others are compared with", "worker"),
+    "kill-worker": Fault("SIGKILL", "worker", ends=True),
+    "stop-worker": Fault("SIGSTOP for a moment", "worker"),
+    "freeze-worker": Fault("SIGSTOP for good", "worker", ends=True),
+    "kill-server": Fault("SIGKILL, and started again", "server"),
+    "stop-server": Fault("SIGSTOP for a moment", "server"),
+    "restart-storm": Fault("SIGKILL and started again, time after time", "server"),
+    "lose-server": Fault("SIGKILL, and not started again", "server", ends=True),
+    "kill-coordinator": Fault("SIGKILL, and started again", "coordinator", _apart),
+    "lose-coordinator": Fault("SIGKILL, and not started again", "coordinator", _apart),
+    "cut": Fault("data connections are reset or closed", "worker"),
+    "cut-control": Fault("control connections are reset or closed", "worker", _over_tcp),
+    "half-open": Fault("connections end at the worker, and nobody tells the server", "worker", _over_tcp),
+    "partition": Fault("one way is blocked, for a moment", "worker"),
+    "isolate-worker": Fault("one way is blocked, for good", "worker", ends=True),
+    "slow-link": Fault("every piece of data is late", "worker"),
+    "flip-bits": Fault("bits of data are flipped on the way", "worker", _over_tcp),
+    "flip-control": Fault("bits of control messages are flipped on the way", "worker"),
+    "clock-jump": Fault("a process's clock jumps by hours to years", "worker"),
+    "full-disk": Fault("no room for journals", "server", full=True),
+    "full-disk-later": Fault("SIGKILL, and started again without room for a journal", "server"),
+    "strangers": Fault("connections that say nothing, or nonsense", "server"),
+}
+"""By the names that `commlayer chaos --faults` takes."""

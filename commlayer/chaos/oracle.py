@@ -1,0 +1,45 @@
+"""What a run may end with: a function of the fault and the job it struck. The one place that says so. Knows no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from commlayer.chaos.trials import Trial
+
+
+class Outcome(NamedTuple):
+    """How a job ends: all finish with the undisturbed run's bits, or those that are left stop, and name one of `peers`."""
+
+    how: str
+    peers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.how} {' or '.join(self.peers)}" if self.peers else self.how
+
+
+GOES_ON = Outcome("goes on")
+
+
+def _named(trial: Trial) -> Outcome:
+    return Outcome("stops, naming", (trial.victim,))
+
+
+RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
+    # Who is lost for good ends a job: it has a fixed number of workers and servers.
+    "kill-worker": lambda trial: (_named(trial),),
+    "freeze-worker": lambda trial: (_named(trial),),
+    "isolate-worker": lambda trial: (Outcome("stops, naming", (trial.victim, *_servers(trial))),),
+    "lose-server": lambda trial: (_named(trial),),
+}
+
+
+def _servers(trial: Trial) -> tuple[str, ...]:
+    """Who is cut off sees the servers go, and the others see it go."""
+    return tuple(f"server {number}" for number in range(trial.setting.servers))
+
+
+def allowed(trial: Trial) -> tuple[Outcome, ...]:
+    """Everything that heals costs no step and no bit."""
+    rule = RULES.get(trial.fault)
+    return rule(trial) if rule is not None else (GOES_ON,)

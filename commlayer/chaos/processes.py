@@ -1,0 +1,140 @@
+"""Processes that begin with torch and commlayer loaded, forked from one that has done nothing else: a run lasts no 3 s.
+
+Each is a process of its own, with its own environment, signals and end. Loads no torch here: the process that is forked does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import runpy
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from commlayer.chaos.clock import obey
+from commlayer.chaos.reports import Task
+from commlayer.config import take_environment
+
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
+           "commlayer.chaos.training", "commlayer.control.server_process", "commlayer.control.serving", "commlayer.cli.main"]
+DIE_S = 5.0
+CLONE_NEWNET = 0x40000000
+
+
+class Started:
+    """A process. `lines` is where its standard error goes, and that of those that it was before."""
+
+    def __init__(self, target: Callable[..., None], *args: Any, environ: Mapping[str, str], lines: Path,
+                 most_nbytes: int = 0, inside: str = "") -> None:
+        """`target(pipe, *args)`. `most_nbytes`: no file that it writes gets larger, 0: as the system has it. `inside`: the
+        network namespace that it is in, a path; empty for this one."""
+        self.lines, self._over = lines, False
+        self.pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        given = (target, theirs, args, dict(environ), str(lines), most_nbytes, inside)
+        self.process = context.Process(target=_begin, args=given, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def signal(self, number: int) -> int:
+        """1 if it was alive."""
+        if not self.process.is_alive() or self.process.pid is None:
+            return 0
+        os.kill(self.process.pid, number)
+        return 1
+
+    def order(self, what: Any) -> int:
+        """Tells it something; 1 if somebody is there to hear it."""
+        try:
+            self.pipe.send(what)
+        except OSError:
+            return 0
+        return int(self.process.is_alive())
+
+    def told(self) -> list[Any]:
+        """What it has said since."""
+        found = []
+        try:
+            while not self._over and self.pipe.poll():
+                found.append(self.pipe.recv())
+        except (EOFError, OSError):
+            self._over = True
+        return found
+
+    @property
+    def silent(self) -> bool:
+        """Whether it will never say anything more."""
+        return self._over or (not self.process.is_alive() and not self.pipe.poll())
+
+    def end(self) -> None:
+        """At once, whatever it does."""
+        self.process.kill()
+        self.process.join(DIE_S)
+        self.pipe.close()
+
+
+def _begin(target: Callable[..., None], pipe: Any, args: tuple[Any, ...], environ: dict[str, str], lines: str,
+           most_nbytes: int, inside: str) -> None:
+    os.setpgid(0, 0)
+    if inside:
+        with open(inside) as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {inside}")
+    take_environment(environ)
+    with open(lines, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if most_nbytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_nbytes, most_nbytes))
+    target(pipe, *args)
+
+
+def train(pipe: Any, task: Task) -> None:
+    """A worker."""
+    from commlayer.chaos import training
+
+    training.train(pipe, task)
+
+
+def serve(pipe: Any, arguments: list[str]) -> None:
+    """`commlayer serve`, and this process's clock may be set."""
+    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    sys.argv = ["commlayer", "serve", *arguments]
+    runpy.run_module("commlayer", run_name="__main__")
+
+
+def scratch() -> Path:
+    """A folder of its own."""
+    return Path(tempfile.mkdtemp(prefix="commlayer-chaos-"))
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def store(pipe: Any, address: str) -> None:
+    """Where the ranks of all runs meet, as under torchrun, whose agent outlasts them. Tells its port."""
+    from torch._C._distributed_c10d import TCPStore
+
+    made = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    pipe.send(made.port)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+def _follow(pipe: Any) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            obey(pipe.recv())

@@ -1,0 +1,162 @@
+"""A TCP proxy that breaks what passes: ends, holds, slows and flips, by worker and by way. Threads; knows frames only to see
+whose a connection is.
+
+It stands between workers and servers on loopback, so a network's faults need no root. What it holds back is not lost but late,
+as behind a network that is away: TCP would send it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+
+from commlayer.chaos.wire import Seen, Stretch
+
+UP, DOWN = 0, 1
+CHUNK_NBYTES = 1 << 16
+_RESET = struct.pack("ii", 1, 0)
+Address = tuple[str, int]
+
+
+class Way:
+    """What happens to bytes that go one way between a worker and all servers. `shots` counts what it has happened to."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.delay_s = 0.0
+        self.flips = 0
+        """So many chunks to come have a bit flipped."""
+        self.shots = 0
+        self._chance, self._lock = chance, threading.Lock()
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def carry(self, data: bytes) -> bytes:
+        """What comes out at the other end, when it does."""
+        if not self._open.is_set():
+            self.shots += 1
+            self._open.wait()
+        if self.delay_s:
+            self.shots += 1
+            time.sleep(self.delay_s)
+        with self._lock:
+            if not self.flips:
+                return data
+            self.flips -= 1
+            self.shots += 1
+            at = self._chance.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1 << self._chance.randrange(8)]) + data[at + 1 :]
+
+
+class Link:
+    """A worker's ways, and its connections that pass here."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.ways = Way(chance), Way(chance)
+        self._lock = threading.Lock()
+        self._ends: dict[socket.socket, socket.socket] = {}
+        """The worker's end of each connection: the other end."""
+        self._quiet: set[socket.socket] = set()
+
+    @property
+    def shots(self) -> int:
+        return sum(way.shots for way in self.ways)
+
+    def add(self, near: socket.socket, far: socket.socket) -> None:
+        with self._lock:
+            self._ends[near] = far
+
+    def drop(self, near: socket.socket) -> bool:
+        """Whether nobody else has ended it."""
+        with self._lock:
+            return self._ends.pop(near, None) is not None
+
+    def cut(self, *, reset: bool, halves: bool = False) -> int:
+        """Ends all connections; `halves`: the worker's ends alone, and the others hear nothing. How many there were."""
+        with self._lock:
+            ends, self._ends = self._ends, {}
+            if halves:
+                self._quiet |= set(ends.values())
+        for near, far in ends.items():
+            end(near, reset=reset)
+            if not halves:
+                end(far, reset=reset)
+        return len(ends)
+
+    def close(self) -> None:
+        for way in self.ways:
+            way.delay_s = 0.0
+            way.release()
+        self.cut(reset=True)
+        for far in self._quiet:
+            end(far, reset=True)
+
+
+class Proxy:
+    """Before one address. `rank`: whose connections these are; else their first frame says so."""
+
+    def __init__(self, listen: Address, target: Address, links: list[Link], seen: Seen, rank: int = -1) -> None:
+        self._target, self._links, self._seen, self._rank = target, links, seen, rank
+        self._nobody = Link(random.Random(0))
+        self._listener = socket.create_server(listen, backlog=128)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(self._target, 5.0)
+            except OSError:  # nobody listens there just now
+                end(near, reset=True)
+                continue
+            far.settimeout(None)
+            link = self._links[self._rank] if self._rank >= 0 else self._nobody
+            link.add(near, far)
+            stretch = Stretch(self._seen) if self._rank < 0 else None
+            for one in (near, far):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for way, source, sink in ((UP, near, far), (DOWN, far, near)):
+                threading.Thread(target=self._pump, args=(way, source, sink, near, far, link, stretch), daemon=True).start()
+
+    def _pump(self, way: int, source: socket.socket, sink: socket.socket, near: socket.socket, far: socket.socket,
+              link: Link, stretch: Stretch | None) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(CHUNK_NBYTES):
+                if stretch is not None:
+                    before = stretch.rank
+                    stretch.feed(way, data)
+                    if stretch.rank != before and 0 <= stretch.rank < len(self._links) and link.drop(near):
+                        self._links[stretch.rank].add(near, far)
+                    link = self._links[stretch.rank] if 0 <= stretch.rank < len(self._links) else self._nobody
+                sink.sendall(link.ways[way].carry(data))
+            sink.shutdown(socket.SHUT_WR)
+            return
+        if link.drop(near):
+            end(near, reset=True)
+            end(far, reset=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else the thread in accept() takes one more
+        self._listener.close()
+        self._nobody.close()
+
+
+def end(one: socket.socket, *, reset: bool) -> None:
+    with contextlib.suppress(OSError):
+        if reset:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        one.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)  # a close alone would not wake the thread that reads
+    one.close()

@@ -1,0 +1,43 @@
+"""What a worker of a chaos run is told, and what it tells. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+STEPS_PER_EPOCH = 8
+
+
+class Task(NamedTuple):
+    """What a worker is to do. `told_every`: of so many steps it tells one."""
+
+    rank: int
+    workers: int
+    steps: int
+    codec: str
+    store: tuple[str, int]
+    """Where ranks meet."""
+    meeting: str
+    settings: dict[str, Any]
+    folder: str
+    told_every: int = 1
+    waits_at: int = 0
+    """Behind that step it waits for an order, if there was none yet."""
+
+
+class Stepped(NamedTuple):
+    """After a step."""
+
+    step: int
+    digest: str
+    samples: tuple[int, ...]
+    at_s: float
+
+
+class Ended(NamedTuple):
+    """The last word. `peer` and `what`: of the error that ended it, if one did; `bug`: of one that is none of the network's."""
+
+    steps: int
+    at_s: float
+    peer: str = ""
+    what: str = ""
+    bug: str = ""

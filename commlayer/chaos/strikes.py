@@ -1,0 +1,193 @@
+"""What each fault does to the processes and links of a run. Knows no outcome.
+
+A strike returns how often it has struck; what happens to bytes on a link is counted by the way that carries them.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+
+from commlayer.chaos.cluster import Cluster
+from commlayer.chaos.processes import Started
+from commlayer.chaos.proxy import Link, Way
+from commlayer.chaos.trials import Trial
+
+Strike = Callable[[Cluster, Trial, random.Random], int]
+HOUR_S = 3600.0
+
+
+# ---- processes
+
+
+def kill_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return cluster.workers[trial.number].signal(signal.SIGKILL)
+
+
+def stop_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _paused(cluster.workers[trial.number], chance)
+
+
+def freeze_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return cluster.workers[trial.number].signal(signal.SIGSTOP)
+
+
+def kill_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    struck = cluster.servers[trial.number].signal(signal.SIGKILL)
+    time.sleep(chance.uniform(0.0, 0.2))
+    cluster.restart_server(trial.number)
+    return struck
+
+
+def kill_coordinator(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    struck = cluster.coordinator.signal(signal.SIGKILL)
+    time.sleep(chance.uniform(0.0, 0.2))
+    cluster.restart_coordinator()
+    return struck
+
+
+def lose_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return cluster.servers[trial.number].signal(signal.SIGKILL)
+
+
+def lose_coordinator(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return cluster.coordinator.signal(signal.SIGKILL)
+
+
+def stop_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _paused(cluster.servers[trial.number], chance)
+
+
+def restart_storm(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """Some of them die while they start."""
+    struck = 0
+    for _ in range(chance.randint(3, 5)):
+        struck += cluster.servers[trial.number].signal(signal.SIGKILL)
+        cluster.restart_server(trial.number)
+        time.sleep(chance.uniform(0.0, 0.15))
+    return struck
+
+
+def fill_disk(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """It was full from the start: what is asked here is whether the servers have noticed."""
+    return cluster.said("the job goes on without it")
+
+
+def fill_disk_later(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """A server is started again, and finds its journal but no room for the next one."""
+    struck = cluster.servers[trial.number].signal(signal.SIGKILL)
+    cluster.restart_server(trial.number, full=True)
+    return struck
+
+
+def jump_clock(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    jump_s = chance.choice((-1, 1)) * HOUR_S * 10 ** chance.uniform(0, 4)
+    struck = chance.choice((cluster.workers[trial.number], cluster.coordinator, *cluster.servers))
+    jumped = struck.order(jump_s)
+    _cut(cluster.controls[trial.number], chance)  # so that something is proved anew by the new time
+    return jumped
+
+
+def _paused(struck: Started, chance: random.Random) -> int:
+    count = struck.signal(signal.SIGSTOP)
+    time.sleep(chance.uniform(0.2, 0.6))
+    struck.signal(signal.SIGCONT)
+    return count
+
+
+# ---- links
+
+
+def cut(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _cut(cluster.links[trial.number], chance)
+
+
+def cut_control(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _cut(cluster.controls[trial.number], chance)
+
+
+def _cut(link: Link, chance: random.Random) -> int:
+    struck = 0
+    for _ in range(chance.randint(1, 4)):
+        struck += link.cut(reset=chance.random() < 0.5)
+        time.sleep(chance.uniform(0.0, 0.1))
+    return struck
+
+
+def leave_half_open(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return cluster.links[trial.number].cut(reset=True, halves=True)
+
+
+def partition(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    ways = _one_way(cluster, trial, chance)
+    for way in ways:
+        way.hold()
+    time.sleep(chance.uniform(0.3, 0.8))
+    for way in ways:
+        way.release()
+    return 0
+
+
+def isolate(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    for way in _one_way(cluster, trial, chance):
+        way.hold()
+    return 0
+
+
+def _one_way(cluster: Cluster, trial: Trial, chance: random.Random) -> list[Way]:
+    """Of data and control alike."""
+    which, links = chance.randrange(2), (cluster.links[trial.number], cluster.controls[trial.number])
+    return [link.ways[which] for link in dict.fromkeys(links)]
+
+
+def slow_down(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """For the rest of the run."""
+    for way in cluster.links[trial.number].ways:
+        way.delay_s = chance.uniform(0.002, 0.008)
+    return 0
+
+
+def flip(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _flip(cluster.links[trial.number], chance)
+
+
+def flip_control(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _flip(cluster.controls[trial.number], chance)
+
+
+def _flip(link: Link, chance: random.Random) -> int:
+    chance.choice(link.ways).flips = chance.randint(1, 3)
+    return 0
+
+
+def call_as_strangers(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """They connect, say nothing or what nobody understands, and stay."""
+    return sum(cluster.stranger(chance.randbytes(chance.choice((0, 0, 1, 100, 5000)))) for _ in range(30))
+
+
+STRIKES: dict[str, Strike] = {
+    "none": lambda *_: 1,
+    "kill-worker": kill_worker,
+    "stop-worker": stop_worker,
+    "freeze-worker": freeze_worker,
+    "kill-server": kill_server,
+    "stop-server": stop_server,
+    "restart-storm": restart_storm,
+    "lose-server": lose_server,
+    "kill-coordinator": kill_coordinator,
+    "lose-coordinator": lose_coordinator,
+    "cut": cut,
+    "cut-control": cut_control,
+    "half-open": leave_half_open,
+    "partition": partition,
+    "isolate-worker": isolate,
+    "slow-link": slow_down,
+    "flip-bits": flip,
+    "flip-control": flip_control,
+    "clock-jump": jump_clock,
+    "full-disk": fill_disk,
+    "full-disk-later": fill_disk_later,
+    "strangers": call_as_strangers,
+}

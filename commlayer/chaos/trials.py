@@ -1,0 +1,59 @@
+"""One run as a value: which fault, of which job, when. Made of a seed alone, so any run can be repeated. Starts nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+STEPS = 40
+"""Of an undisturbed run, which takes a fraction of a second."""
+
+
+class Setting(NamedTuple):
+    """A job: what is sent, how many take part, and whether the coordinator is a process of its own."""
+
+    codec: str
+    workers: int = 2
+    servers: int = 1
+    apart: bool = False
+    carrier: str = "tcp"
+
+    def __str__(self) -> str:
+        """
+        >>> str(Setting("int8()", 2, 2, apart=True))
+        'int8, 2 workers, 2 servers, coordinator apart'
+        """
+        servers = "server" if self.servers == 1 else "servers"
+        said = [self.codec.removesuffix("()"), f"{self.workers} workers", f"{self.servers} {servers}"]
+        return ", ".join(said + ["coordinator apart"] * self.apart + ["gRPC"] * (self.carrier == "grpc"))
+
+
+SETTINGS = (
+    Setting("topk(ratio=0.1)", workers=3),
+    Setting("identity()"),
+    Setting("powersgd(rank=2)", apart=True),
+    Setting("topk(ratio=0.1)", servers=2, apart=True),
+    Setting("int8()", carrier="grpc"),
+    Setting("int8()", workers=3, apart=True),
+)
+
+
+class Trial(NamedTuple):
+    """`strikes` and `number` say who is struck; `after_s` behind the step `at` of whoever is first there."""
+
+    seed: int
+    fault: str
+    setting: Setting
+    strikes: str = "worker"
+    number: int = 0
+    at: int = 0
+    after_s: float = 0.0
+
+    @property
+    def victim(self) -> str:
+        """As errors name it."""
+        return f"{self.strikes} {self.number}"
+
+    @property
+    def again(self) -> str:
+        """The line that does it again."""
+        return f"commlayer chaos --faults {self.fault} --seed {self.seed} --runs 1"

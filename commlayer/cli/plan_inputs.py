@@ -1,0 +1,128 @@
+"""What `commlayer plan` reads and writes besides plans: jobs, clusters and profiles by name or file. Knows no decisions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from msgspec import structs
+
+from commlayer import records
+from commlayer.balance import tuner_loss
+from commlayer.balance.tuner_loss import LossModel
+from commlayer.files import write_whole
+from commlayer.plan_file import text_of
+from commlayer.planner.model.cluster import Cluster, Profile
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.pricing.path_cost import bare
+from commlayer.planner.tables import jobs
+from commlayer.planner.tables.learning import rows_in
+from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, profile_of
+from commlayer.records import Job
+
+
+def job_named(model: str, batch: int | None) -> Job:
+    """A built-in job, one in a JSON file, or the model that a user's function makes, timed on this machine."""
+    if batch is not None and batch < 1:
+        raise ValueError(f"--batch: got {batch}, allowed: at least 1")
+    if model.endswith(".json"):
+        return jobs.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
+    if model.endswith(".py") or ":" in model:
+        # Here, since it loads torch, which plans of built-in models and job files do without.
+        from commlayer.cli.user_code import job_of_function
+
+        return jobs.on_reference(job_of_function(model, batch))
+    try:
+        return jobs.builtin(model, batch)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
+
+
+def _of_batch(job: Job, batch: int | None, file: str) -> Job:
+    """With the batch that it was timed with, where the file does not say: its times are of no other."""
+    if batch is not None and job.batch not in (None, batch):
+        raise ValueError(f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
+                         f"with `commlayer profile --model FILE.py:FUNCTION --batch {batch} --job {file}`")
+    return job if batch is None else structs.replace(job, batch=batch)
+
+
+def cluster_named(file: str, nodes: str) -> Cluster:
+    if bool(file) == bool(nodes):
+        raise ValueError("say the machines once: --cluster FILE or --nodes LINE (`commlayer plan init` writes a first file)")
+    if nodes:
+        return cluster_from_line(nodes)
+    return cluster_of(text_of(file, "cluster"), f"cluster {file}", toml=not file.endswith(".json"))
+
+
+def profile_named(file: str) -> Profile | None:
+    if not file:
+        return None
+    return profile_of(text_of(file, "profile"), f"profile {file}", toml=file.endswith(".toml"))
+
+
+def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
+    """As the profile spells them: a measured one writes every argument out."""
+    try:
+        spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
+        return tuple(spelled.get(bare(text), text) for text in texts)
+    except ValueError as error:
+        raise ValueError(f"--codec: {error}") from None
+
+
+OPTIMIZERS = {"": "", "other": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
+
+
+def optimizer_named(name: str) -> str:
+    """Its family."""
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {name}: allowed are adamw, adam and sgd (with momentum); leave it out for any other")
+    return OPTIMIZERS[name.lower()]
+
+
+def objective_named(name: str) -> Literal["loss", "step"]:
+    if name not in ("loss", "step"):
+        raise ValueError(f"--objective {name}: allowed are loss and step")
+    return "loss" if name == "loss" else "step"
+
+
+def loss_named(file: str) -> LossModel | None:
+    return tuner_loss.read(Path(file)) if file else None
+
+
+def learning_named(file: str) -> tuple[LearningRow, ...]:
+    return rows_in(Path(file)) if file else ()
+
+
+def check_json(path: Path | None) -> None:
+    """See write_json: before time is spent on what it is to hold."""
+    if path is not None:
+        check_out(path)
+
+
+def write_json(path: Path | None, text: str) -> None:
+    """What --json FILE asks for, in every command: the record besides what is printed."""
+    if path is not None:
+        write({path: text + "\n"})
+
+
+def check_out(path: Path) -> None:
+    """Before time is spent on what it is to hold."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder, allowed: the name of a file")
+    if not folder.is_dir():
+        raise ValueError(f"{path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: the folder {folder} cannot be written to")
+
+
+def write(texts: Mapping[Path, str]) -> None:
+    """All of them whole, or none."""
+    for path in texts:
+        check_out(path)
+    try:
+        write_whole({path: text.encode() for path, text in texts.items()})
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from None

@@ -1,0 +1,233 @@
+"""Plans as tables and text for people. Knows records, no files and no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from commlayer.planner.model.cluster import Cluster
+from commlayer.planner.simulation.timeline import Timeline, per_step
+from commlayer.planner.verbs.baselines import Beside
+from commlayer.planner.verbs.diff import Difference, spelled
+from commlayer.planner.verbs.explain import Explanation
+from commlayer.planner.verbs.whatif import Curve, break_even, way_of
+from commlayer.records import Bucket, Job, Plan, Why
+
+PIPE_WIDTH = 120
+BAR = 30
+WIDE = 110
+"""Columns from which there is room for names and reasons in a table of plans."""
+SHORT_BAR = 12
+LONGEST = 24
+"""Letters of a codec or an op that are kept together."""
+SEEN_S = 5e-5
+"""What is shown as more than 0.0 ms."""
+NAME = 16
+"""Letters of a tensor's name in a table."""
+
+
+def console_of() -> Console:
+    """As wide as the terminal, or as a page where there is none."""
+    console = Console(highlight=False, markup=False)  # brackets in names are no markup
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}" if seconds < 100 else f"{seconds * 1e3:,.0f}"
+
+
+def nbytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def table(title: str, *columns: str) -> Table:
+    """Names that begin with ">" are of numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
+    compute_s = timeline.compute_s / plan.local_steps
+    hosts = ", ".join(cluster.nodes[i].name for i in plan.hosts)
+    lines = [
+        f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
+        f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes",
+        f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
+        f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}; "
+        f"with free compression {ms(plan.free_s)}",
+    ]
+    if job.batch and plan.step_s:
+        lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
+    if way := way_of(plan):
+        lines.append(f"steps are taken otherwise than one after the other: {way}")
+    if plan.servers:
+        lines.append(f"servers on {hosts or f'{plan.servers} nodes'}")
+    return "\n".join(lines)
+
+
+def factor(steps: float, high: float) -> str:
+    """
+    >>> factor(1.0, 1.25), factor(1.0, 1.0), factor(0.0, 0.0)
+    ('1.00 - 1.25', '1.00', 'not known')
+    """
+    if not steps:
+        return "not known"
+    return f"{steps:.2f}" if f"{steps:.2f}" == f"{high:.2f}" else f"{steps:.2f} - {high:.2f}"
+
+
+def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]:
+    """The plan beside what it has to beat."""
+    dense_s = next(row.to_loss_s for row in rows if row.name == "dense fp32")
+    made = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
+                 ">of dense fp32's")
+    for row in rows:
+        steps = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
+        made.add_row(row.name, ms(row.step_s), *steps, f"{row.to_loss_s / dense_s:.3g} x")
+    yield made
+    if known:
+        yield ("x steps: how many times as many as dense training needs, the median and cautiously; ms to a loss: cautiously, "
+               "for each step of dense training; alone: the fastest one computes everybody's batch; latencies: if links and "
+               "codecs took no time")
+    mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
+    if mine and alone and alone.to_loss_s < mine.to_loss_s:
+        yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
+
+
+def by_decision(plan: Plan, job: Job, width: int) -> Table:
+    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name."""
+    wide = width >= WIDE
+    alike: dict[str, list[Bucket]] = {}
+    for bucket in plan.buckets:
+        alike.setdefault(spelled(bucket), []).append(bucket)
+    made = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
+                 *([">sent, received", "such as", "why"] if wide else [">such as", "why"]))
+    for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
+        first = max(buckets, key=lambda b: b.numel)
+        codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
+        made.add_row(
+            str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
+            f"{sum(b.numel for b in buckets) / job.numel:.1%}",
+            *([nbytes(sum(b.why.nbytes for b in buckets if b.why)),
+               f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
+            first.why.reason if first.why else "",
+        )
+    for column in made.columns[1:3]:  # reasons may break anywhere, codecs and ops between words
+        column.min_width = min(LONGEST, max((len(word) for cell in column.cells for word in str(cell).split()), default=0))
+    return made
+
+
+def shortened(name: str) -> str:
+    """
+    >>> shortened("bert.encoder.layer.10.attention.output.dense.weight")
+    'bert.…nse.weight'
+    """
+    return name if len(name) <= NAME else f"{name[: NAME // 3]}…{name[len(name) - NAME + NAME // 3 + 1 :]}"
+
+
+def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
+    bucket, why = told.bucket, told.bucket.why
+    names = ", ".join(told.tensors[:6]) + (f" and {len(told.tensors) - 6} more" if len(told.tensors) > 6 else "")
+    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
+    yield f"goes as {spelled(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
+    if why is not None:
+        yield f"because: {why.reason}"
+        if why.runner_up:
+            yield f"runner-up: {why.runner_up}: {with_runner_up(why)}"
+    what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange take"
+    yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
+           f"of which computing {ms(told.compute_s)}")
+    if told.steps:
+        whole = told.step_s / told.local_steps * told.steps_high
+        yield (f"steps needed: {factor(told.steps, told.steps_high)} x those of dense training; were all sent so, "
+               f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(whole)} ms for each of those")
+    made = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
+    end = max([told.step_s, *(span.end_s for span in told.spans)])
+    for span in told.spans:
+        sent = nbytes(span.nbytes) if span.nbytes else ""
+        made.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
+                     bar(span.start_s / end, span.end_s / end, bar_of(width)))
+    yield made
+
+
+def with_runner_up(why: Why) -> str:
+    """
+    >>> with_runner_up(Why(0.1, 8, "", "x", 0.003, 0.02)), with_runner_up(Why(0.1, 8, "", "x", 1e-9))
+    ('a loss would come 2 % later, the step be 3.0 ms longer', 'the step would be as long')
+    >>> with_runner_up(Why(0.1, 8, "", "x", -0.003, -0.02))
+    'a loss would come 2 % sooner, which is too little to leave the finer for it; the step would be 3.0 ms shorter'
+    """
+    how = "shorter" if why.runner_up_s < 0 else "longer"
+    step = f"{ms(abs(why.runner_up_s))} ms {how}" if abs(why.runner_up_s) >= SEEN_S else "as long"
+    if not why.runner_up_later:
+        return f"the step would be {step}"
+    part = f"a loss would come {100 * abs(why.runner_up_later):.2g} %"
+    if why.runner_up_later < 0:
+        return f"{part} sooner, which is too little to leave the finer for it; the step would be {step}"
+    return f"{part} later, the step be {step}"
+
+
+def bar_of(width: int) -> int:
+    """How long bars are on a page of that width."""
+    return BAR if width >= WIDE else SHORT_BAR
+
+
+def bar(start: float, end: float, whole: int) -> str:
+    """
+    >>> bar(0.5, 1.0, 30)
+    '...............###############'
+    """
+    first = min(whole - 1, int(start * whole))
+    length = max(1, round(end * whole) - first)
+    return "." * first + "#" * length + "." * (whole - first - length)
+
+
+def difference(told: Difference, before: str, after: str) -> Iterator[RenderableType]:
+    if told.equal:
+        yield "the plans decide alike"
+        return
+    yield (f"step {ms(told.step_s[0])} ms -> {ms(told.step_s[1])} ms; {told.buckets[0]} -> {told.buckets[1]} buckets; "
+           f"{len(told.changes)} tensors go otherwise")
+    if all(told.steps):
+        steps = [factor(*each) for each in zip(told.steps, told.steps_high, strict=True)]
+        to_loss = [ms(step_s * high) for step_s, high in zip(told.step_s, told.steps_high, strict=True)]
+        yield f"steps needed {steps[0]} x -> {steps[1]} x; to a loss cautiously {to_loss[0]} ms -> {to_loss[1]} ms"
+    alike: dict[tuple[str, str], list[str]] = {}
+    for change in told.changes:
+        alike.setdefault((change.before, change.after), []).append(change.tensor)
+    made = table("", ">tensors", "such as", before, after)
+    for name, old, new in told.fields:
+        made.add_row("", name, old, new)
+    for (old, new), names in sorted(alike.items(), key=lambda each: -len(each[1])):
+        made.add_row(str(len(names)), shortened(names[0]), old, new)
+    yield made
+    if len(told.changes) > len(alike):
+        yield "--json names every tensor"
+
+
+def curve(told: Curve, width: int) -> Iterator[RenderableType]:
+    known, wide = all(p.steps for p in told.points), width >= WIDE
+    headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
+               *([">dense ms"] if wide or not known else []), ">gain",
+               *([] if known else [">free ms"]), *([">samples/s"] if wide else []), "codec", "way"]
+    made = table("", *headers)
+    for p in told.points:
+        gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
+        made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
+                     *([ms(p.dense_s)] if wide or not known else []), gain, *([] if known else [ms(p.free_s)]),
+                     *([f"{p.samples_per_s:,.1f}"] if wide else []), p.codec, p.way or "plain")
+    made.columns[0].no_wrap = True
+    for column in made.columns[-2:]:
+        column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
+    yield made
+    yield ("gain: of the plan over the best one without compression" + (", in seconds to a loss" if known else "")
+           + "; codec: of most elements; way: how steps are taken" + ("" if known else "; free: if coding took no time"))
+    if told.swept == "bandwidth":
+        yield break_even(told)

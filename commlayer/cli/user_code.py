@@ -1,0 +1,90 @@
+"""A user's function named on the command line (FILE.py, FILE.py:FUNCTION, MODULE:FUNCTION), and the Job of the model it makes.
+
+Knows no command and no codecs. Loads torch only to time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from commlayer.records import Job
+
+
+def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
+    """The function; `default` is its name in a file named alone, `what` says in errors what it has to be."""
+    where, colon, name = text.rpartition(":")
+    if text.endswith(".py"):
+        where, name = text, default
+    elif not colon or not where or not name:
+        raise ValueError(f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
+    # What Python does for a script and for `python -m`: the command itself begins elsewhere.
+    beside = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
+    if str(beside) not in sys.path:
+        sys.path.insert(0, str(beside))
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except FileNotFoundError:
+        raise ValueError(f"{where}: no such file") from None
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and not where.endswith(".py")
+        said = str(error) if absent else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{text}: {said}".splitlines()[0]) from None
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{text}: has no function {name} {what}")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("commlayer_user", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+T = TypeVar("T")
+
+
+def made_by(text: str) -> Callable[..., Any]:
+    """The function that makes a model and its loss."""
+    return function_of(text, "make", "that returns (model, loss)")
+
+
+def job_of_function(text: str, batch: int | None) -> Job:
+    return job_made_by(made_by(text), text, batch)
+
+
+def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
+    """`text` is how the user named it."""
+    from torch import nn
+
+    from commlayer.measure.model_times import timed_job
+
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch of {text}: got {batch}, allowed: at least 1")
+    made = _of_user(text, make)
+    try:
+        model, loss_of = made
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text}: expected (model, function that computes a loss): {error}") from None
+    if not isinstance(model, nn.Module) or not callable(loss_of):
+        raise ValueError(f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
+                         "function that computes a loss")
+    return _of_user(f"{text}: a step", lambda: timed_job(model, loss_of, batch=batch, name=text))
+
+
+def _of_user(what: str, call: Callable[[], T]) -> T:
+    """What is wrong in a user's model is one line as well: trained by itself it shows where."""
+    try:
+        return call()
+    except Exception as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None

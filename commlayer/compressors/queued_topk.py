@@ -1,0 +1,81 @@
+"""topk on a device with one wait in all: what selection.pick and the encoding do, queued as kernels. Knows launches, no format.
+
+The host decides nothing between gradient and bytes: sample, cut, scan, trimming and packing follow one another on the device,
+and the size of the payload comes back in the end with what the threshold's filter learns from. Where the scan found too little
+or something not finite, or positions are smallest as blocks, nothing was packed, and the caller goes on in the general way.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from commlayer.compressors import selection, tracked_threshold
+from commlayer.compressors.codec import State
+from commlayer.compressors.device import sparse
+from commlayer.compressors.selection import Picked
+from commlayer.gpu.launch import each
+from commlayer.gpu.launch import start as launch
+
+CONTROL = 13
+"""Words of struct Control in cuda/control.cuh: whole numbers, then three doubles."""
+
+KEPT, COUNT, CUT = 3, 6, 10
+"""Places in it: entries that stay, then how many of them are from the scan's start on; cut, slope and shift."""
+
+MEND = -1
+"""A count that says: the host must look for entries again."""
+
+CUT_THREADS = 1024
+
+
+def start(
+    codec: int, values: int, k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: torch.Tensor
+) -> tuple[int, Picked | None]:
+    """(nbytes, None) with the payload in `out`, or (0, what was picked) with nothing there yet."""
+    n, scratch = x.numel(), state["_scratch"]
+    idx, val = scratch["idx"], scratch["val"]
+    begin, room = tracked_threshold.rotation(n, state), selection.room(n, k, False)
+    sizes = (CONTROL, 1 + sparse.tiles(n, begin), sparse.trim_words(idx.numel()))
+    control, scan, trim = torch.zeros(sum(sizes), dtype=torch.int64, device=x.device).split(sizes)
+    cut = torch.empty(1, device=x.device)
+    _queue_cut(k, x, residual, state, begin, control, cut)
+    sparse.queue_scan(x, residual, cut, begin, (idx, val), control, scan)
+    _queue_trim(k, room, residual, scratch, control, trim)
+    each("topk", "count_blocks", room, idx, control)
+    launch("topk", "settle", 1, out, n, k, codec, values, control, threads=1)
+    blocks = -(-room // sparse.VALUES_BLOCK)
+    launch("topk", "pack_values", blocks, out, idx, val, residual, values, control, threads=sparse.VALUES_BLOCK)
+    sparse.queue_pack(out, idx, n, room, control[COUNT:], values, sparse.SMALLER)
+    told = control.cpu()
+    passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = told[:CUT].tolist()
+    threshold_, slope, shift = told[CUT:].view(torch.float64).tolist()
+    tracked = tracked_threshold.Cut(threshold_, slope, shift if shifted else None)
+    if count == MEND:
+        return 0, selection.mend(k, x, residual, state, tracked, kept, passed - kept, not bad)
+    tracked_threshold.end(k, n, passed, tracked, state)
+    if count < 0 or infinite:  # positions in blocks; or the general way sees the value again, and flags the payload
+        return 0, Picked(idx[:kept], val[:kept], True)
+    return nbytes, None
+
+
+def _queue_cut(
+    k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, offset: int, control: torch.Tensor, cut: torch.Tensor
+) -> None:
+    """tracked_threshold.begin."""
+    n, sample = x.numel(), state["_scratch"]["sample"]
+    usual, larger, rank, expected, calm = tracked_threshold.sampling(n, k, state)
+    tracked = torch.tensor([state["threshold"], state["slope"], state["doubt"]], dtype=torch.float64).to(x.device)
+    sparse.sample_abs(x, residual, offset, sample[:usual])
+    numbers = (offset, sample, usual, larger, rank, int(calm), expected, tracked, control, cut)
+    launch("topk", "cut_begin", 1, x, residual, n, *numbers, threads=CUT_THREADS)
+
+
+def _queue_trim(
+    k: int, room: int, residual: torch.Tensor | None, scratch: State, control: torch.Tensor, words: torch.Tensor
+) -> None:
+    """kernels.trim of what the scan left in idx and val, if that is more than room; then both in order of positions."""
+    if "raw_idx" not in scratch:
+        scratch["raw_idx"], scratch["raw_val"] = torch.empty_like(scratch["idx"]), torch.empty_like(scratch["val"])
+    idx, val, raw_idx, raw_val = (scratch[name] for name in ("idx", "val", "raw_idx", "raw_val"))
+    sparse.queue_trim((raw_idx, raw_val), (idx, val), residual, k, room, control, words)
+    sparse.queue_rotate((idx, val), (raw_idx, raw_val), control[KEPT:], control[KEPT + 1 :])

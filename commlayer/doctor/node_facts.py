@@ -1,0 +1,137 @@
+"""Every node measures its link to every other one, in turns that share no link. Loads torch, for the store where they meet.
+
+Each node listens as a summation server without buckets, which answers probes, and dials all others as a worker does: what is
+measured has gone the way of a job's data, through its keys, framing and pacing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from commlayer.config import Config, host_port, join_host
+from commlayer.doctor.node_checks import Node, Pair, turns
+from commlayer.errors import CommError
+from commlayer.measure import link_rates
+from commlayer.transport import secret
+from commlayer.transport.hello import Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.members import exchange
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_server import SumServer
+
+JOB = "doctor"
+WAY_S = 0.5
+"""For one direction of one link."""
+PATIENCE_S = 5.0
+DIAL_S = 4.0
+
+
+class Meeting(NamedTuple):
+    """A store of torch's, this node's number there, and whether this process keeps it."""
+
+    store: Any
+    number: int
+    keeps: bool = False
+
+
+def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Meeting:
+    """`own`: that address is of this machine, where the first keeps the store."""
+    from torch import distributed
+
+    dist: Any = distributed
+    kept, keeps, why, limit = None, False, "", datetime.timedelta(seconds=limit_s)
+    for keeps in (True, False) if own else (False,):
+        try:
+            kept = dist.TCPStore(host, port, is_master=keeps, timeout=limit, wait_for_workers=False)
+            break
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+    if kept is None:
+        raise CommError(f"no store to meet at: {why}", peer=f"{join_host(host, port)}")
+    store = dist.PrefixStore(JOB, kept)
+    number = int(store.add("number", 1)) - 1
+    if number >= nodes:
+        raise ValueError(f"--nodes {nodes}: {number + 1} nodes have come to {join_host(host, port)}: start anew on all, "
+                         "with the same number")
+    return Meeting(store, number, keeps)
+
+
+def launched_store(rank: int, world: int, limit_s: float) -> Meeting:
+    """That of torchrun, which has set where."""
+    from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=datetime.timedelta(seconds=limit_s)))
+    except (RuntimeError, ValueError) as error:
+        raise CommError(f"no store to meet at: {str(error).splitlines()[0]}", peer="MASTER_ADDR") from None
+    dist: Any = distributed
+    return Meeting(dist.PrefixStore(JOB, store), rank)
+
+
+def measured(meeting: Meeting, nodes: int, node: Node, config: Config, limit_s: float) -> tuple[list[Node], list[Pair]]:
+    """All nodes call it together, each with its number; all return the same. `node.address`: to listen on, without a port."""
+    store, number, keeps = meeting
+
+    def told(data: bytes, what: str) -> list[bytes]:
+        return exchange(store, range(nodes), number, data, limit_s, what)
+
+    with ExitStack() as stack:
+        # In plain text the store, which all reach, is as good a place for the secret as the job's own is.
+        made = secret.new().encode() if number == 0 and not config.token else b""
+        token = config.token or told(made, "doctor")[0].decode()
+        settings = Settings(secret=token, keys=Keys(config.keys) if config.keys else None)
+        here, there = (StreamTransport(Hello(JOB, who), settings=settings) for who in (SERVER_BASE + number, number))
+        listening = here.listen(node.address)
+        server = SumServer(Summation(number, 1, {}, {}), here, range(nodes), stall_s=PATIENCE_S)
+        stack.callback(server.close)
+        stack.callback(there.close)
+        mine = msgspec.structs.replace(node, address=join_host(*listening))
+        all_nodes = [msgspec.json.decode(row, type=Node) for row in told(msgspec.json.encode(mine), "doctor")]
+        found: list[Pair] = []
+        for turn, pairs in enumerate(turns(nodes)):
+            found += [_pair(there, a, b, all_nodes[b].address) for a, b in pairs if a == number]
+            told(b"", f"doctor, turn {turn + 1}")
+        rows = told(msgspec.json.encode(found), "doctor")
+        ends = [f"end/{one}" for one in range(nodes)]
+        store.set(ends[number], b"")
+        if keeps:  # until all have read what they wait for
+            with suppress(RuntimeError):
+                store.wait(ends, datetime.timedelta(seconds=PATIENCE_S))
+    return all_nodes, [pair for row in rows for pair in msgspec.json.decode(row, type=list[Pair])]
+
+
+def _pair(transport: StreamTransport, a: int, b: int, address: str) -> Pair:
+    server = SERVER_BASE + b
+    try:
+        transport.dial(server, host_port(address), time.monotonic() + DIAL_S)
+        network = link_rates.Asking(_asking(transport, server))
+        round_trip_s = link_rates.round_trip(network, b, PATIENCE_S)
+        up_bps = link_rates.rate(network, link_rates.UP, [b], round_trip_s, WAY_S, PATIENCE_S)
+        down_bps = link_rates.rate(network, link_rates.DOWN, [b], round_trip_s, WAY_S, PATIENCE_S, expected_bps=up_bps)
+    except CommError as error:
+        return Pair(a, b, error=error.what)
+    finally:
+        with suppress(CommError):
+            transport.abort(CommError("measured"), server)
+    return Pair(a, b, up_bps, down_bps, round_trip_s)
+
+
+def _asking(transport: StreamTransport, peer: int) -> Callable[[int, int, int, Callable[[Exception | None], None]], None]:
+    asked = [0]
+
+    def ask(_: int, up: int, down: int, done: Callable[[Exception | None], None]) -> None:
+        asked[0] += 1
+        header = Header(Kind.PROBE, 1, step=asked[0], used=down, sender=transport.rank)
+        transport.recv(peer, key(header._replace(kind=Kind.PROBE_OK))).on_done(lambda answer: done(answer.error()))
+        transport.send(peer, header, bytes(up))
+
+    return ask

@@ -1,0 +1,58 @@
+"""What the summation service asks of whoever knows codecs, for each bucket. Knows no codec itself."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Ops(Protocol):
+    """What the codec side does for one bucket. One instance belongs to one bucket and holds its server state."""
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def codec(self) -> int: ...
+
+    @property
+    def bound(self) -> int: ...
+
+    @property
+    def in_means(self) -> bool:
+        """Whether payloads must be coded as parts of all workers' weight: see `Header.total`."""
+        ...
+
+    def zeros(self, r: int) -> Any: ...
+
+    def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
+
+    def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
+        """In place of `add`: counts so much in the mean that `emit` gives then. ValueError where codecs cannot."""
+        ...
+
+    def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
+
+    def undo(self, slices: int) -> None: ...
+
+    def skip(self) -> None: ...
+
+    def norm(self, r: int, payload: memoryview) -> float:
+        """Of what `add` would add, infinite if that is not finite. Asked only where there is a quarantine."""
+        ...
+
+    def snapshot(self) -> bytes: ...
+
+    def restore(self, data: bytes | memoryview) -> None: ...
+
+
+class Lasting(Ops, Protocol):
+    """Ops whose state outlasts the process."""
+
+    @property
+    def memory_nbytes(self) -> int: ...
+
+    def remember(self) -> bytes: ...
+
+    def recall(self, data: bytes, sent: memoryview) -> None: ...
+
+    def begin_anew(self) -> None: ...

@@ -1,0 +1,69 @@
+"""A summation service over codecs of one number, and the messages that go to it."""
+
+from __future__ import annotations
+
+import struct
+
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import Header, Kind, Message
+from commlayer.transport.summation import Summation
+
+
+class Doubles:
+    """Ops over one float64 per payload; the residual is what emitting as float32 keeps back, so undo has something to do."""
+
+    codec, bound, in_means = 7, 8, False
+
+    def __init__(self, rounds: int = 1) -> None:
+        self.rounds, self.residual, self.last = rounds, 0.0, (0.0, 0.0)
+        self.added: list[float] = []
+
+    def zeros(self, r: int) -> list[float]:
+        return [0.0]
+
+    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
+        if len(payload) != 8:
+            raise CorruptFrame(f"{len(payload)} bytes, expected 8")
+        (value,) = struct.unpack("<d", payload)
+        acc[0] = value if first else acc[0] + value
+        self.added.append(value)
+
+    def emit(self, r: int, acc: list[float], out: memoryview) -> int:
+        total = acc[0] + self.residual
+        (sent,) = struct.unpack("<f", struct.pack("<f", total))
+        self.residual, self.last = total - sent, (acc[0], sent)
+        out[:8] = struct.pack("<d", sent)
+        return 8
+
+    def undo(self, slices: int) -> None:
+        """The members take back what they sent: the residual is what it was before that step."""
+        added, sent = self.last
+        self.residual, self.last = self.residual - added + sent, (0.0, 0.0)
+
+    def skip(self) -> None:
+        self.last = (0.0, 0.0)
+
+    def snapshot(self) -> bytes:
+        return struct.pack("<d", self.residual)
+
+    def restore(self, data: bytes | memoryview) -> None:
+        (self.residual,) = struct.unpack("<d", data)
+
+
+def push(sender: int, value: float, step: int = 0, r: int = 0, /, **fields: object) -> Message:
+    header = Header(Kind.PUSH, 1, step, 5, round=r, codec=7, sender=sender, weight=float(sender + 1), used=1 << sender)
+    return Message(sender, header._replace(**fields), memoryview(struct.pack("<d", value)))
+
+
+def service(members: int = 3, rounds: int = 1, ops: Doubles | None = None) -> tuple[Summation, Doubles]:
+    ops = ops or Doubles(rounds)
+    return Summation(0, 1, {5: ops}, {5: tuple(range(members))}), ops
+
+
+def value(reply: object) -> float:
+    return float(struct.unpack("<d", reply.body)[0])  # type: ignore[attr-defined]
+
+
+
+def ask(kind: Kind, sender: int = 0, step: int = 0, body: bytes = b"", /, **fields: object) -> Message:
+    return Message(sender, Header(kind, 1, step, 5, sender=sender)._replace(**fields), memoryview(body))

@@ -1,0 +1,46 @@
+"""`python -m bench chaos`: schedules that go on where a piece of them stopped, findings that can be repeated, the soak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import Unmeasurable
+from bench.chaos import schedules, soak
+from bench.chaos.schedules import Asked, Done
+from bench.chaos.simulated import Sums
+
+
+def test_pieces_are_those_of_the_whole(tmp_path: Path) -> None:
+    whole = schedules.run(Asked(30, 5, 0.0, None))["summary"]
+    file = tmp_path / "schedules.json"
+    for schedules_so_far in (10, 20, 30):
+        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file))["summary"]
+    same = ("schedules", "seeds", "left", "connections_broken", "servers_killed", "events", "contributions", "wrong_schedules")
+    assert {name: whole[name] for name in same} == {name: pieces[name] for name in same}
+    assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
+    assert schedules.run(Asked(60, 5, 1e-9, file))["summary"]["left"] == 30
+    with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
+        schedules.run(Asked(60, 6, 0.0, file))
+    file.write_text("{}x")
+    with pytest.raises(Unmeasurable, match="not what an earlier piece has written"):
+        schedules.run(Asked(60, 5, 0.0, file))
+
+
+def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
+    done = Done()
+    schedules.one(41, done)
+    assert done.wrong == 1
+    (finding,) = done.findings
+    assert finding["again"] == "python -m bench chaos --schedules 1 --seed 41"
+    assert "lost" in finding["wrong"]
+
+
+def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
+    found = soak.run(400, 1)["summary"]
+    assert (found["finished"], found["other_digests"], found["wrong_on_the_wire"], found["accounts_balance"]) == (
+        True, 0, 0, True), found
+    assert found["connections_cut"] >= 3
+    assert found["servers_killed"] >= 4

@@ -1,0 +1,254 @@
+"""What a chaos run is made of and what finds it wrong: seeds, proxies, frames seen from outside, verdicts; and real runs."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import msgpack
+from typer.testing import CliRunner
+
+from commlayer.chaos import oracle, verdict
+from commlayer.chaos.campaign import Campaign, Row, summary
+from commlayer.chaos.cluster import Evidence
+from commlayer.chaos.dealing import dealt, trial
+from commlayer.chaos.faults import FAULTS
+from commlayer.chaos.oracle import GOES_ON
+from commlayer.chaos.proxy import DOWN, UP, Link, Proxy
+from commlayer.chaos.reports import Ended, Stepped
+from commlayer.chaos.strikes import STRIKES
+from commlayer.chaos.table import problems, table
+from commlayer.chaos.trials import STEPS, Setting, Trial
+from commlayer.chaos.wire import Seen, Stretch, digits, weights
+from commlayer.cli.main import app
+from commlayer.transport import framing
+from commlayer.transport.crc import crc32c
+from commlayer.transport.hello import Hello
+from commlayer.transport.protocol import Header, Kind
+
+SETTING = Setting("identity()")
+
+# ---- seeds and what is allowed
+
+
+def test_a_seed_says_everything_and_alone_the_same_as_among_others() -> None:
+    assert STRIKES.keys() == FAULTS.keys()
+    for seed in range(3 * len(dealt())):
+        made = trial(seed, dealt())
+        assert made == trial(seed, dealt()) == trial(seed, [made.fault])
+        assert FAULTS[made.fault].fits(made.setting)
+        assert f"--faults {made.fault} --seed {seed} --runs 1" in made.again
+    assert {trial(seed, dealt()).fault for seed in range(len(dealt()))} == set(dealt())
+
+
+def test_who_is_lost_for_good_is_named_and_everything_else_heals() -> None:
+    for name in dealt():
+        allowed = oracle.allowed(Trial(0, name, SETTING, FAULTS[name].strikes, 1))
+        assert (GOES_ON in allowed) != FAULTS[name].ends, name
+    assert [str(one) for one in oracle.allowed(Trial(0, "kill-worker", SETTING, "worker", 1))] == ["stops, naming worker 1"]
+
+
+# ---- verdicts
+
+PLAIN = "undisturbed"
+
+
+def evidence(**changes: Any) -> Evidence:
+    """Of a run that went on: two workers with 1 and 4 of the samples of each step."""
+    def samples(rank: int, step: int) -> tuple[int, ...]:
+        first = 5 * (step % verdict.STEPS_PER_EPOCH)
+        return (first,) if rank == 0 else tuple(range(first + 1, first + 5))
+
+    stepped = [[Stepped(n + 1, f"digest {n}", samples(rank, n), float(n)) for n in range(STEPS)] for rank in range(2)]
+    ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS)]
+    made = Evidence(stepped, ended, 1, 0.0, 5.5, 5.6, 42.0, (), 400, 0, (), (), 1e-7, "a line")
+    return made._replace(**changes)
+
+
+def judged(fault: str, found: Evidence) -> verdict.Verdict:
+    return verdict.judge(Trial(7, fault, SETTING, "worker", 1, 5), found, evidence())
+
+
+def test_a_run_that_went_on_with_all_bits_is_right() -> None:
+    said = judged("cut", evidence())
+    assert (said.outcome, said.wrong) == ("goes on", ())
+    assert said.recovery_s == pytest.approx(1.5)
+
+
+def short(found: Evidence, steps: int, ends: list[Ended | None]) -> Evidence:
+    return found._replace(stepped=[row[:steps] for row in found.stepped], ended=ends, off=math.nan, contributions=100)
+
+
+def test_a_worker_that_was_killed_has_to_be_named_by_the_others() -> None:
+    lost = short(evidence(), 9, [Ended(9, 9.0, "worker 1", "worker 1: no heartbeat"), None])
+    assert judged("kill-worker", lost).wrong == ()
+    (line,) = judged("kill-worker", lost._replace(ended=[Ended(9, 9.0, "server 0", "server 0: gone"), None])).wrong
+    assert line == "the job stops, naming server 0; allowed: stops, naming worker 1"
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"shots": 0}, "the fault cut never fired"),
+    ({"faults": ("the sum of step 3 ...",)}, "the sum of step 3 ..."),
+    ({"off": 0.01}, "what was applied is off what was put in by 1.00e-02, allowed 1e-04"),
+    ({"off": math.nan}, "what was applied is off what was put in by nan, allowed 1e-04"),
+    ({"contributions": 399}, "399 contributions were in sums, 400 in the undisturbed run"),
+])
+def test_what_is_wrong_is_said(change: dict[str, Any], line: str) -> None:
+    assert line in judged("cut", evidence(**change)).wrong
+
+
+def test_a_bit_a_sample_a_hang_and_an_end_are_found() -> None:
+    found = evidence()
+    found.stepped[1][20] = found.stepped[1][20]._replace(digest="another")
+    assert judged("cut", found).wrong == ("worker 1 has other weights than in the undisturbed run from step 21 on",)
+    found = evidence()
+    found.stepped[0][3] = found.stepped[0][3]._replace(samples=(0,))
+    said = judged("cut", found)
+    assert (said.lost_samples, said.wrong) == (2, ("2 samples were lost or used twice",))
+    said = judged("cut", short(evidence(), 9, [None, Ended(9, 9.0)]))
+    assert said.wrong[:2] == ("worker 0 did not end within 42.0 s", "the job hangs; allowed: goes on")
+    said = judged("cut", short(evidence(), 9, [Ended(9, 9.0, "worker 1", "gone"), Ended(9, 9.0, "worker 1", "gone")]))
+    assert said.wrong[0] == "the job stops, naming worker 1; allowed: goes on"
+
+
+def test_what_is_shown_of_runs() -> None:
+    rows = [Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", found), found)
+            for seed, found in enumerate([evidence(), evidence(shots=0)])]
+    assert table(rows).row_count == 1
+    assert "cut, seed 1 (identity, 2 workers, 1 server; struck: worker 1):\n  the fault cut never fired" in problems(rows)
+    assert "again: commlayer chaos --faults cut --seed 1 --runs 1" in problems(rows)
+    told = summary(rows)
+    assert (told["runs"], told["violations"], told["never_fired"], told["contributions"]) == (2, 1, 1, 800)
+
+
+# ---- frames seen from outside
+
+
+def framed(header: Header, body: bytes) -> bytes:
+    return framing.encode(header, len(body), crc32c(body) if body else 0) + body
+
+
+def test_each_result_says_whose_contributions_it_has() -> None:
+    assert digits(sum(weights(3)), 3) == [1, 1, 1]
+    seen = Seen(2)
+    stretch = Stretch(seen)
+    hello = msgpack.encode(Hello("job", 1))
+    push, result = Header(Kind.PUSH, 1, 4, 2, sender=1), Header(Kind.RESULT, 1, 4, 2, sender=0x8000, weight=5.0)
+    data = framed(Header(Kind.HELLO, sender=1), hello) + framed(push, b"payload") * 2
+    for at in range(len(data)):
+        stretch.feed(UP, data[at : at + 1])
+    assert stretch.rank == 1
+    stretch.feed(DOWN, framed(result, b"sum") + framed(result, b"sum"))
+    assert (seen.contributions, seen.repeats, seen.faults) == (2, 1, [])
+    stretch.feed(UP, framed(push, b"another"))
+    stretch.feed(DOWN, framed(result, b"other") + framed(result._replace(step=5, weight=9.0), b"sum"))
+    assert seen.faults == [
+        "worker 1 sent another payload than before for generation 1, step 4, bucket 2, round 0",
+        "worker 1 was told another sum than before for generation 1, step 4, bucket 2, round 0",
+        "the sum of generation 1, step 5, bucket 2, round 0 has contributions [1, 2], allowed: one of each worker"]
+
+
+# ---- the proxy
+
+
+class Echo:
+    """A server that sends back what it gets, behind a proxy; `near` is a connection through it."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.accepted: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+        self.link = Link(random.Random(3))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = free.getsockname()
+        self.proxy = Proxy(address, self.listener.getsockname(), [self.link], Seen(1), rank=0)
+        self.near = socket.create_connection(address, 5.0)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                one, _ = self.listener.accept()
+            except OSError:
+                return
+            self.accepted.append(one)
+            threading.Thread(target=self._echo, args=(one,), daemon=True).start()
+
+    def _echo(self, one: socket.socket) -> None:
+        try:
+            while data := one.recv(1000):
+                one.sendall(data)
+        except OSError:
+            pass
+
+    def asked(self, data: bytes) -> bytes:
+        self.near.sendall(data)
+        return self.near.recv(1000)
+
+    def close(self) -> None:
+        self.near.close()
+        self.link.close()
+        self.proxy.close()
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    made = Echo()
+    yield made
+    made.close()
+
+
+def test_bytes_pass_are_flipped_and_held(echo: Echo) -> None:
+    assert echo.asked(b"hello") == b"hello"
+    assert echo.link.shots == 0
+    echo.link.ways[UP].flips = 1
+    (bits,) = {bin(a ^ b).count("1") for a, b in zip(b"x", echo.asked(b"x"), strict=True)}
+    assert (bits, echo.asked(b"y"), echo.link.shots) == (1, b"y", 1)
+    echo.link.ways[DOWN].hold()
+    echo.near.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        echo.asked(b"late")
+    echo.link.ways[DOWN].release()
+    echo.near.settimeout(5.0)
+    assert (echo.near.recv(1000), echo.link.shots) == (b"late", 2)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_cut_ends_what_there_is_and_half_of_one_is_heard_at_one_end(echo: Echo, halves: bool) -> None:
+    assert echo.asked(b"hello") == b"hello"
+    assert echo.link.cut(reset=True, halves=halves) == 1
+    with pytest.raises(ConnectionError):
+        echo.near.recv(1000) or (_ for _ in ()).throw(ConnectionResetError)
+    (far,) = echo.accepted
+    far.settimeout(0.2 if halves else 5.0)
+    if halves:
+        assert far.send(b"nobody has told it") > 0
+    assert echo.link.cut(reset=True) == 0
+
+
+# ---- the command, and real runs
+
+
+def test_what_the_command_refuses_is_a_line() -> None:
+    found = CliRunner().invoke(app, ["chaos", "--faults", "cut,earthquake"])
+    assert "--faults: got 'earthquake', allowed: kill-worker, " in str(found.exception)
+    found = CliRunner().invoke(app, ["chaos", "--faults", "list"])
+    assert found.exit_code == 0
+    assert all(name in found.stdout for name in dealt())
+    assert "none" not in found.stdout.split()
+
+
+def test_a_worker_that_is_killed_is_named_and_a_server_that_is_killed_goes_on() -> None:
+    with Campaign() as campaign:
+        rows = [campaign.one(Trial(0, fault, SETTING, FAULTS[fault].strikes, 0, 5))
+                for fault in ("kill-worker", "kill-server", "cut")]
+    assert [(row.verdict.outcome, row.verdict.wrong) for row in rows] == [
+        ("stops, naming worker 0", ()), ("goes on", ()), ("goes on", ())]
+    assert all(row.evidence.contributions for row in rows)
+    assert rows[1].evidence.off < 1e-5

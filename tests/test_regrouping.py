@@ -1,0 +1,158 @@
+"""A change of members in pieces: who goes on, what a server takes back, and what nobody waits for any more."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from test_control_membership import DEAD_AFTER_S, running, worker
+from test_homes import met, opened, options, together  # noqa: F401  (opened is a fixture)
+from test_service_sums import push, service
+
+from commlayer.control import membership, regrouping
+from commlayer.control.membership import State
+from commlayer.control.messages import FINISHED, Heartbeat
+from commlayer.errors import CommError
+from commlayer.transport.mailbox import Mailbox
+from commlayer.transport.protocol import Header, Kind, Message, key
+from commlayer.transport.relayed_group import RelayedGroup
+
+
+def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:
+    state = msgspec.structs.replace(running(workers), min_workers=least)
+    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, regroups=p.rank != unable))
+              for token, p in state.places.items()}
+    return msgspec.structs.replace(state, places=places)
+
+
+def without(state: State, *ranks: int) -> State:
+    """Those fall silent."""
+    for token, p in state.places.items():
+        if not (p.join.kind == "worker" and p.rank in ranks):
+            state, _ = membership.heartbeat(state, token, DEAD_AFTER_S)
+    return regrouping.regrouped(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
+
+
+def members(state: State) -> tuple[int, list[int]]:
+    assert state.view is not None
+    return state.view.generation, [m.rank for m in state.view.members]
+
+
+def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
+    state = without(elastic(), 0)
+    assert members(state) == (2, [1, 2, 3])
+    state, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=1))
+    assert pulse.view == state.view
+    assert not pulse.lost, "it is no member any more, so its death is nobody's failure"
+    _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=2))
+    assert pulse.view is None, "said once"
+    _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", parent="stopped"))
+    assert pulse.view is None, "its child does not ask"
+    state = regrouping.regrouped(membership.leave(state, "w3", "an error"))
+    assert members(state) == (3, [1, 2])
+    state = regrouping.regrouped(membership.leave(state, "w1", FINISHED, 7))
+    assert members(state) == (3, [1, 2]), "one is not enough"
+
+
+def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
+    state = without(elastic(3, 3), 1)
+    assert members(state) == (1, [0, 1, 2])
+    state, pulse = membership.heartbeat(state, "w0", 12.0)
+    (gone,) = regrouping.explained(state, pulse).lost
+    assert gone.peer == "worker 1"
+    assert gone.reason.endswith("; 2 workers are left, and fewer than 3 do not go on (min_workers): start all again from the "
+                                "last save")
+
+
+@pytest.mark.parametrize("state", [elastic(least=0), elastic(unable=3)])
+def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(state: State) -> None:
+    state = without(state, 0)
+    assert members(state) == (1, [0, 1, 2, 3])
+    state, pulse = membership.heartbeat(state, "w1", 12.0)
+    (gone,) = regrouping.explained(state, pulse).lost
+    assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
+
+
+def test_a_worker_says_that_it_can_go_on() -> None:
+    assert worker(0).regroups is False
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it_had_added(whole: bool) -> None:
+    core, ops = service(2)
+    for sender in (0, 1):
+        core.push(push(sender, 0.1), 0.0)
+    owed = ops.residual
+    assert owed
+    core.push(push(0, 0.7, 1), 0.0)
+    if whole:
+        core.push(push(1, 0.3, 1), 0.0)
+        assert ops.residual != owed
+    core.end(1, {})
+    assert ops.residual == pytest.approx(owed, abs=1e-15)
+    assert core.push(push(1, 0.3, 1), 0.0) == [], "its view has ended"
+    assert ops.residual == pytest.approx(owed, abs=1e-15)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_it(heard: bool) -> None:
+    core, ops = service(2)
+    for sender in (0, 1):
+        core.push(push(sender, 0.1), 0.0)
+    before, calls = ops.undo, list[int]()
+
+    def undo(slices: int) -> None:
+        """As CodecOps: what is named twice is taken back once."""
+        if not calls:
+            before(slices)
+        calls.append(slices)
+
+    ops.undo = undo  # type: ignore[method-assign]
+    # Where member 0 is the one that died, what comes of the other waits for it, unadded.
+    core.push(push(0 if heard else 1, 0.7, 1, undone=1), 0.0)
+    core.end(1, {5: 1})
+    assert calls
+    assert ops.residual == 0.0
+
+
+def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
+    box = Mailbox()
+    old, new = (key(Header(Kind.RESULT, generation, 3, 5)) for generation in (1, 65537))
+    waits = box.recv(9, old), box.recv(9, new), box.recv(9, None)
+    box.deliver(Message(8, Header(Kind.RESULT, 1, 2, 5, sender=8), memoryview(b"kept")))
+    box.end_generations(CommError("its view has ended"), 65537)
+    assert [w.error() is not None for w in waits] == [True, False, False]
+    box.deliver(Message(8, Header(Kind.RESULT, 1, 3, 5, sender=8), memoryview(b"late")))
+    assert not box.recv(8, None).done(), "what came for it is forgotten"
+
+
+def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:  # noqa: F811
+    """Alike for who comes early and late. What it had left before it went counts for both."""
+    desks = met(opened)
+    opened[0]._gathering.begin()
+    gone = threading.Event()
+
+    def act(group: RelayedGroup, rank: int) -> list[Any]:
+        group.without = True
+        first = torch.tensor([1.0 + rank])
+        group.allreduce([first]).wait()
+        if rank == 0:
+            next(thing for thing in opened[1:] if getattr(thing, "_attendance", None) is not None
+                 and thing._attendance.request.home == desks[0][0]._home).close()
+            gone.set()
+            return []
+        gone.wait(20.0)
+        total, mean, root = (torch.tensor([1.0 + rank]) for _ in range(3))
+        rows = [torch.empty(1) for _ in range(3)]
+        group.allreduce([total]).wait()
+        group.allreduce([mean], options(reduceOp=dist.ReduceOp.AVG)).wait()
+        group.broadcast([root], options(rootRank=0)).wait()
+        group.allgather([rows], [torch.tensor([1.0 + rank])]).wait()
+        group.barrier().wait()
+        return [first.item(), total.item(), mean.item(), root.item(), [row.item() for row in rows]]
+
+    assert together(desks, act)[1:] == [[6.0, 5.0, 2.5, 2.0, [0.0, 2.0, 3.0]]] * 2
