@@ -2,15 +2,15 @@
 # Needs Python 3.11+ with headers, git, make and a C++ compiler.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start some hundred processes: without byte code each compiles the package anew, and each of pytest's workers all tests.
+unexport PYTHONDONTWRITEBYTECODE
 # An editable install keeps a list of the modules there are: another set of them is another install.
 MODULES := $(shell find commlayer -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 STAMP := .venv/.commlayer-ready-$(MODULES)
-# Tests that measure links and speeds, which they would share with others beside them, or that run whole scripts in a time. All
-# others pass on a machine that is busy; many wait for processes and deadlines, so three go at a time, in the order of their
-# names, which has no long file last.
+# Tests that measure links and speeds, which they would share with others beside them. All others pass on a machine that is busy;
+# many wait for processes and deadlines, so three go at a time, in the order of their names, which has no long file last.
 ALONE := $(wildcard tests/test_lab_*.py tests/test_bench_baselines.py tests/test_autoplan_links.py tests/test_session_autoplan.py \
-	tests/test_comm_cost_live.py tests/test_worker_profiles_live.py tests/test_demo_runs.py tests/test_balancing_example.py \
-	tests/test_rendezvous.py)
+	tests/test_comm_cost_live.py tests/test_worker_profiles_live.py tests/test_balancing_example.py)
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
 .PHONY: setup demo test lint types unit recipes rivals cuda bench fuzz docs clean

@@ -38,10 +38,12 @@ class Way(NamedTuple):
     buckets: int
     servers: tuple[int, ...] = ()
     """Process ids of the servers that this rank started."""
+    attach_s: float = 0.0
 
 
 def trained(
-    module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = ()
+    module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = (),
+    attach_s: float = 0.0,
 ) -> Way:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss_of = nn.CrossEntropyLoss()
@@ -51,7 +53,7 @@ def trained(
         loss_of(module(x), y).backward()
         optimizer.step()
 
-    return Way(step, close, model, buckets, servers)
+    return Way(step, close, model, buckets, servers, attach_s)
 
 
 def plain(make: Callable[[], nn.Module]) -> Way:
@@ -71,8 +73,10 @@ def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
     cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
     plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
                                 ranks_per_node=1, **cut)
+    dist.barrier()
+    begin = time.perf_counter()
     session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})
-    return trained(model, model, session.close, len(plan.buckets), servers_of(session))
+    return trained(model, model, session.close, len(plan.buckets), servers_of(session), time.perf_counter() - begin)
 
 
 def many(layers: int, width: int) -> Callable[[], nn.Module]:
@@ -184,6 +188,7 @@ def main() -> int:
         ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
         told, disagreement = paired(ways, 64, 2, 64, args.steps, args.warmup)
     answer = {"rank": dist.get_rank(), "ways": told, "disagreement": disagreement,
+              "attach_s": {name: way.attach_s for name, way in ways.items()},
               "nbytes": sum(p.numel() * 4 for p in next(iter(ways.values())).model.parameters())}
     print(json.dumps(answer), flush=True)
     dist.barrier()

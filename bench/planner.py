@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec import structs
+
 from bench import Unmeasurable, planner_wan
 from bench.reference.espresso_cases import CASES, cluster_of, profile
 from bench.reference.espresso_cases import run as espresso
 from bench.report import Result
-from commlayer.planner.model.cluster import Cluster, Policy
+from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Pace, flatten, load_of
@@ -36,6 +38,14 @@ FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
 TWO_LEVEL = Cluster(tuple(tables.node(f"n{i}", "v100", "25g", ranks=8) for i in range(8)))
 HOMES = Cluster(tuple(tables.node(f"n{i}", "rtx3060", "home-100/20") for i in range(4)), False)
 MOST_OPTIONS = 20
+
+
+def unequal(nodes: int, low: float, high: float) -> Cluster:
+    """Homes whose links were measured: no two are the same."""
+    draw = random.Random(1)
+    made = [tables.node(f"n{i}", "rtx3060", "fiber-100") for i in range(nodes)]
+    links = [Link(draw.uniform(low, high), draw.uniform(low, high), 4e-3) for _ in range(nodes)]
+    return Cluster(tuple(structs.replace(node, link=link) for node, link in zip(made, links, strict=True)), False)
 
 
 def run(quick: bool) -> Result:
@@ -92,6 +102,10 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_two_level": ("300 tensors, all codecs, 8 nodes of 8", lambda: plan(_job(300), TWO_LEVEL, None, full)),
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
+        "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
+                                       lambda: plan(builtin("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+        "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
+                                       lambda: plan(builtin("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
         seconds, made = _least(call, 2 if quick else 5)

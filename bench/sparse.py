@@ -101,7 +101,7 @@ def _speed(kind: str, rounds: int) -> list[dict[str, Any]]:
             "optimizer": kind, "step": name, "median_ms": round(1e3 * statistics.median(one[name] for one in spent), 2),
             "best_ms": round(1e3 * min(one[name] for one in spent), 2), "times_dense": over("dense", name),
             "times_fused": over("fused", name), "state_bytes_a_weight": rivals[name].state_nbytes(),
-            "gradient_bytes_a_weight": 4.0 if name in ("dense", "fused") else round(20 * DENSITY, 2),
+            "gradient_bytes_a_weight": 4.0 if name in ("dense", "fused") else round(24 * DENSITY, 2),
         }
         for name in rivals
     ]

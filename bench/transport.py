@@ -1,6 +1,8 @@
-"""What commlayer makes of a connection: bodies in frames over TCP, in TLS and over gRPC beside a bare socket, in turn, between
-two processes on loopback and between two hosts of the lab; and dense sums over servers beside Gloo's. Knows the lab and what
-its processes print."""
+"""What commlayer makes of a connection. Knows the lab, and what the processes of a measurement print.
+
+Bodies travel in frames over TCP, in TLS, over gRPC and over a bare socket, in turn, between two processes on loopback and
+between two hosts of the lab; dense sums over servers and over Gloo's all-reduce (transport_sums.py).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -56,12 +59,21 @@ def run(quick: bool) -> Result:
                     rows.append(row | {"void": not sound(before, lab.counters())})
             except LabUnavailable as reason:
                 rows.append({"where": line.name, "void": True, "why": str(reason)})
-    summary = {f"{figure}_{r['where']}_{r['body']}".replace(" ", ""): r[figure]
-               for figure in ("tls_vs_plain", "grpc_vs_tcp") for r in rows if figure in r}
-    summary |= {f"tcp_vs_line_{line.key}": r["vs_socket"] for line in LINES for r in rows
-                if r["where"] == line.name and not r["void"]}
     sums, more = transport_sums.run(quick)
-    return {"rows": rows + sums, "summary": summary | more}
+    return {"rows": rows + sums, "summary": summarised(rows) | more}
+
+
+def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What rows that count say: ratios of ways to each other, and which part of a line's bits were a body's."""
+    sound_rows = [row for row in rows if not row["void"]]
+    found = {f"{figure}_{row['where']}_{row['body']}".replace(" ", ""): row[figure]
+             for figure in ("tls_vs_plain", "grpc_vs_tcp") for row in sound_rows if figure in row}
+    for line in LINES:
+        for row in sound_rows:
+            if row["where"] == line.name:
+                found |= {f"tcp_vs_socket_{line.key}": row["vs_socket"],
+                          f"tcp_vs_line_{line.key}": 8e9 * row["plain_gb_s"] / line.bps}
+    return found
 
 
 def _keys(folder: Path) -> dict[str, str]:

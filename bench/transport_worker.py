@@ -76,7 +76,9 @@ def drink(bare: socket.socket) -> None:
     while head := taken.recv(LENGTH.size, socket.MSG_WAITALL):
         left = LENGTH.unpack(head)[0]
         while left:
-            left -= taken.recv_into(room, min(left, CHUNK_NBYTES))
+            if not (got := taken.recv_into(room, min(left, CHUNK_NBYTES))):
+                return  # the sender has ended within a burst
+            left -= got
         taken.sendall(LENGTH.pack(int(1e6 * time.process_time())))
 
 

@@ -104,6 +104,11 @@ class Cutter:
                 pass
             end.close()
 
+    def cut_next(self, cut: Cut) -> None:
+        """One more, so many bytes from now on."""
+        with self._lock:
+            self._cuts[cut.way].append(cut._replace(after=self.passed[cut.way] + cut.after))
+
     def break_near(self) -> None:
         """The dialler's ends alone; nobody tells the others."""
         with self._lock:

@@ -24,6 +24,7 @@ from native_kit import bits, core
 from commlayer.compressors import device, reference
 from commlayer.gpu import launch
 from commlayer.gpu.kernel_call import Argument, Launcher
+from commlayer.runtime.bucket import WorkerBucket
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = ROOT / "tests" / "cuda_shim"
@@ -141,6 +142,20 @@ def octets(nbytes: int) -> torch.Tensor:
     return torch.full((-(-nbytes // 4) * 4,), 0xA5, dtype=torch.uint8)[:nbytes]
 
 
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """Within it no host reads what collectives have brought to the memory of buckets, as where that lies on a GPU."""
+    lie_in = WorkerBucket.lie_in
+
+    def there(bucket: WorkerBucket, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        lie_in(bucket, every, every_y)
+        bucket._facts = bucket._facts_y = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerBucket, "lie_in", there)
+        yield
+
+
 Run = Callable[[ModuleType, Callable[[np.ndarray], torch.Tensor]], list[bytes]]
 
 
@@ -175,4 +190,5 @@ def zeros(nbytes: int) -> np.ndarray:
     return np.zeros(nbytes, np.uint8)
 
 
-__all__ = ["CUDA", "DEVICE", "Run", "Shim", "build", "device", "here", "octets", "raw", "running", "same", "there", "zeros"]
+__all__ = ["CUDA", "DEVICE", "Run", "Shim", "build", "device", "here", "octets", "raw", "running", "same", "there", "unread",
+           "zeros"]

@@ -22,11 +22,16 @@ class Watched:
         self.second = torch.optim.SGD(self.parameters[2:], lr=0.1)
         self.cleared: set[int] = set()
         self.applied: set[int] = set()
-        self.outcome = AverageUse(self.parameters, self.first if named else None, self.cleared.add, self.applied.update)
+        self.sparse: set[int] = set()
+        """Tensors whose averages are zeros."""
+        self.outcome = AverageUse(self.parameters, self.first if named else None, self.cleared.add, self.applied.update,
+                                  lambda number: number not in self.sparse)
 
     def backward(self, *which: int, keeps: bool = True) -> None:
         """And the end of its exchange."""
         torch.stack([self.parameters[t].sum() for t in which or range(TENSORS)]).sum().backward()
+        for number in self.sparse:
+            self.parameters[number].grad = torch.zeros(4)
         self.outcome.end()
         self.outcome.wrote(keeps=keeps)
 
@@ -92,6 +97,48 @@ def cancelled(w: Watched) -> None:
     w.first.step()
 
 
+def zeroed_and_stepped(w: Watched) -> None:
+    """The optimizer gets zeros."""
+    w.clear(to_none=False)
+    w.first.step()
+
+
+def one_zeroed_and_stepped(w: Watched) -> None:
+    """As who trains a part of a model for a while."""
+    torch.nn.utils.clip_grad_norm_(w.parameters, 0.1)
+    assert w.parameters[1].grad is not None
+    w.parameters[1].grad.zero_()
+    w.first.step()
+
+
+def clipped_beside_zeros(w: Watched) -> None:
+    """Few entries were sent, and none of the second tensor's: it is owed, not thrown away."""
+    w.first.step()
+    w.clear()
+    w.sparse = {1}
+    w.backward()
+    torch.nn.utils.clip_grad_norm_(w.parameters, 0.1)
+    w.first.step()
+
+
+def a_part_clipped_that_is_zeros(w: Watched) -> None:
+    w.first.step()
+    w.clear()
+    w.sparse = {1}
+    w.backward()
+    torch.nn.utils.clip_grad_norm_(w.parameters[1:2], 0.1)
+    w.first.step()
+
+
+def zeroed_with_zeros_among_them(w: Watched) -> None:
+    w.first.step()
+    w.clear()
+    w.sparse = {1}
+    w.backward()
+    w.clear(to_none=False)
+    w.backward()
+
+
 def looked_at(w: Watched) -> None:
     """A gradient that is computed and added nowhere says nothing; what is cleared after it does."""
     torch.autograd.grad(sum(p.sum() for p in w.parameters), w.parameters)
@@ -102,6 +149,8 @@ def looked_at(w: Watched) -> None:
 @pytest.mark.parametrize(("script", "cleared"), [
     (stepped, set()), (thrown_away, {0, 1}), (zeroed, {0, 1}), (zeroed_and_seen_without_a_pass, {0, 1}), (added_to, set()),
     (clipped_and_added_to, set()), (inside_a_step, set()), (cancelled, {0}), (looked_at, {0, 1}),
+    (zeroed_and_stepped, {0, 1}), (one_zeroed_and_stepped, {1}), (clipped_beside_zeros, set()),
+    (a_part_clipped_that_is_zeros, set()), (zeroed_with_zeros_among_them, {0, 1}),
 ])
 def test_what_is_thrown_away_is_told(script: Callable[[Watched], None], cleared: set[int]) -> None:
     """Of the third tensor no optimizer is known, so it counts as applied."""

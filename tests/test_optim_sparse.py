@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -225,6 +226,31 @@ def test_gradients_of_any_shape_and_repeated_entries(shape: tuple[int, ...]) -> 
     SparseSGD([p], lr=1.0).step()
     assert p.flatten().nonzero().flatten().tolist() == [0, n - 1]
     assert p.flatten()[[0, n - 1]].tolist() == [-2.0, -5.0]
+
+
+def test_a_gradient_that_was_changed_in_place_is_read_anew() -> None:
+    changes = {
+        "added to": lambda grad: grad.add_(draw((4, 9), 8)), "cleared": lambda grad: grad.zero_(),
+        "scaled": lambda grad: grad.mul_(3), "its values scaled": lambda grad: grad._values().mul_(3),
+        "as it was": lambda grad: grad,
+    }
+    for change in changes.values():
+        p = nn.Parameter(torch.zeros(4, 9))
+        p.grad = sparse_gradient(torch.tensor([3, 20, 35], dtype=torch.int32), torch.tensor([1.0, 2.0, 4.0]), (4, 9))
+        change(p.grad)
+        dense = p.grad.to_dense()
+        SparseSGD([p], lr=1.0).step()
+        assert torch.equal(p.detach(), -dense)
+
+
+def test_a_copy_of_an_optimizer_steps() -> None:
+    p = nn.Parameter(torch.ones(40))
+    p.grad = draw((40,), 3)
+    optimizer = copy.deepcopy(SparseSGD([p], lr=0.1, momentum=0.9))
+    other = optimizer.param_groups[0]["params"][0]
+    other.grad = sparse_gradient(torch.tensor([7], dtype=torch.int32), torch.ones(1), (40,))
+    optimizer.step()
+    assert other.detach()[7] == pytest.approx(0.9)
 
 
 def test_rows_of_an_embedding() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from broken_kit import Breakable, Counted, Cutter, random_cuts
+from broken_kit import DOWN, UP, Breakable, Counted, Cut, Cutter, random_cuts
 from keys_kit import Folders, made_folders  # noqa: F401  a fixture
 from runtime_kit import Rig, job, on_ranks, step
 from transport_kit import FAR, soon
@@ -74,8 +74,7 @@ def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None,
     fired = 0
     for seed in range(seeds):
         chance = random.Random(f"{codec} {seed}")
-        kinds = ("reset", "close") if options and "keys" in options else ("reset", "close", "flip")
-        hub = Breakable({rank: random_cuts(chance, *passed, kinds) for rank in range(WORLD)}, **options or {})
+        hub = Breakable({rank: random_cuts(chance, *passed) for rank in range(WORLD)}, **options or {})
         assert Outcome(hub, codec, **rig).same(expected), seed
         fired += hub.shots
         hub.close()
@@ -107,19 +106,40 @@ def test_bodies_that_travel_in_parts_begin_anew() -> None:
 
 
 def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
-    """Without flipped bits: a handshake that one of them breaks looks like one with a wrong certificate."""
     nodes = {0: folders.worker, 1: folders.second, 2: folders.dials, SERVER_BASE: folders.server}
     same_when_cut("topk(ratio=0.1)", 3, {"keys": {peer: Keys(str(node)) for peer, node in nodes.items()}})
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "flip"])
+@pytest.mark.parametrize("way", [UP, DOWN])
+def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way: int, how: str) -> None:
+    """Of TLS and of the greeting behind it, at places all over both."""
+    server, worker, cutter = pair(30.0, keys=(Keys(str(folders.server)), Keys(str(folders.worker))))
+    ends = [*range(0, 8), *range(8, 2600, 250)]
+    for number, after in enumerate(ends):
+        cutter.cut_next(Cut(way, after, how))
+        cutter.break_all()
+        worker.send(SERVER_BASE, PUSH._replace(step=number), b"payload")
+        assert server.wait(server.recv(0), soon()).header.step == number
+        answer = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT, step=number)))
+        server.send(0, PUSH._replace(kind=Kind.RESULT, step=number), b"sum")
+        assert bytes(worker.wait(answer, soon()).body) == b"sum"
+    assert cutter.shots >= len(ends) - 2
+    for end in (worker, server, cutter):
+        end.close()
 
 
 # ---- what ends it all the same
 
 
-def pair(window_s: float, **waits: Any) -> tuple[StreamTransport, Resumed, Cutter]:
-    """A server's carrier, and a worker's transport that reaches it through a cutter."""
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, refused=lambda *_: None))
+def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), **waits: Any,
+         ) -> tuple[StreamTransport, Resumed, Cutter]:
+    """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
+    # A length that a flipped bit has made too large is waited for.
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(
+        resume=True, refused=lambda *_: None, keys=keys[0], hello_s=1.0 if keys[0] else 5.0))
     cutter = Cutter(server.listen(), [])
-    carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True))
+    carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
     worker = Resumed(carrier, carrier, Waits(window_s, **waits))
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter

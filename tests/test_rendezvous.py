@@ -81,6 +81,13 @@ def another_version(rank: int) -> tuple[str, float]:
         messages.PROTOCOL = theirs
 
 
+def another_python(rank: int) -> tuple[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("platform.python_version_tuple", lambda: ("3", "99", "0"))
+        return said_by(lambda: commlayer.attach(mlp(), config=quick()))
+
+
 ALIKE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "batch": (settings, ({"batch": 8.0},), r"batch: 1.0 on rank 0, 2 \(\w+\), 8.0 on rank 1 \(\w+\); allowed: the same on all"),
     "join": (settings, ({"join": "127.0.0.1:9"},), r"join: not set on rank 0, 2 \(\w+\), set on rank 1 \(\w+\)"),
@@ -92,6 +99,7 @@ ALIKE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "optimizer": (an_optimizer_on_one, (), r"optimizer: not given on rank 0 \(\w+\), given on rank 1-2"),
     "wrapper": (ddp_on_one, (), r"(optimizer|wrapper): DistributedDataParallel on rank 0 \(\w+\), none on rank 1-2"),
     "sync": (a_mistake_on_one, (), r"(rank 2 \(\w+\): )?sync: got 'never', allowed"),
+    "Python": (another_python, (), r"version of Python: 3.\d+ on rank 0, 2 \(\w+\), 3.99 on rank 1"),
     "protocol": (another_version, (), r"protocol of commlayer: 1 on rank 0, 2 \(\w+\), 2 on rank 1"),
 }
 

@@ -27,6 +27,14 @@ def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> 
     assert (header.kind, header.sender, header.weight, header.used) == (Kind.RESULT, SERVER_BASE, 6.0, 0b111)
 
 
+def test_a_mean_beside_parts_of_a_sum_is_a_breach_of_its_sender() -> None:
+    core, ops = service()
+    core.push(push(0, VALUES[0]), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 1: .*sends a mean"):
+        core.push(push(1, VALUES[1], flags=Flag.MEAN), 0.0)
+    assert ops.added == VALUES[:1]
+
+
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_each_contribution_counts_once(senders: list[int]) -> None:
     core, ops = service()

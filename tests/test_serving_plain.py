@@ -53,6 +53,11 @@ class Served:
             self.ops.add(r, memoryview(payload), self.accs[r], i == 0)
         return bytes(self.out[: self.ops.emit(r, self.accs[r], self.out)])
 
+    def mean(self, payloads: list[bytes], weights: list[float]) -> bytes:
+        for i, (payload, weight) in enumerate(zip(payloads, weights, strict=True)):
+            self.ops.weigh(memoryview(payload), weight, i == 0)
+        return bytes(self.out[: self.ops.emit(0, self.accs[0], self.out)])
+
 
 class Pair:
     """The same server twice; what both give must be equal."""
@@ -138,6 +143,33 @@ def test_a_server_without_torch_gives_the_same_bytes(fields: dict[str, str], sha
         return after.snapshot()
 
     pair.do(hand_over)
+
+
+def coded(x: torch.Tensor) -> bytes:
+    out = memoryview(bytearray(16 + 4 * x.numel()))
+    return bytes(out[: codec_of(VECTOR).start(x, {}, out)])
+
+
+def test_a_mean_of_equal_values_is_these_to_the_bit() -> None:
+    """Whatever they weigh. A mean with what is not finite is flagged, and the next one is not."""
+    pair = Pair(VECTOR)
+    equal, weights = kit.noise(VECTOR.numel, 3) * 1e-3, [0.1, 1 / 3, 7.7, 0.0, 1e-6]
+    weights = [float(torch.tensor(w)) for w in weights]  # as headers have them
+    assert pair.do(lambda served: served.mean([coded(equal)] * 5, weights)) == coded(equal)
+    bad = equal.clone()
+    bad[3] = float("nan")
+    flagged = pair.do(lambda served: served.mean([coded(equal), coded(bad)], [1.0, 1.0]))
+    assert not codec_of(VECTOR).decode(flagged, {}, torch.empty(VECTOR.numel))
+    both = pair.do(lambda served: served.mean([coded(equal), coded(3 * equal)], [3.0, 1.0]))
+    got = torch.empty(VECTOR.numel)
+    assert codec_of(VECTOR).decode(both, {}, got)
+    torch.testing.assert_close(got, 1.5 * equal, rtol=1e-7, atol=0)
+
+
+def test_what_keeps_something_back_makes_no_means() -> None:
+    served = Served(Bucket(0, SLICES, "service", codec="error_feedback(fp16())"))
+    with pytest.raises(ValueError, match="whose payloads are parts of a sum"):
+        served.ops.weigh(memoryview(b""), 1.0, True)
 
 
 @pytest.mark.parametrize("text", ["topk(ratio=0.05)", "error_feedback(int8())", "ef21(topk(ratio=0.1))"])

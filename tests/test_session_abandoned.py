@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import cuda_kit
 import pool_kit
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 import commlayer
 from commlayer.errors import StepAbandoned
-from commlayer.planner import default_plan
+from commlayer.planner import default_plan, lower
 from commlayer.records import Plan
 from commlayer.runtime.model_job import job_of
 
@@ -43,15 +45,29 @@ def delayed(model: nn.Module, per_node: int) -> Plan:
     return replace(made, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in made.buckets))
 
 
+def planned(model: nn.Module, how: str, per_node: int) -> Any:
+    """What attach() takes for a plan."""
+    made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=per_node,
+                        fuse_nbytes=1024, cut_nbytes=4096)
+    if how == "delayed":
+        return delayed(model, per_node)
+    if "staged" in how:
+        staged = (replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in made.buckets)
+        return lower(replace(made, buckets=tuple(staged), servers=0))
+    return "auto" if "allreduce" in how else commlayer.compressors.parse(how)
+
+
 def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, address: str) -> dict[str, Any]:
     """Four steps; in the second one backward breaks off on the ranks `who`: half-way, or behind the last gradient."""
     torch.manual_seed(0)
     first, second = nn.Linear(50, 40), nn.Linear(40, 1)
     model = nn.ModuleList([first, second])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan: Any = "auto" if how == "allreduce" else None if how == "delayed" else commlayer.compressors.parse(how)
-    config = pool_kit.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if how == "allreduce" else {"join": address}))
-    session = commlayer.attach(model, optimizer, plan=plan or delayed(model, per_node), config=config)
+    alone = "allreduce" in how or "staged" in how
+    config = pool_kit.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if alone else {"join": address}))
+    with cuda_kit.unread() if "unread" in how else contextlib.nullcontext():
+        session = commlayer.attach(model, optimizer, plan=planned(model, how, per_node), config=config,
+                                   overlap="forward" if "forward" in how else None)
     said, seen = [], []
     try:
         for step in range(4):
@@ -61,10 +77,12 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
                 broken = step == 1 and rank in who
                 hidden = first(Breaks.apply(x.requires_grad_(), broken and late))
                 second(Breaks.apply(hidden, broken and not late)).sum().backward()
+                optimizer.step()
+                if "forward" in how:
+                    session.drain()
             except (ArithmeticError, StepAbandoned) as error:
                 said.append(f"{type(error).__name__}: {error}")
                 continue
-            optimizer.step()
             seen.append([p.detach().clone() for p in model.parameters()])
         return {"said": said, "seen": seen, "steps": session.stats()["steps"]}
     finally:
@@ -75,7 +93,9 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
 @pytest.mark.parametrize(("how", "who", "per_node"), [
     ("identity()", (1,), 1), ("topk(ratio=0.1)", (0, 1), 1), ("topk(ratio=0.1)", (1,), 1), ("int8(block=64)", (0,), 2),
     ("allreduce", (1,), 2), ("allreduce", (0, 1), 2), ("powersgd(rank=1)", (1,), 1),
-    ("delayed", (1,), 1), ("delayed", (1,), 2),
+    ("delayed", (1,), 1), ("delayed", (1,), 2), ("staged", (1,), 1), ("staged", (0, 1), 2),
+    ("allreduce, unread", (1,), 2), ("allreduce, unread", (0, 1), 2), ("staged, unread", (1,), 1),
+    ("allreduce, forward", (1,), 2), ("allreduce, forward, unread", (0,), 2), ("staged, forward, unread", (1,), 1),
 ])
 def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...], per_node: int, late: bool) -> None:
     with pool_kit.Servers(WORLD, 1) as servers:
@@ -88,7 +108,7 @@ def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...],
         else:
             assert "its backward pass broke off; the step is dropped on all workers (step 1)" in said
     for mine, theirs in zip(*(r["seen"] for r in results), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(mine, theirs, strict=True))
 
 
 def beyond_the_end(rank: int) -> tuple[list[float], list[float]]:

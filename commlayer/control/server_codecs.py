@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -41,6 +41,7 @@ class CodecOps:
         self._undone = 0
         self._alone: dict[int, Any] = {}
         """By round, an accumulator for one payload by itself."""
+        self._mean: _Mean | None = None
 
     def zeros(self, r: int) -> Any:
         return self._codec.zeros(self._spec, r)
@@ -48,8 +49,23 @@ class CodecOps:
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None:
         self._codec.add(r, payload, acc, first=first)
 
+    def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
+        """See Ops. For codecs that keep nothing and add up in float32: means of buffers."""
+        if self.in_means or self.rounds != 1:
+            raise ValueError(f"a payload that counts in a mean, of {self._codec}, whose payloads are parts of a sum")
+        alone = self._by_itself(0, payload)
+        if first or self._mean is None:
+            self._mean = _Mean(np.zeros(self._spec.numel), 0.0, False)
+        mean = self._mean
+        mean.total[:] += np.asarray(alone["sum"]).astype(np.float64) * weight
+        self._mean = mean._replace(weight=mean.weight + weight, flagged=mean.flagged or bool(alone["flagged"][0]))
+
     def emit(self, r: int, acc: Any, out: memoryview) -> int:
         self._undone = 0
+        if self._mean is not None:
+            mean, self._mean = self._mean, None
+            acc["flagged"][0] = mean.flagged
+            np.asarray(acc["sum"])[:] = mean.total / (mean.weight or 1.0)
         return self._codec.emit(r, acc, self._state, out)
 
     def undo(self, slices: int) -> None:
@@ -60,14 +76,18 @@ class CodecOps:
 
     def skip(self) -> None:
         """Nothing was emitted, so nothing can be taken back."""
+        self._mean = None
         self._undone = (1 << len(self._bucket.slices)) - 1
 
     def norm(self, r: int, payload: memoryview) -> float:
+        return _norm(self._by_itself(r, payload))
+
+    def _by_itself(self, r: int, payload: memoryview) -> Any:
         acc = self._alone.get(r)
         if acc is None:
             acc = self._alone[r] = self._codec.zeros(self._spec, r)
         self._codec.add(r, payload, acc, first=True)
-        return _norm(acc)
+        return acc
 
     def debts(self) -> list[Debt]:
         """What this server still owes, by tensor elements."""
@@ -109,7 +129,15 @@ class CodecOps:
         """As before the first step: what was owed is not known."""
         self._state = self._codec.init_server(self._spec)
         seed(self._state, self._job, self._bucket.id, SERVER)
-        self._undone = 0
+        self._undone, self._mean = 0, None
+
+
+class _Mean(NamedTuple):
+    """A mean under way. A product of two float32 is whole in float64: equal values come back to the bit under any weights."""
+
+    total: Any
+    weight: float
+    flagged: bool
 
 
 def _loaded(data: bytes | memoryview) -> dict[str, Any]:

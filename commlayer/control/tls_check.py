@@ -42,7 +42,7 @@ def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Ce
         if why := reason_of(bytes(first[:n])):
             raise Refused(why)
     except Refused as error:
-        raise Refused(error.what, peer=where) from None
+        raise type(error)(error.what, peer=where) from None
     except (CommError, OSError):
         pass
     finally:

@@ -147,8 +147,8 @@ class ForwardOverlap:
         # Ahead of holding any: what is waited for brings others with it.
         if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
             self._take(partial(self._out.wait, zeroed))
-        # The optimizer steps them, with zeros, and so they count as applied, as without overlap.
-        self._gone -= {number for number in self._gone if self._parameters[number].grad is not None}
+        # Of what was set to zeros the optimizer applies nothing; what stands in another's place it does step.
+        self._gone -= {number for number, (p, mark) in marked if p.grad is not None and not mark.zeroed}
         for number, (p, mark) in marked:
             if p.grad is mark:
                 self._held.append(number)

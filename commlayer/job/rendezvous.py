@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import platform
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -212,7 +213,9 @@ def _here(**told: Any) -> Arrival:
 
 def _versions() -> dict[str, str]:
     return {"version of commlayer": messages.version(), "protocol of commlayer": str(messages.PROTOCOL),
-            "version of torch": torch.__version__.partition("+")[0]}
+            "version of torch": torch.__version__.partition("+")[0],
+            # All ranks decide with the same floats: since 3.12 sum() rounds otherwise.
+            "version of Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def _own_address(mine: Arrival, rows: Iterable[Arrival]) -> str:

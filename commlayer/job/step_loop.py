@@ -53,7 +53,7 @@ class StepLoop:
         self._use: AverageUse | None = None
         if connection.worker is not None:
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
-                                   lambda numbers: self.worker.applied(numbers))
+                                   lambda numbers: self.worker.applied(numbers), lambda number: self.worker.anything(number))
             connection.worker.settle = self._use.settle
             connection.on_close.append(self._use.detach)
             connection.after_regroup.append(self._look_again)

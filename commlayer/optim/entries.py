@@ -12,6 +12,8 @@ from commlayer.errors import CorruptFrame
 from commlayer.optim import kernels
 
 MOST = 2**32 - 1
+KNOWN = "_commlayer_positions"
+"""Of a gradient made here: its positions, and the version of it that has them. Coordinates take longer to read than a step."""
 
 
 class Entries(NamedTuple):
@@ -26,11 +28,15 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
     """Those of `parameter.grad`, which is COO. ValueError, one line that begins with `what`, where they do not fit."""
     grad = parameter.grad
     assert grad is not None
+    known: torch.Tensor | None
+    known, version = getattr(grad, KNOWN, (None, 0))
     if parameter.numel() > MOST:
         raise ValueError(f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
     if not parameter.is_contiguous():
         raise ValueError(f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
                          "row by row: make the parameter contiguous()")
+    if known is not None and grad._version == version and grad.shape == parameter.shape:
+        return Entries(known, grad._values().contiguous())
     if not grad.is_coalesced():
         _check_range(grad, what)
         grad = grad.coalesce()
@@ -65,4 +71,6 @@ def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int
     at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
     if shape:
         kernels.of(idx).coordinates(at, idx, shape)
-    return torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
+    made = torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
+    setattr(made, KNOWN, (idx, made._version))
+    return made

@@ -81,6 +81,10 @@ class Lazy(Optimizer):
 
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
+        asked: set[int] = self.__dict__.setdefault("_asked", set())  # copies of an optimizer have no attributes of their own
+        if p.data_ptr() not in asked:
+            asked.add(p.data_ptr())
+            self._kernels(p).huge_pages(flat(p))
         if "stamp" not in state and self._owes(group):
             stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
             state.update(stamp=stamp, rows=self._nothing, made=0, swept=0)

@@ -5,8 +5,10 @@ Where they are cleared without either (a GAN's generator loss that runs through 
 scaler skips), that is reported, so that the exchange can be taken back. What is written inside an optimizer's step is its own.
 
 Whether gradients are cleared cannot be seen when it happens. So it is looked at when a tensor's next gradient is about to be
-added: then `.grad` is still what was left, gone, or zeros. That takes two hooks on every parameter, which are there only while
-a plan keeps something back: where results are the gradients themselves, nothing could be taken back.
+added, or an optimizer is about to step with it: then `.grad` is still what was left, gone, or zeros. That takes two hooks on
+every parameter, which are there only while a plan keeps something back: where results are the gradients themselves, nothing
+could be taken back. Numbers are read only of gradients that were written to since (clipping does that, too), and of these
+seldom more than one tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +35,20 @@ BY_LOSS = (
 )
 
 
+SMALL_NUMEL = 1 << 12
+"""Below it an average may well be zeros, where few entries are sent."""
+
+
 class AverageUse:
     """Of one model's parameters."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
-        applied: Callable[[Collection[int]], None],
+        applied: Callable[[Collection[int]], None], anything: Callable[[int], bool],
     ) -> None:
-        """`cleared(number)` hears of a tensor whose average was thrown away, `applied(numbers)` of those that were stepped."""
-        self._parameters, self._cleared, self._applied = parameters, cleared, applied
+        """`cleared(number)` hears of a tensor whose average was thrown away, `applied(numbers)` of those that were stepped.
+        `anything(number)`: whether that average was other than zeros."""
+        self._parameters, self._cleared, self._applied, self._anything = parameters, cleared, applied, anything
         self._numbers = {id(p): number for number, p in enumerate(parameters)}
         self._open: dict[int, int] = {}
         """Tensors with an average whose use is not known yet, and the version of `.grad` that it is."""
@@ -115,7 +122,29 @@ class AverageUse:
         grad = self._parameters[number].grad
         if grad is None or grad._version == self._open[number]:
             return grad is None
-        return not bool((grad._values() if grad.is_sparse else grad).any())
+        return not _any(grad)
+
+    def _look(self, numbers: Iterable[int]) -> None:
+        """Reports which of these were cleared, ahead of each step with them: it reads as few numbers as may be. Of those that
+        were written to equally often one that is no zero speaks for all: who clips, or takes a scale out, writes to all."""
+        alike: dict[int, list[int]] = {}
+        for number in sorted(numbers):
+            if (grad := self._parameters[number].grad) is None:
+                self._report(number)
+            elif times := grad._version - self._open[number]:
+                alike.setdefault(times, []).append(number)
+        zeroed = [its for its in alike.values() if self._zeros(its)]
+        told = [any(map(self._anything, its)) for its in zeroed]
+        for its, sure in zip(zeroed, told, strict=True):
+            # Averages that came as zeros say nothing by themselves.
+            if sure or (any(told) and len(zeroed) == len(alike)):
+                for number in its:
+                    self._report(number)
+
+    def _zeros(self, numbers: Iterable[int]) -> bool:
+        grads = [(p.grad, number) for number in numbers if (p := self._parameters[number]).grad is not None]
+        grads.sort(key=lambda pair: (pair[0].numel() < SMALL_NUMEL, pair[0].numel(), pair[1]))
+        return not any(_any(grad) for grad, _ in grads if grad is not None)
 
     def _report(self, number: int) -> None:
         del self._open[number]
@@ -127,15 +156,13 @@ class AverageUse:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if mine := self._mine(optimizer):
+            self._known |= mine
             self._stepping[id(optimizer)] = mine
-            for number in mine & self._open.keys():
-                if self._parameters[number].grad is None:  # cancelled: the optimizer will pass over it
-                    self._report(number)
+            self._look(mine & self._open.keys())  # what is gone it passes over, and with zeros it applies nothing
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping.pop(id(optimizer), None)
         if mine := self._mine(optimizer):
-            self._known |= mine
             stepped = mine & self._open.keys()
             for number in stepped:
                 del self._open[number]
@@ -155,3 +182,8 @@ class AverageUse:
                 log.warning(BY_LOSS, search)
             self._owned[optimizer] = count, numbers
         return numbers
+
+
+def _any(grad: torch.Tensor) -> bool:
+    """Whether it is anything but zeros."""
+    return bool((grad._values() if grad.is_sparse else grad).any())

@@ -1,26 +1,20 @@
-"""One bucket on one worker: its memory, and the moves between gradients, payload and result, whoever calls. Knows no threads.
-
-What is owed has one word for each thing. A residual is what a codec keeps back of what it was given, in its state. A debt is
-any of it, by elements, as it goes from plan to plan. `carry` is the debt that this bucket took over from an earlier plan; it
-goes out with the next gradients, and `carried` is what of it went with the last.
-"""
+"""One bucket on one worker: its memory, and the moves between gradients, payload and result. Knows no threads."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
-from commlayer.compressors.debts import Debt, cut_of, forgive, owed, spread
-from commlayer.compressors.feedback import add_where, in_updates
+from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.sparse_results import Reads, reader_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
+from commlayer.runtime.bucket_debts import BucketDebts, Entries
 from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
 from commlayer.runtime.sparse_result import MOST_NUMEL, SparseResult
@@ -29,25 +23,10 @@ PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
 SMALL_NUMEL = 1 << 14
 """Elements of a slice, on average, up to which a call for each costs more than a second pass over all."""
-HIDES = 1 << 20
-"""So many times what is usual, a number's own rounding is a sixteenth of that."""
-TINY = 1e-30
-"""In place of a weight of nothing, which ends the step with an error."""
+IDENTITY = "identity()"
 
 
-class Entries(Protocol):
-    """Tells codecs how much to send: entries_sent.py."""
-
-    def begin(self, step: int) -> None:
-        """Ahead of each encode of that step."""
-        ...
-
-    def forget(self) -> None:
-        """States are others now, and the step may come again."""
-        ...
-
-
-class WorkerBucket:
+class WorkerBucket(BucketDebts):
     """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
 
     The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
@@ -58,7 +37,8 @@ class WorkerBucket:
     that a step whose average was not applied can be taken back without a copy of the residual. Where somebody wants results as
     the entries that a sparse codec sends, they stay that (`sparse`), and y is made of them if it is asked for.
 
-    An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result.
+    An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result. So have buffers on
+    the way over a server, which is sent their own mean over this node in float32, and makes the mean of all of these.
     """
 
     def __init__(
@@ -82,18 +62,21 @@ class WorkerBucket:
         self.in_updates = not self.dense and in_updates(codec)
         self.in_means = not self.dense and codec.keeps
         """Whether gradients are coded as parts of the mean, so that what is owed is worth the same when weights change."""
+        self.means = self.served and self.buffer and str(codec) == IDENTITY
+        """Whether a server makes the mean of what workers have, in place of a sum of parts (Flag.MEAN)."""
         self.spec = planned.spec
         self.layout = Layout(planned, job)
         self.numel, self.nslices = planned.numel, len(planned.slices)
         doubles = any(job.tensors[s.tensor].dtype == "float64" for s in planned.slices)
-        dtype = torch.float64 if self.dense and (doubles or self.buffer) else torch.float32
+        dtype = torch.float64 if (self.dense and (doubles or self.buffer)) or self.means else torch.float32
+        coding = torch.float32 if self.means else dtype
         floats = self.numel + self.nslices + 1
-        on_host, self.on_device = device.type == "cpu", on_device and coded
+        on_host, self.on_device = device.type == "cpu", on_device and coded and not self.means
         staged = coded and not self.on_device
-        block = aligned(PAYLOAD_HEADER, floats * dtype.itemsize if on_host or staged else 0, pinned=not on_host and staged)
-        host = block[PAYLOAD_HEADER:].view(dtype)
+        block = aligned(PAYLOAD_HEADER, floats * coding.itemsize if on_host or staged else 0, pinned=not on_host and staged)
+        host = block[PAYLOAD_HEADER:].view(coding)
         self.host = host[: self.numel]
-        every = host if on_host else torch.empty(floats, dtype=dtype, device=device)
+        every = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
         self.host_y, every_y = self.host, every
         if coded and self.in_means:
             back = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
@@ -186,6 +169,8 @@ class WorkerBucket:
         """Whether a server has refused somebody's contribution: the sum and its weight are the others'."""
         self.total = 0.0
         """The weight of all workers that this exchange's gradients were taken as a part of."""
+        self.told: float | None = None
+        """What all workers weigh, where only a device knows it from the exchange and somebody has said so to the host."""
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """x = gradients times factor; zeros where there is none, and everywhere if they weigh nothing (a mean over no samples
@@ -244,19 +229,33 @@ class WorkerBucket:
         self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
         self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())
 
+    @property
+    def read_here(self) -> bool:
+        """Whether the host reads what a collective brings at no cost."""
+        return self._facts_y is not None
+
     def over_weight(self, scale: float) -> float | torch.Tensor:
         """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
+        if self.told == 0.0:
+            raise ZeroDivisionError
         return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
 
     def summed_weight(self) -> float:
         """What all workers weighed in the exchange whose result is in y; 0 where only a device knows."""
         if self.served:
             return self.weight
-        return 0.0 if self._facts_y is None else float(self._facts_y[-1])
+        return self.told or 0.0 if self._facts_y is None else float(self._facts_y[-1])
 
     def op(self, coding: str) -> str:
         """"encode" or "decode" as paths spell it."""
         return f"{coding}@{'gpu' if self.on_device else 'cpu'}"
+
+    def to_mean(self) -> None:
+        """x, what this node's ranks weighed together, becomes the mean of theirs, where a server weighs it."""
+        if self.means:
+            self.x.div_(self.weight or 1.0)
+            if self.x.device.type == "cpu":
+                self.host.copy_(self.x)
 
     def encode(self) -> int:
         """Round 0: x to payload."""
@@ -281,23 +280,15 @@ class WorkerBucket:
         self.total = total
         return self.encode()
 
-    def refuse(self) -> None:
-        """The server has not added what this worker sent (quarantine): that is lost, and its debts are what they were before.
-
-        Beside numbers so large that their rounding hides what was owed, nothing is owed any more.
-        """
-        x, y = self.coded_x, self.host_y if self._reader is None and not self.on_device else self.y
-        if self.codes:
-            self.codec.undo(self.state, x)
-            forgive(self.state, x.abs() > HIDES * float(y.norm()) / math.sqrt(max(1, self.numel)))
-        if self.carried is not None:
-            self.carry = self.carried if self.carry is None else self.carry + self.carried
-        self.codes, self.carried = False, None
-
     @property
     def coded_x(self) -> torch.Tensor:
         """What the codec is given."""
         return self.x if self.on_device else self.host
+
+    @property
+    def result(self) -> torch.Tensor:
+        """What came back, where it is read at least cost."""
+        return self.host_y if self._reader is None and not self.on_device else self.y
 
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
@@ -309,6 +300,8 @@ class WorkerBucket:
             return
         if not self.on_device:
             self.finite = self.codec.decode(result, self.state, self.host_y)
+            if self.means and self.y.device.type == "cpu":
+                self.y.copy_(self.host_y)
             return
         nbytes = result.nbytes
         if nbytes > self.bound:
@@ -345,56 +338,3 @@ class WorkerBucket:
             return
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
-
-    def debts(self) -> list[Debt]:
-        """What this worker owes on the bucket's elements, in the unit of residuals: see Units.worth."""
-        found = [] if self.carry is None else list(spread(self.slices, 0, self.carry))
-        for (low, high), state in self.coders:
-            if (values := owed(state, high - low)) is not None:
-                found += spread(self.slices, low, values)
-        return found
-
-    def judge(self, *, finite: bool) -> None:
-        """The step is over. A slice that nobody used is applied nowhere, nor is anything of a step that is not finite."""
-        if self.buffer:
-            return
-        self.sound = self.finite
-        self.unapplied = self.all_slices & ~self.used if finite else self.all_slices
-        if finite:
-            self.carry_on(self.used)
-
-    def carry_on(self, slices: int) -> None:
-        """Of these slices' average, applied: what went along has reached the mean but for a part, which goes with the next."""
-        if self.carried is not None and (left := 1.0 - self._paid()):
-            rest = torch.zeros_like(self.carried)
-            add_where(rest, self.carried * left, cut_of(self.slices, slices))
-            self.carried = self.carried - rest  # a part that is taken back yet
-            self.carry = rest if self.carry is None else self.carry + rest
-
-    def _paid(self) -> float:
-        """The part of what was carried that reached the mean: all of it, where all workers weighed what this one took for
-        granted, or where it has coded again. Other ranks of its node took what they did."""
-        return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
-
-    @property
-    def all_slices(self) -> int:
-        return (1 << self.nslices) - 1
-
-    def forget(self) -> None:
-        """Its state is another now: what the last exchange coded is in none that could be taken back."""
-        self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
-        if self.entries is not None:
-            self.entries.forget()
-
-    def take_back(self) -> int:
-        """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""
-        back, self.unapplied = self.unapplied, 0
-        if back:
-            cut = cut_of(self.slices, back)
-            if self.codes:
-                self.codec.undo(self.state, self.coded_x, cut)
-            if self.carried is not None:
-                self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
-                add_where(self.carry, self.carried, cut)
-            self.undone |= back
-        return back

@@ -2,8 +2,7 @@
 
 A mean of equal values is not that value to the last bit: weights round, and so a buffer that nobody changes would wander. A
 buffer's `used` flag says that this rank has changed it. It goes with every path, and what nobody has changed stays as it was.
-What all have changed alike an all-reduce of float64 brings back to the bits of narrower types; servers sum float32, which holds
-whole numbers of samples times whole values (of a counter), and rounds others.
+What all have changed alike comes back to the bits of narrower types: all-reduces and servers make their mean in float64.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ class Units:
         scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
             average = scale / weight if bucket.served else bucket.over_weight(scale)
+            if bucket.means:
+                return 1.0
             return scale / self.members if bucket.in_means else average
         return None
 

@@ -47,6 +47,7 @@ class Groups:
         self._all = self.members.group(timeout_s=timeout_s)
         self._nodes: list[Any] = []
         self._inside: Inside | None = None
+        self._hosts: Channel | None = None
         if ranks_per_node > 1:
             out, back, late = (self._node() for _ in range(3))
             ready, late_ready = (None if device.type == "cpu" else self._node("gloo") for _ in range(2))
@@ -68,6 +69,15 @@ class Groups:
         """Where nodes have several ranks."""
         assert self._inside is not None, "this node has one rank"
         return self._inside
+
+    @property
+    def hosts(self) -> Channel:
+        """All ranks, where what one says reaches the others' hosts. Made the first time, when all ask for it together."""
+        if self._hosts is None:
+            group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+            self._nodes.append(group)
+            self._hosts = Channel(group, self.members.ranks, "of the hosts")
+        return self._hosts
 
     def allreduce(self, x: torch.Tensor) -> Pending:
         """Sum over all ranks, in place."""
@@ -108,7 +118,7 @@ class Groups:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # Connections end with the last reference: a peer with a collective under way waits for that as it lets go of its own.
-        for channel in self._inside or ():
+        for channel in (*(self._inside or ()), self._hosts):
             if channel is not None:
                 channel.close()
-        self._nodes, self._inside, self._all = [], None, None
+        self._nodes, self._inside, self._hosts, self._all = [], None, None, None

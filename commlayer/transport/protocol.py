@@ -48,6 +48,7 @@ class Flag(enum.IntFlag):
     ABANDON = 2  # PUSH, RESULT: a worker broke the step off, so there is no sum; the body says who and why (UTF-8)
     PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
     REFUSED = 8  # RESULT: it was the receiver's
+    MEAN = 16  # PUSH: what the body holds counts `weight` times in a mean, which is the result, rounded once
 
 
 ANSWERED_BY: dict[int, Kind] = {

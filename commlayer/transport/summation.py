@@ -231,10 +231,16 @@ class Summation:
         try:
             if cell.watch is not None and not judged and cell.watch.holds(message, cell.round):
                 return False
-            cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
+            first, mean = cell.summed == 0, bool(h.flags & Flag.MEAN)
+            if not first and mean != cell.mean:
+                raise ValueError("one of those whose sum this is sends a mean (flag MEAN), and another does not")
+            if mean:
+                cell.ops.weigh(message.body, h.weight, first)
+            else:
+                cell.ops.add(cell.round, message.body, cell.accs[cell.round], first)
         except (CorruptFrame, ValueError) as error:
             raise _breach(message, str(error)) from None
-        cell.summed += 1
+        cell.summed, cell.mean = cell.summed + 1, mean
         cell.totals.add(h.total)
         cell.weight += h.weight
         cell.used |= h.used

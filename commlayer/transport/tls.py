@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused
 from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
 DATA, CONTROL = PROTOCOLS
@@ -40,6 +40,7 @@ _REASONS = {
     "WRONG_VERSION_NUMBER": "it speaks plain text, and here keys are set: set keys (COMMLAYER_KEYS) there, too",
     "UNSUPPORTED_PROTOCOL": "it speaks an older TLS than 1.3",
 }
+_NO_TLS = frozenset(_REASONS) - {"PEER_DID_NOT_RETURN_A_CERTIFICATE"}
 _ALERTS = {
     "CERTIFICATE_REQUIRED": "it asks for a certificate",
     "CERTIFICATE_EXPIRED": "{me} has expired by its clock: make a new one with `commlayer keys add NAME --again`, or mend "
@@ -72,7 +73,7 @@ class TlsSocket(socket.socket):
     # ---- the handshake
 
     def handshake(self, deadline: float) -> Certified:
-        """Who is at the other end. Refused with a reason, DeadlineExceeded, or PeerLost; the caller knows with whom."""
+        """Who is at the other end. Refused with a reason, DeadlineExceeded, PeerLost or Damaged; the caller knows with whom."""
         try:
             while True:
                 try:
@@ -153,7 +154,10 @@ class TlsSocket(socket.socket):
         if isinstance(error, ssl.SSLCertVerificationError):
             line = _VERIFIED.get(error.verify_code)
             return Refused(line.format(now=now) if line else f"{_VERIFIED[_LIST]} ({error.verify_message})")
-        return self._told(error) or Refused(_REASONS.get(error.reason or "", f"it breaks TLS ({error.reason or error})"))
+        if line := _REASONS.get(error.reason or ""):
+            # A byte that is another on the way looks like it, too: who has had a connection there tries again.
+            return (NotYet if error.reason in _NO_TLS else Refused)(line)
+        return self._told(error) or Damaged(f"bytes that break TLS in its handshake ({error.reason or error})")
 
     def _told(self, error: ssl.SSLError) -> CommError | None:
         """The reason that the other end gave in an alert."""

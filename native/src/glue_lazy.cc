@@ -105,15 +105,20 @@ void adam_catch_up(nb::handle w, nb::handle m, nb::handle v, nb::handle stamp, i
   });
 }
 
-// Asks for large pages where x lies and nothing has been written yet: entries far apart then cost a cache miss, and not a walk
-// through page tables besides. Whoever has none to give goes on with small ones.
+#if defined(__linux__) && !defined(MADV_COLLAPSE)
+#define MADV_COLLAPSE 25  // since Linux 6.1; older ones refuse it
+#endif
+
+// Asks for large pages where x lies, and to move there what is written already: entries far apart then cost a cache miss, and not
+// a walk through page tables besides. Whoever has none to give goes on with small ones.
 void huge_pages(nb::handle x) {
   const Memory memory("x", x.ptr(), true);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
   const auto first = reinterpret_cast<uintptr_t>(memory.bytes<char>()), last = first + static_cast<uintptr_t>(memory.nbytes());
   const uintptr_t low = (first + kPage - 1) / kPage * kPage, high = last / kPage * kPage;
-  if (low < high) madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE);
+  if (low < high && madvise(reinterpret_cast<void*>(low), high - low, MADV_HUGEPAGE) == 0)
+    madvise(reinterpret_cast<void*>(low), high - low, MADV_COLLAPSE);
 #endif
 }
 

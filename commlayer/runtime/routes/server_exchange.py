@@ -71,18 +71,22 @@ class ServerExchange:
             return
         with self._staging.lane(bucket):
             begin = fill(bucket)
-            if math.isnan(bucket.weight):
-                self._give_up(way)
-                return
+            broken = math.isnan(bucket.weight)
+            if not broken:
+                bucket.to_mean()
             self._staging.to_host(bucket)
             nbytes = bucket.encode()
+        if broken:
+            self._give_up(way)
+            return
         step.counters.encode_s += time.perf_counter() - begin
         step.recorder.add(bucket.op("encode"), bucket.id, begin, nbytes)
-        self._send(way, 0, bucket.payload[:nbytes])
+        self._send(way, 0, bucket.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
 
     def _give_up(self, way: _Way) -> None:
-        """A rank of this node has broken the step off."""
-        way.bucket.weight, way.bucket.codes = 0.0, False
+        """A rank of this node has broken the step off. It is coded all the same, and taken back, as others do who cannot know:
+        what codecs count, or draw alike on all ranks, stays in step."""
+        way.bucket.weight = 0.0
         self._send(way, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
     def _send(self, way: _Way, r: int, body: memoryview | bytes, flags: Flag = Flag.NONE) -> None:

@@ -120,10 +120,12 @@ class Staged(Route):
             return
         tails, pending = self._tails
         pending.wait(deadline, self._step.failed)
-        at = 0
+        # All has been exchanged: on a device, too, nothing is left that this would wait for.
+        weight, at = None if self._buckets[-1].read_here else float(tails[-1]), 0
         for bucket in self._buckets:
             bucket.tail.copy_(tails[at : at + bucket.tail.numel()])
             at += bucket.tail.numel()
+            bucket.told = weight
             bucket.read_used()
 
     def undo(self, bucket: WorkerBucket) -> bool:
