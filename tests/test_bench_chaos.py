@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lab_kit import needs_lab
 
 from bench import Unmeasurable
-from bench.chaos import schedules, soak
+from bench.chaos import hosts, schedules, soak
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums
+from commlayer.chaos.trials import Setting, Trial
 
 
 def test_pieces_are_those_of_the_whole(tmp_path: Path) -> None:
@@ -44,3 +46,11 @@ def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
         True, 0, 0, True), found
     assert found["connections_cut"] >= 3
     assert found["servers_killed"] >= 4
+
+
+@needs_lab
+def test_on_hosts_a_link_that_was_away_costs_no_bit() -> None:
+    with hosts.campaign() as campaign:
+        row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5))
+    assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ())
+    assert row.evidence.shots > 0

@@ -19,7 +19,7 @@ from commlayer.chaos.cluster import Evidence
 from commlayer.chaos.dealing import dealt, trial
 from commlayer.chaos.faults import FAULTS
 from commlayer.chaos.oracle import GOES_ON
-from commlayer.chaos.proxy import DOWN, UP, Link, Proxy
+from commlayer.chaos.proxy import DOWN, UP, Link, Proxy, end
 from commlayer.chaos.reports import Ended, Stepped
 from commlayer.chaos.strikes import STRIKES
 from commlayer.chaos.table import problems, table
@@ -217,6 +217,24 @@ def test_bytes_pass_are_flipped_and_held(echo: Echo) -> None:
     echo.link.ways[DOWN].release()
     echo.near.settimeout(5.0)
     assert (echo.near.recv(1000), echo.link.shots) == (b"late", 2)
+
+
+def test_a_connection_that_ends_in_its_greeting_ends_at_the_dialler_too() -> None:
+    """Whose it is has become known on one way, while the other waits."""
+    links = [Link(random.Random(3)) for _ in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+        free.close()
+        proxy = Proxy(address, server.getsockname(), links, Seen(2))
+        hello = framed(Header(Kind.HELLO, sender=1), msgpack.encode(Hello("job", 1)))
+        with socket.create_connection(address, 5.0) as near:
+            near.sendall(hello)
+            far, _ = server.accept()
+            assert far.recv(1000) == hello
+            end(far, reset=True)
+            with pytest.raises(ConnectionError):
+                near.recv(1000) or (_ for _ in ()).throw(ConnectionResetError)
+        proxy.close()
 
 
 @pytest.mark.parametrize("halves", [False, True])

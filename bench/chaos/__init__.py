@@ -27,14 +27,14 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
     parser.add_argument("--seed", type=int, default=0, help="where to begin")
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop the schedules then; with --resume they can go on")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop schedules or soak then; with --resume schedules go on")
     parser.add_argument("--resume", type=Path, default=None, metavar="FILE", help="where the schedules that were made are kept")
 
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
     asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume)
     if args.soak:
-        return soak.run(args.soak, args.seed)
+        return soak.run(args.soak, args.seed, args.seconds)
     if args.schedules:
         return schedules.run(asked)
     names = tuple(args.faults.split(",")) if args.faults else hosts.FAULTS if args.hosts else dealt()

@@ -34,20 +34,21 @@ LIMIT_S = 3600.0
 START_S = 60.0
 
 
-def run(steps: int, seed: int) -> Result:
+def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
+    """`seconds`: it is broken off then; 0: after an hour."""
     store = Started(processes.store, HERE, environ={}, lines=Path(os.devnull))
     try:
         if not store.pipe.poll(START_S):
             raise RuntimeError(f"no process with torch within {START_S:g} s")
         with Cluster(undisturbed(SETTING), (HERE, store.pipe.recv()), steps, TOLD_EVERY) as cluster:
-            return _Soak(cluster, steps, random.Random(seed)).run()
+            return _Soak(cluster, steps, random.Random(seed), seconds or LIMIT_S).run()
     finally:
         store.end()
 
 
 class _Soak:
-    def __init__(self, cluster: Cluster, steps: int, chance: random.Random) -> None:
-        self._cluster, self._steps, self._chance = cluster, steps, chance
+    def __init__(self, cluster: Cluster, steps: int, chance: random.Random, limit_s: float) -> None:
+        self._cluster, self._steps, self._chance, self._limit_s = cluster, steps, chance, limit_s
         self._sizes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         """Of a process, by name and id: at which step it had how many bytes."""
         self._digests: dict[int, set[str]] = defaultdict(set)
@@ -68,7 +69,7 @@ class _Soak:
                 self._kills += self._cluster.servers[0].signal(signal.SIGKILL)
                 self._cluster.restart_server(0)
                 kill_at += kill_every
-            if time.monotonic() > begin + LIMIT_S:
+            if time.monotonic() > begin + self._limit_s:
                 break
             time.sleep(0.02)
         self._hear()
@@ -110,11 +111,11 @@ class _Soak:
         whole = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in self._ended)
         seen, off = self._cluster.seen, self._cluster.off()
         summary: dict[str, Any] = {
-            "steps": self._steps, "finished": whole, "connections_cut": self._cuts, "servers_killed": self._kills,
+            "steps": max(self._at), "finished": whole, "connections_cut": self._cuts, "servers_killed": self._kills,
             "other_digests": sum(len(digests) > 1 for digests in self._digests.values()),
             "contributions": seen.contributions, "wrong_on_the_wire": len(seen.faults), "payloads_sent_again": seen.repeats,
             "applied_off_put_in": off, "accounts_balance": off <= ROUNDING, "growth_pct": growth, "restarts_growth_pct": across,
-            "memory_flat": max(growth, across) <= 5.0, "steps_per_s": self._steps / seconds, "seconds": seconds}
+            "memory_flat": max(growth, across) <= 5.0, "steps_per_s": max(self._at) / seconds, "seconds": seconds}
         if not whole:
             rows += [{"process": f"worker {rank}", "ended": str(end)} for rank, end in enumerate(self._ended)]
         return {"rows": rows, "summary": summary}

@@ -35,7 +35,7 @@ TOKEN = "of-a-chaos-run"
 POLL_S = 0.02
 AHEAD = 10
 """So many steps behind the one at which a fault is to strike workers wait for it, so that it does not come too late."""
-LINGER_S = 3.0
+LINGER_S = 1.0
 """How long servers may take to end behind the job."""
 PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
 """Nothing that heals takes so long, on however busy a machine."""

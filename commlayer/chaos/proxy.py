@@ -80,6 +80,11 @@ class Link:
         with self._lock:
             return self._ends.pop(near, None) is not None
 
+    def left(self, far: socket.socket) -> bool:
+        """Whether that end was left alone on purpose."""
+        with self._lock:
+            return far in self._quiet
+
     def cut(self, *, reset: bool, halves: bool = False) -> int:
         """Ends all connections; `halves`: the worker's ends alone, and the others hear nothing. How many there were."""
         with self._lock:
@@ -143,7 +148,9 @@ class Proxy:
                 sink.sendall(link.ways[way].carry(data))
             sink.shutdown(socket.SHUT_WR)
             return
-        if link.drop(near):
+        for one in (link, *self._links):  # whose it is may just have become known
+            one.drop(near)
+        if not any(one.left(far) for one in self._links):
             end(near, reset=True)
             end(far, reset=True)
 

@@ -15,7 +15,7 @@ from commlayer.errors import CommError
 if TYPE_CHECKING:
     from commlayer.chaos.campaign import Row
 
-RUNS = 44
+RUNS = 42
 PIPE_WIDTH = 118
 
 

@@ -9,7 +9,6 @@ network that is cut. Where the kernel does not say (no /proc), there is no child
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -99,12 +98,11 @@ def state(pid: int) -> str:
 
 
 def beat(parent: int, send: Callable[[int], None], every_s: float) -> None:
-    """Sends which of THERE, STOPPED and ENDED it is; returns when the parent has ended or closes standard input.
-
-    The first after `every_s`: the thread beats at once, and to a job that is over by then nothing need be loaded to send with.
-    """
-    while os.getppid() == parent and not select.select([0], [], [], every_s)[0]:
+    """Sends which of THERE, STOPPED and ENDED it is; returns when the parent has ended or closes standard input."""
+    while os.getppid() == parent:
         send(THERE if awake(parent) else STOPPED)
+        if select.select([0], [], [], every_s)[0]:
+            break
     # A parent that dies closes its files first. One that lives ends its child by a signal.
     until = time.monotonic() + GRACE_S
     while os.getppid() == parent and time.monotonic() < until:
@@ -120,28 +118,20 @@ def main() -> None:
     if not line:
         return
     told = json.loads(line)
+    import grpc
+
+    from commlayer.control.grpc_channel import Shown, opened
+    from commlayer.control.proved_calls import Asker, Unproved
+
+    channel = opened(told["address"], [tuple(option) for option in told["options"]], told["shown"] and Shown(*told["shown"]))
+    asker = Asker(told["secret"], lambda method, data, timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
+        data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
+        bytes.fromhex(told["channel"]))
     bodies = [bytes.fromhex(body) for body in told["bodies"]]
 
-    @functools.cache
-    def asker() -> Any:
-        import grpc
-
-        from commlayer.control.grpc_channel import Shown, opened
-        from commlayer.control.proved_calls import Asker
-
-        options = [tuple(option) for option in told["options"]]
-        channel = opened(told["address"], options, told["shown"] and Shown(*told["shown"]))
-        return Asker(told["secret"], lambda method, data, timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
-            data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
-            bytes.fromhex(told["channel"]))
-
     def send(which: int) -> None:
-        import grpc
-
-        from commlayer.control.proved_calls import Unproved
-
         try:
-            asker().ask("Heartbeat", bodies[which], told["call_s"])
+            asker.ask("Heartbeat", bodies[which], told["call_s"])
         except (grpc.RpcError, Unproved):
             pass  # the thread beside the training hears of it, too, and says so
 

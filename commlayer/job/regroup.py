@@ -172,9 +172,10 @@ class Regrouping:
     # ---- to the new view
 
     def _go_over(self, old: Worker) -> None:
-        made, (view, words) = self._made, self._agreed or (self._newest, [])
+        made, agreed = self._made, self._agreed
         assert made.uplink is not None
-        self._agreed = None
+        assert agreed is not None
+        (view, words), self._agreed = agreed, None
         if not old.intact:
             raise CommError("a codec is still at work in the step that others left, so what it owes cannot be put right",
                             step=old.step)

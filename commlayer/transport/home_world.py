@@ -36,8 +36,8 @@ class _World(NamedTuple):
 
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
-_moved: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
-"""Of those, the default groups of worlds before."""
+_moved: list[RelayedGroup] = []
+"""Of those, the default groups of worlds before, which nobody else may hold on to in Python."""
 END_S = 5.0
 
 
@@ -64,9 +64,9 @@ def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> N
         group.abort()
     name = f"view{generation}"
     _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s)), rank)
+    _moved[:] = moved
     for number, group in enumerate(moved):
         group.move(desk, f"{name}/former{number}", ids, rank)
-        _moved.add(group)
 
 
 def _make(world: _World, rank: int) -> None:
