@@ -62,7 +62,7 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
         raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more, or 'forward'")
     if overlap == "forward" and (several or codes == "updates"):
         raise ValueError("overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
-                         "codes='updates', which exchange weights and have overlap='round'")
+                         "codes='updates', which exchange weights; every=2 or more has overlap='round'")
     if fragments is not None and not _whole(fragments):
         raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
                          "exchanged every H / fragments steps")

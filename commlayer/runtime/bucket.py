@@ -290,6 +290,10 @@ class WorkerBucket(BucketDebts):
         """What came back, where it is read at least cost."""
         return self.host_y if self._reader is None and not self.on_device else self.y
 
+    def slice_of_result(self, number: int) -> torch.Tensor:
+        """The values of a slice that came back, without those that are zeros where it came as entries."""
+        return self.layout.views(self.y)[number] if self.sparse is None else self.sparse.entries(number)[1]
+
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
 

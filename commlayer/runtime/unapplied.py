@@ -47,7 +47,7 @@ class Unapplied:
 
     def anything(self, tensor: int) -> bool:
         """Whether the average that the last step wrote for this tensor was other than zeros; of a late result nobody asks."""
-        return any(bucket.late or bool(bucket.layout.views(bucket.y)[i].any()) for bucket, i in self._by_tensor[tensor])
+        return any(bucket.late or bool(bucket.slice_of_result(i).any()) for bucket, i in self._by_tensor[tensor])
 
     def spent(self, tensors: Collection[int]) -> None:
         """An optimizer has stepped with these averages already, of a step that is not over: they are owed no longer."""
