@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from control_kit import WAIT_S, Failures, quick
 
 from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
+from commlayer.control.coordinator_journal import CoordinatorJournal
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 
 PLAN = b"a plan"
@@ -269,3 +271,20 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     tenth = PeerLost("left the job: PeerLost: worker 0: left the job: KeyboardInterrupt", peer="worker 10")
     for heard, named in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
         assert client.first_cause(heard) is named
+
+
+def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
+    journal = CoordinatorJournal(str(tmp_path))
+    coordinator = Coordinator(quick(), servers=1, journal=journal)
+    with ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(client.join, coordinator.address, messages.server("127.0.0.1:1"), quick(), Failures())
+        working = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 1, plan=PLAN), quick(), Failures())
+        server, worker = serving.result(WAIT_S), working.result(WAIT_S)
+        assert list(tmp_path.iterdir()), "who takes part is written down"
+        worker.leave()
+        closing = pool.submit(coordinator.close)
+        while list(tmp_path.iterdir()):
+            assert not closing.done()
+        server.leave()
+        closing.result(WAIT_S)
+    assert not list(tmp_path.iterdir())
