@@ -18,7 +18,7 @@ from commlayer.compressors.codec import Codec
 from commlayer.control import membership, messages, plan_parts, server_codecs
 from commlayer.control.proved_calls import Judge, Unproved
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
-from commlayer.records import Job, Plan, Spec, TensorInfo, View
+from commlayer.records import Job, Plan, ServerInfo, Spec, TensorInfo, View
 from commlayer.transport import framing, hello, summation, summation_server
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
@@ -168,7 +168,7 @@ def _messages() -> list[Any]:
         messages.Attended(first=0, world=3, node=1, nodes=2),
         messages.Ask("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),
         messages.Kept((b"there", None), sum=3), messages.Kept(error="worker 1: gone"), messages.About(bytes(5), 7),
-        messages.Told("1", 1, 4, 1.5, 3, 1, ("127.0.0.1:7001",), data=bytes(7)),
+        messages.Told("1", 1, 4, 1.5, 3, 1, (ServerInfo(0, "127.0.0.1:7001"),), data=bytes(7)),
     ]
 
 

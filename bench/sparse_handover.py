@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from commlayer.compressors import parse, wrap
-from commlayer.optim.entries import sparse_gradient
 from commlayer.records import Bucket, Job, Slice, TensorInfo
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.sparse_averages import make_sparse
+from commlayer.runtime.sparse_averages import joined, make_sparse
 
 CODEC = "topk(ratio=0.01)"
 FACTOR = 0.25
@@ -39,7 +38,7 @@ class _Way:
         if self._entries:
             assert bucket.sparse is not None
             idx, values = bucket.sparse.entries(0)
-            p.grad = sparse_gradient(idx, values * FACTOR, p.shape)
+            p.grad = joined([(idx, values * FACTOR)], p.shape)
         else:
             bucket.commit(FACTOR, [own])
             make_sparse([p])

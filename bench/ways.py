@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from bench import Unmeasurable
 from bench.lab import Lab, check
 from bench.paced.race import Run, at, reached, trained
 from bench.report import Result
@@ -65,6 +66,11 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
     asked = args or argparse.Namespace(link=None, way=None, seconds=None)
+    links = asked.link or list(RATES)
+    for way in asked.way or ():
+        if not any(way in BY_LINK[link] for link in links):
+            there = "; and ".join(f"link {link} has: {'; '.join(BY_LINK[link])}" for link in links)
+            raise Unmeasurable(f"--way {way!r} is none of --link {', '.join(links)}; {there}")
     seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
 
     def one(lab: Lab | None, system: dict[str, Any], ranks: int = RANKS) -> Run:
@@ -74,7 +80,7 @@ def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
     paced_s, goal = bound.s_per_step, at(alone.curve, seconds)
     rows = [row("none", name, found, paced_s=paced_s, goal=goal, seconds=seconds)
             for name, found in (("one machine, all batches", bound), ("each host alone", alone))]
-    for link in asked.link or RATES:
+    for link in links:
         with Lab(hosts=RANKS, up_bps=RATES[link], down_bps=RATES[link], delay_s=ONE_WAY_S) as lab:
             checked = check(lab)
             for name in wanted(link, quick, asked.way):

@@ -267,8 +267,13 @@ def _exit_and_collect(members: list[Any]) -> None:
 
 def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     lost = PeerLost("no heartbeat for 2.0 s from b: it was killed, stopped or cut off", peer="worker 1")
-    left = PeerLost("left the job: PeerLost: worker 1: no heartbeat for 2.0 s", peer="worker 0")
-    tenth = PeerLost("left the job: PeerLost: worker 0: left the job: KeyboardInterrupt", peer="worker 10")
+
+    def because_of(error: BaseException, peer: str) -> PeerLost:
+        """As a job that ends with that error tells why it leaves."""
+        return PeerLost(f"left the job: {type(error).__name__}: {error}".splitlines()[0], peer=peer)
+
+    left = because_of(lost, "worker 0")
+    tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
     for heard, named in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
         assert client.first_cause(heard) is named
 

@@ -20,7 +20,8 @@ from commlayer.doctor.machine_facts import Files, Folder, Journal, Processor, Sh
 from commlayer.doctor.network_facts import Addresses, Interface, Name, Port, Reached
 from commlayer.doctor.node_checks import Node, Pair, turns
 from commlayer.doctor.security_facts import KeysFolder, PlanFile
-from commlayer.doctor.server_facts import Link, Server
+from commlayer.doctor.server_facts import Link, Server, Way
+from commlayer.records import ServerInfo
 
 GIB, DAY = 1 << 30, 86400.0
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,9 @@ HOME = Addresses("box", ("10.0.0.5",), (LO, ETH), "10.0.0.1", "10.0.0.5", alone=
 GPU = Torch("2.13.0+cu126", "12.6", gpus=(("NVIDIA RTX 3060", 12 * GIB, "sm_86"),) * 2, archs=("sm_80", "sm_90", "compute_90"),
             nccl="2.27.3", cupy="14.2.0", cupy_from="cupy-cuda12x", driver=True)
 KEYS = KeysFolder("keys", "", "gpu-1", 0.0, 300 * DAY, 3000 * DAY, list_number=2, listed=1)
-SAID = Told("0.1.0", 1, 3, 0.0, 4, 2, ("10.0.0.1:7001",))
+SAID = Told("0.1.0", 1, 3, 0.0, 4, 2, (ServerInfo(0, "10.0.0.1:7001", streams="10.0.0.1:7002"),))
 SERVER = Server("10.0.0.1:7000", "", SAID, "0.1.0", 1, 3, 0.02, 0.001, 0.01)
+SILENT = Reached("server", "h:2", "silent")
 PLAN = PlanFile("plan.json", "", "abc", 12, 1)
 
 
@@ -93,6 +95,8 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str, str]]]] = [
     (journal, Journal(Folder("journal in", "/j", 24 << 20)), [("warn", "room for some 1 M", "goes on without")]),
     (lambda f: machine_checks.journal(f, required=True), Journal(Folder("journal in", "/j", 24 << 20)),
      [("fail", "room for some 1 M", "journal_required")]),
+    (lambda f: machine_checks.journal(f, required=True), Journal(Folder("journal in", "/j", GIB)),
+     [("warn", "1.0 GiB free, room for some 45 M", "refuses to serve")]),
     (journal, Journal(Folder("journal in", "/j", error="it may not be written to")), [("fail", "may not be", "name a folder")]),
     (journal, Journal(Folder("journal in", "/j", 24 * GIB), held=True), [("fail", "in use by a server", "another folder"), OK]),
     (journal, Journal(Folder("journal in", "/j", 24 * GIB), left=True), [("warn", "journal of a job", "rm -r /j"), OK]),
@@ -204,17 +208,25 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str, str]]]] = [
     (keyed, Server("h:1", "this process has another secret: set it"),
      [("fail", "h:1: this process has another secret", "set it")]),
     (keyed, Server("h:1", "no answer within 3.0 s", silent=True), [("fail", "h:1 does not answer", "commlayer serve")]),
-    (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),)),
+    (keyed, but(SERVER, ways=(Way("h:2", SILENT),)),
      [OK, ("fail", "h:2 does not answer", "firewall"), OK, OK, OK]),
-    (keyed, but(SERVER, data=(Reached("server", "h:2", "open"),)), [OK, ("ok", "TCP to server h:2", ""), OK, OK, OK]),
-    (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),), streams="open"),
-     [OK, ("warn", "gRPC streams at 10.0.0.1:7000, since TCP to server h:2", "open that port"), OK, OK, OK]),
-    (keyed, but(SERVER, data=(Reached("server", "h:2", "silent"),), streams="takes no gRPC streams there: check"),
+    (keyed, but(SERVER, ways=(Way("h:2", Reached("server", "h:2", "open"), "h:3"),)),
+     [OK, ("ok", "TCP to server h:2", ""), OK, OK, OK]),
+    (keyed, but(SERVER, ways=(Way("h:2", SILENT, "h:3", "open"),)),
+     [OK, ("warn", "gRPC streams at h:3, since TCP to server h:2", "open that port"), OK, OK, OK]),
+    (keyed, but(SERVER, ways=(Way("h:2", SILENT, "h:3", "takes no gRPC streams there: check"),)),
      [OK, ("fail", "h:2 does not answer", "firewall"), OK, OK, OK]),
-    (keyed, but(SERVER, carrier="grpc", streams="open"), [OK, ("ok", "gRPC streams at 10.0.0.1:7000$", ""), OK, OK, OK]),
-    (keyed, but(SERVER, carrier="grpc", streams="takes no gRPC streams there: check the address"),
+    (keyed, but(SERVER, ways=(Way("h:3", None, "h:3", "open"),)), [OK, ("ok", "gRPC streams at h:3$", ""), OK, OK, OK]),
+    (keyed, but(SERVER, ways=(Way("h:3", None, "h:3", "takes no gRPC streams there: check the address"),)),
      [OK, ("fail", "takes no gRPC streams there", "check the address"), OK, OK, OK]),
-    (keyed, but(SERVER, carrier="tcp"), [OK, ("fail", "takes gRPC streams alone", "carrier alike"), OK, OK, OK]),
+    (keyed, but(SERVER, carrier="tcp", ways=(Way("h:3", None, "h:3"),)),
+     [OK, ("fail", "h:3 takes gRPC streams alone, .*\"tcp\"", "carrier alike"), OK, OK, OK]),
+    (keyed, but(SERVER, carrier="grpc", ways=(Way("h:2"),)),
+     [OK, ("fail", "h:2 takes no gRPC streams, .*\"grpc\"", "carrier alike"), OK, OK, OK]),
+    (keyed, but(SERVER, ways=(Way("h:2", SILENT, "h:3", "open"),
+                               Way("i:2", Reached("server", "i:2", "silent")), Way("i:3", None, "i:3", "open"))),
+     [OK, ("warn", "streams at h:3, since TCP to server h:2", "open that port"), ("fail", "i:2 does not answer", "firewall"),
+      ("ok", "streams at i:3", ""), OK, OK, OK]),
     (server_checks.link, Link(94e6, 12e6), [("ok", "94 Mb/s up, 12 Mb/s down", "")]),
     (server_checks.link, Link(0.8e6, 12e6), [("warn", "0.8 Mb/s up", "whatif")]),
     (server_checks.link, Link(error="gone"), [("warn", "not measured: gone", "")]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import re
 import socket
@@ -36,7 +37,7 @@ from commlayer.doctor import (
     server_facts,
 )
 from commlayer.doctor.finding import Finding
-from commlayer.transport import framing, own_address
+from commlayer.transport import framing, journal, own_address
 from commlayer.transport.journal import Folder
 
 SECRET = "correct-horse-battery"
@@ -119,6 +120,24 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
     assert re.search(seen, one.seen)
 
 
+def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
+    """One has the number of the coordinator's port, on another address; the others' streams come by ports of their own."""
+    with contextlib.ExitStack() as opened:
+        made = opened.enter_context(contextlib.closing(Coordinator(quick(dead_after_s=LIMIT_S), workers=1, servers=3)))
+        number = int(made.address.rpartition(":")[2])
+        alike, closed, alone = (opened.enter_context(contextlib.closing(Serving(host, port, quick(carrier=carrier)))) for
+                                host, port, carrier in (("127.0.0.2", number, "tcp"), ("127.0.0.3", 0, "auto"),
+                                                        ("127.0.0.3", 0, "grpc")))
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            nowhere = f"127.0.0.1:{sock.getsockname()[1]}"
+        link = opened.enter_context(contextlib.closing(CoordinatorChannel(made.address, "", None)))
+        for address, streams in ((alike.address, ""), (nowhere, closed.streams), (alone.address, alone.streams)):
+            link.call("Join", messages.server(address, streams=streams), messages.Seat, LIMIT_S)
+        found = {one.seen: one.verdict for one in look(quick(join=made.address)) if one.check in ("carrier", "port")}
+    assert found == {f"TCP to server {alike.address}": "ok", f"gRPC streams at {alone.address}": "ok",
+                     f"gRPC streams at {closed.streams}, since TCP to server {nowhere} does not get through": "warn"}
+
+
 def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> None:
     def seen() -> machine_facts.Journal:
         return machine_facts.journal(tmp_path / "job")
@@ -133,6 +152,18 @@ def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> No
     folder.file.write_bytes(b"")
     assert seen().left
     assert machine_facts.journal(folder.file).folder.error == "it is a file"
+
+
+def test_looking_at_a_journal_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Folder(str(tmp_path)).close()
+    with (tmp_path / journal.LOCK).open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert not machine_facts.journal(tmp_path).held, "who looks, too, is no server"
+        monkeypatch.setattr(journal, "time", SimpleNamespace(sleep=lambda _: looking.close()))
+        folder = Folder(str(tmp_path))
+    with pytest.raises(ValueError, match="in use by another server"):
+        Folder(str(tmp_path))
+    folder.close()
 
 
 def test_a_job_that_has_begun_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

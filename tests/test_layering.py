@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Mapping, Set
@@ -10,6 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from commlayer.control import messages
+from commlayer.control.coordinator_channel import CoordinatorChannel
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "commlayer"
@@ -57,10 +62,10 @@ ROOMS: dict[str, list[set[str]]] = {
     ],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
-DECISIONS = [PACKAGE / "job" / loop / f"{name}.py" for loop, names in (
-    ("autoplan", ("facts", "state", "actions", "decide", "decide_rank0")), ("accuracy", ("state", "decide")),
-    ("shares", ("state", "decide"))) for name in names]
-IMPURE = {"torch", "threading", "time", "random", "os", "socket", "subprocess", "grpc"}
+DECIDING = {"job.autoplan.decide", "job.autoplan.decide_rank0", "job.accuracy.decide", "job.shares.decide"}
+"""With all that these import from job/."""
+IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
+          "concurrent", "multiprocessing"}
 ABOVE_ROUTES = {
     "intake", "worker", "unapplied", "gradient_comparison", "hooks", "outstanding", "plan_handover",
     "write_gradients",
@@ -139,13 +144,6 @@ def test_rooms_of_a_part_import_one_way(part: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_decisions_know_no_clock_no_thread_and_no_connection(file: Path) -> None:
-    drivers = {"connection", "driver", "switch", "start", "step_loop", "rendezvous"}
-    assert [said(found) for found in imports_of(file) if found.target.split(".")[0] in IMPURE
-            or (found.target.startswith("commlayer.job.") and drivers & set(found.target.split(".")))] == []
-
-
 def test_routes_know_no_worker_and_only_the_worker_knows_routes() -> None:
     runtime = [(i, i.file.relative_to(PACKAGE).with_suffix("").parts[1:], i.target.split(".")[2:]) for i in IMPORTS
                if own_part(i.file) == "runtime" and i.target.startswith("commlayer.runtime.")]
@@ -194,6 +192,32 @@ def module_of(target: str, modules: Mapping[str, Path]) -> str:
     return "" if target.endswith("._core") else next((name for name in names if name in modules), "")
 
 
+def reached_in(part: str, names: Set[str]) -> list[Path]:
+    """These modules of the package, and what they import of that part, over others too."""
+    modules = {dotted(file): file for file in FILES}
+    found, left = set[str](), {f"commlayer.{name}" for name in names}
+    while left:
+        found |= left
+        targets = {module_of(i.target, modules) for name in left for i in imports_of(modules[name])}
+        left = {name for name in targets if name.startswith(f"commlayer.{part}.")} - found
+    return [modules[name] for name in sorted(found)]
+
+
+DECISIONS = reached_in("job", DECIDING)
+
+
+def test_what_decisions_import_is_read_too() -> None:
+    names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
+    assert {"autoplan.facts", "autoplan.state", "accuracy.codec_level", "shares.state"} <= names, "the graph was read"
+
+
+@pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_decisions_know_no_clock_no_thread_and_no_connection(file: Path) -> None:
+    drivers = {"connection", "driver", "switch", "start", "step_loop", "rendezvous"}
+    assert [said(found) for found in imports_of(file) if found.target.split(".")[0] in IMPURE
+            or (found.target.startswith("commlayer.job.") and drivers & set(found.target.split(".")))] == []
+
+
 def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
     """Groups of modules each of which reaches all others of its group."""
     reached: dict[str, set[str]] = {name: set(targets) for name, targets in graph.items()}
@@ -215,8 +239,20 @@ def test_planning_loads_no_torch() -> None:
 
 
 def test_a_coordinator_loads_no_numpy() -> None:
-    """A rank starts one in attach(), and waits for it."""
-    assert loaded("commlayer.control.server_process", of={"torch", "numpy"}) == "[]"
+    """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
+    program = ("import sys; from commlayer.config import Config; from commlayer.control.server_process import Part, run\n"
+               "try: run(Config(bind='127.0.0.1', insecure=True), Part(1, 0, sums=False))\n"
+               "finally: print(sorted({'torch', 'numpy'} & set(sys.modules)))")
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert child.stdout is not None
+        with contextlib.closing(CoordinatorChannel(json.loads(child.stdout.readline())["control"], "", None)) as link:
+            assert link.call("About", messages.About(wanted=1), messages.Told, 30.0).workers == 1
+        child.terminate()
+        assert child.communicate(timeout=60)[0].strip() == "[]"
+    finally:
+        child.kill()
+        child.wait()
 
 
 def loaded(*modules: str, of: set[str]) -> str:

@@ -11,6 +11,8 @@ from pool_kit import pool
 from torch import nn
 
 from commlayer.optim import SparseAdamW, SparseSGD
+from commlayer.runtime.sparse_averages import joined
+from commlayer.runtime.sparse_result import SparseResult
 
 WORLD, STEPS = 2, 6
 FIRST, SPARE = 0, 2
@@ -36,10 +38,18 @@ class Net(nn.Module):
 
 def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False, looks: bool = False) -> dict[str, Any]:
     """`looks`: averages are dense first, and looked through for entries."""
+    wholes = []
+    spread = SparseResult.whole
+
+    def counted(result: SparseResult) -> torch.Tensor:
+        wholes.append(result)
+        return spread(result)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseResult, "whole", counted)
         if looks:
             patch.setattr("commlayer.job.module_driver.keep_entries", lambda *_: None)
-        return trained(run, kind, lazy=lazy, cleared=cleared)
+        return trained(run, kind, lazy=lazy, cleared=cleared) | {"wholes": len(wholes)}
 
 
 def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]:
@@ -59,8 +69,7 @@ def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]
         if lazy:
             optimizer.flush()
     worker = run.sessions[0].inspect.connection.worker
-    dense = [bucket.all_y.numel() for bucket in worker.buckets if bucket.sparse is not None]
-    told: dict[str, Any] = {"layouts": layouts, "kept": len(dense), "dense": sum(dense)}
+    told: dict[str, Any] = {"layouts": layouts, "kept": sum(bucket.sparse is not None for bucket in worker.buckets)}
     return told | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -95,15 +104,15 @@ def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any
     ranks, found = pool(WORLD), []
     for script in (lazily, densely):
         with coordinators(1, WORLD, 1) as made:
-            setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.02)")
+            setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.02)", fields=(("guard", "off"),))
             found.append(ranks.call(play, WORLD, script, setting))
     sparse, dense = found
     assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
     assert sum(layout[SPARE] for layout in sparse[0]["layouts"]) >= STEPS / 3
     assert not any(any(layout) for layout in dense[0]["layouts"])
     assert sparse[0]["kept"] >= 1
-    assert sparse[0]["dense"] == dense[0]["kept"] == 0, "no dense sum anywhere"
-    for name in set(sparse[0]) - {"layouts", "kept", "dense"}:
+    assert sparse[0]["wholes"] == dense[0]["kept"] == 0, "no dense sum anywhere"
+    for name in set(sparse[0]) - {"layouts", "kept", "wholes"}:
         assert torch.equal(sparse[0][name], sparse[1][name]), "replicas stay the same to the last bit"
         assert torch.allclose(sparse[0][name], dense[0][name], atol=1e-5)
 
@@ -132,7 +141,7 @@ def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_th
     assert ours.pop("kept")
     assert not theirs.pop("kept")
     assert ours["layouts"] == theirs["layouts"]
-    for name in set(ours) - {"layouts", "dense"}:
+    for name in set(ours) - {"layouts", "wholes"}:
         assert torch.equal(ours[name], theirs[name]), name
 
 
@@ -145,3 +154,22 @@ def test_averages_with_many_entries_stay_dense() -> None:
         setting = Setting("module", tuple(each.address for each in made), "fp16()")
         results = pool(WORLD).call(play, WORLD, dense_codec, setting)
     assert not any(layout[FIRST] for layout in results[0]["layouts"])
+
+
+def test_results_with_more_entries_than_are_handed_over_are_not_kept() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.25)", fields=(("guard", "off"),))
+        results = pool(WORLD).call(play, WORLD, lazily_sgd, setting)
+    assert not results[0]["kept"]
+    assert not any(layout[FIRST] for layout in results[0]["layouts"])
+
+
+def test_entries_are_joined_where_they_are_few_and_finite() -> None:
+    idx, shape = torch.arange(3, dtype=torch.int32), torch.Size((6, 8))
+    many = [(idx, torch.ones(3)), (idx + 10, torch.ones(4)[:3]), (idx + 40, torch.full((3,), float("inf")))]
+    assert joined(many, shape) is None
+    assert joined(many[2:], shape) is None
+    made = joined([many[0], (idx + 10, torch.tensor([1.0, 2.0**-130, 2.0]))], shape)
+    assert made is not None
+    assert made._nnz() == 5
+    assert made.to_dense().flatten()[[0, 10, 11, 12]].tolist() == [1.0, 1.0, 0.0, 2.0]

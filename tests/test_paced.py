@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bench import ways
+from bench.__main__ import main
 from bench.baselines import RankFailed
 from bench.lab.lab import Link
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
@@ -137,6 +138,21 @@ def test_a_trace_changes_links_at_its_times_and_puts_them_back() -> None:
     over.set()
     player.join(10)
     assert lab.rates == [(1, 1e7, False), (1, 5e6, True), *((host, 1e8, False) for host in range(4))]
+
+
+def test_a_way_that_a_link_does_not_have_is_refused_before_anything_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(*_: object) -> Run:
+        raise AssertionError("nothing is to train")
+
+    monkeypatch.setattr(ways, "trained", train)
+    assert main(["ways", "--link", "10m", "--way", "fp16", "--way", "int4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'fp16'" in line
+    assert all(name in line for name in ways.BY_LINK["10m"])
+    with pytest.raises(AssertionError, match="nothing is to train"):
+        main(["ways", "--way", "fp16"])
 
 
 def test_what_a_step_takes_beyond_its_pace_is_told_in_seconds_and_per_cent() -> None:

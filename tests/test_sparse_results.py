@@ -11,6 +11,7 @@ from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.sparse_results import reader_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Slice, Spec, TensorInfo
+from commlayer.runtime import sparse_result
 from commlayer.runtime.bucket import WorkerBucket
 
 N = 5000
@@ -88,6 +89,25 @@ def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: 
     whole[parts[2][0].long()] = parts[2][1] * 0.25
     assert torch.equal(whole[1000:3000], found[1][1][1000:3000]), "positions are those in the tensor"
     assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(found[1][2]))
+
+
+def test_entries_are_written_where_they_belong_without_memory_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strided targets and those of another dtype alone take a dense slice first."""
+    bucket, _ = made("topk(ratio=0.1)")
+    bucket.keep_entries()
+    codec = wrap(parse("topk(ratio=0.1)"))
+    bucket.decode(encode(codec, noise(6040), codec.init(Spec((6040,)))))
+    spread: list[int] = []
+    plain = sparse_result._spread
+    monkeypatch.setattr(sparse_result, "_spread", lambda idx, values, n: spread.append(n) or plain(idx, values, n))
+    found = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
+    bucket.commit(0.25, found)
+    assert not spread
+    others = [torch.full((100, 40), 9.0).T, None, torch.full((6000,), 9.0, dtype=torch.float64)]
+    bucket.commit(0.25, others)
+    assert spread == [4000, 2000]
+    for one, other in zip(found, others, strict=True):
+        assert one is other is None or torch.equal(one.double(), other.double())
 
 
 def test_a_flagged_result_is_dense_and_all_nan_and_the_next_is_entries_again() -> None:

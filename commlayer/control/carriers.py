@@ -33,15 +33,14 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
     which this process reached the coordinator."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
     plain = _checked(server.address, f"address of {name}", config)
-    # What others reach need not be what the coordinator calls itself: there is a proxy between, or a router.
-    where = joined if server.beside and server.streams else server.streams
+    where, alone = streams_at(server, joined), streams_alone(server, joined)
     streams = _checked(where, f"address of {name} for gRPC", config) if where else None
-    carrier = "grpc" if server.address == server.streams and config.carrier == "auto" else config.carrier
+    carrier = "grpc" if alone and config.carrier == "auto" else config.carrier
 
     def dial(deadline: float) -> None:
         nonlocal carrier
         either = carrier == "auto" and streams is not None
-        if carrier == "grpc" or streams == plain:
+        if carrier == "grpc" or alone:
             if carrier == "tcp" or streams is None:
                 offered = "takes gRPC streams alone" if streams else "takes no gRPC streams"
                 raise Refused(f"{offered} (setting carrier): set it alike here and there, or leave it out", peer=name)
@@ -68,6 +67,17 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
         carrier = "grpc"
 
     return dial
+
+
+def streams_at(server: ServerInfo, joined: str) -> str:
+    """Where a process that reached the coordinator as `joined` finds its gRPC streams; empty: nowhere."""
+    # What others reach need not be what the coordinator calls itself: there is a proxy between, or a router.
+    return joined if server.beside and server.streams else server.streams
+
+
+def streams_alone(server: ServerInfo, joined: str) -> bool:
+    """Whether it takes nothing else."""
+    return bool(server.streams) and server.address in (server.streams, streams_at(server, joined))
 
 
 def over_grpc(transport: StreamTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:

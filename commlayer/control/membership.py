@@ -140,7 +140,8 @@ def told(state: State, request: About, time_s: float) -> Told:
     here = [place for place in state.places.values() if place.here]
     filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, ABOUT_NBYTES)))
     return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in here),
-                tuple(p.join.address for p in here if p.join.kind == "server"), state.view is not None,
+                tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
+                      for p in here if p.join.kind == "server"), state.view is not None,
                 state.view.plan if state.view is not None else "", filler)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from commlayer.errors import CorruptFrame, one_line
-from commlayer.records import MALFORMED, Record, View
+from commlayer.records import MALFORMED, Record, ServerInfo, View
 
 PROTOCOL = 1
 FINISHED = "finished"
@@ -220,8 +220,8 @@ class Told(Record, frozen=True):
     """How many the job is for, 0 if nobody has said."""
     seated: int
     """How many of them are here."""
-    servers: tuple[str, ...] = ()
-    """Data addresses of those that are here."""
+    servers: tuple[ServerInfo, ...] = ()
+    """Those that are here."""
     begun: bool = False
     plan: str = ""
     """Its digest, once there is one."""

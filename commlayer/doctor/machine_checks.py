@@ -76,8 +76,10 @@ def journal(f: Journal, *, required: bool) -> Iterator[Finding]:
     room = f"{path}: {size(free)} free, room for some {free / JOURNAL_NBYTES / 1e6:.0f} M parameters"
     if free >= SMALL_DISK:
         yield ok("journal", room)
-    elif required:
+    elif required and free < NO_DISK:
         yield fail("journal", room, "make room, or set journal_required to false")
+    elif required:
+        yield warn("journal", room, "make room for more than that: a server without it refuses to serve")
     else:
         yield warn("journal", room, "make room: with too little of it a job goes on without a journal")
 

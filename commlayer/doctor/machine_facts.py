@@ -154,8 +154,8 @@ def folder(what: str, path: Path) -> Folder:
 def journal(path: Path) -> Journal:
     found, held = folder("journal in", path), False
     try:
-        with (path / LOCK).open("r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (path / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a server that starts meanwhile tries again
     except BlockingIOError:
         held = True
     except FileNotFoundError:

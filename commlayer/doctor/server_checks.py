@@ -45,22 +45,22 @@ def server(f: Server, *, keys: bool) -> Iterator[Finding]:
 
 def _carriers(f: Server) -> Iterator[Finding]:
     """What gradients would travel on, to each server."""
-    for one in f.data:
-        if one.answer == "open":
-            yield ok("carrier", f"TCP to {one.what} {one.address}")
-        elif f.streams == "open" and len(f.data) == 1:
-            yield warn("carrier", f"gRPC streams at {f.address}, since TCP to {one.what} {one.address} does not get through",
+    for way in f.ways:
+        if way.tcp is not None and way.tcp.answer == "open":
+            yield ok("carrier", f"TCP to {way.tcp.what} {way.address}")
+        elif way.streams == "open" and way.tcp is None:
+            yield ok("carrier", f"gRPC streams at {way.streams_at}")
+        elif way.streams == "open":
+            yield warn("carrier", f"gRPC streams at {way.streams_at}, since TCP to server {way.address} does not get through",
                        "open that port, too: TCP costs less, and the start waits 5 s for it")
+        elif way.tcp is not None:
+            yield from network_checks.reached(way.tcp)
+        elif way.streams:
+            yield of_error("carrier", way.streams)
         else:
-            yield from network_checks.reached(one)
-    if f.said and f.said.servers and not f.data:
-        if f.streams == "open":
-            yield ok("carrier", f"gRPC streams at {f.address}")
-        elif f.carrier == "tcp":
-            yield fail("carrier", f"{f.address} takes gRPC streams alone, and carrier is \"tcp\" here",
+            takes = "takes gRPC streams alone" if way.streams_at else "takes no gRPC streams"
+            yield fail("carrier", f"server {way.address} {takes}, and carrier is \"{f.carrier}\" here",
                        "set carrier alike on server and workers, or leave it out")
-        elif f.streams:
-            yield of_error("carrier", f.streams)
 
 
 def _clock(f: Server, keys: bool) -> Finding:

@@ -20,7 +20,7 @@ from commlayer.control.tls_check import check
 from commlayer.doctor.network_facts import Reached, reach
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.measure import link_rates
-from commlayer.records import Record
+from commlayer.records import Record, ServerInfo
 from commlayer.transport import tls
 from commlayer.transport.key_folder import Keys
 
@@ -28,8 +28,22 @@ CALL_S = 3.0
 PINGS = 4
 FULL_NBYTES = 16 << 10
 """Several packets of any size, and a second of a link of 128 kb/s."""
+MOST_SERVERS = 8
+"""Of which ways are looked at."""
 WORKERS = 12
 """Calls under way at once while the link is measured."""
+
+
+class Way(Record, frozen=True):
+    """To one summation server, as a worker would take it."""
+
+    address: str
+    tcp: Reached | None = None
+    """Dialled; None where that is not the way: it takes gRPC streams alone, or the setting here says so."""
+    streams_at: str = ""
+    """Where it takes gRPC streams; empty: nowhere."""
+    streams: str = ""
+    """Whether they get through, where a worker would have to do with them: "open", or why they do not."""
 
 
 class Server(Record, frozen=True):
@@ -48,13 +62,10 @@ class Server(Record, frozen=True):
     full_up: str = ""
     full_down: str = ""
     """Why full-size packets do not pass that way; empty where they do."""
-    data: tuple[Reached, ...] = ()
-    """Its summation servers, dialled by TCP; none by the port that takes gRPC streams alone."""
+    ways: tuple[Way, ...] = ()
+    """To its summation servers."""
     carrier: str = "auto"
     """As it is set here."""
-    streams: str = ""
-    """Whether gRPC streams get through at the coordinator's port, where that is what a worker would have to do: "open", or why
-    they do not; empty where TCP does."""
     silent: bool = False
 
 
@@ -89,17 +100,25 @@ def server(config: Config, version: str, wire: int) -> Server:
         return structs.replace(mine, error=error.what, silent=isinstance(error, PeerLost | DeadlineExceeded))
     finally:
         link.close()
-    data = tuple(dialled(address, link.keys, tls.DATA) for address in said.servers[:8]
-                 if config.carrier != "grpc" and host_port(address)[1] != host_port(config.join)[1])
-    needed = config.carrier != "tcp" and (len(data) < len(said.servers[:8]) or any(one.answer != "open" for one in data))
+    with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:
+        ways = tuple(pool.map(lambda one: _way(one, config, link.keys), said.servers[:MOST_SERVERS]))
     return structs.replace(mine, said=said, round_trip_s=round_trip_s, clock_s=clock_s, clock_error_s=round_trip_s / 2,
-                           full_up=up, full_down=down, data=data, carrier=config.carrier,
-                           streams=_streams(config.join, link.keys) if needed else "")
+                           full_up=up, full_down=down, ways=ways, carrier=config.carrier)
+
+
+def _way(one: ServerInfo, config: Config, keys: Keys | None) -> Way:
+    where, alone = carriers.streams_at(one, config.join), carriers.streams_alone(one, config.join)
+    tcp = None if alone or config.carrier == "grpc" else dialled(one.address, keys, tls.DATA)
+    needed = where and config.carrier != "tcp" and (tcp is None or tcp.answer != "open")
+    return Way(one.address, tcp, where, _streams(where, keys) if needed else "")
 
 
 def _streams(address: str, keys: Keys | None) -> str:
+    deadline = time.monotonic() + CALL_S
     try:
-        carriers.stream_to(host_port(address), keys, time.monotonic() + CALL_S).close()
+        if keys is not None:
+            check(address, keys, deadline, f"server {address}")
+        carriers.stream_to(host_port(address), keys, deadline).close()
     except CommError as error:
         return error.what
     return "open"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors import kernels
+from commlayer.compressors.sparse_results import reader_of
 from commlayer.optim.entries import sparse_gradient
 from commlayer.optim.lazy import Lazy
 from commlayer.runtime.worker import Worker
@@ -41,6 +42,8 @@ def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
     if not lazily or plan.steps_locally or plan.ranks_per_node > 1:
         return
     for bucket in worker.buckets:
+        if getattr(reader_of(bucket.codec), "ratio", 0.0) > 1 / MOST:
+            continue  # results would be spread after all, at more cost than they are decoded at
         numbers = {s.tensor for s in bucket.slices}
         if numbers & lazily.keys() and all(n in lazily or tensors[n].numel < LEAST for n in numbers):
             bucket.keep_entries()
@@ -54,13 +57,21 @@ def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[
         parts = worker.entries(number) if used[number] else None
         if parts is None:
             continue
-        idx, values = (torch.cat(part) for part in zip(*parts, strict=True))
-        there = values.abs() >= SMALLEST
-        if not bool(there.all()):
-            idx, values = idx[there], values[there]
-        if idx.numel() <= p.numel() // MOST and bool(values.isfinite().all()):
-            found[number] = sparse_gradient(idx, values, p.shape)
+        if (gradient := joined(parts, p.shape)) is not None:
+            found[number] = gradient
     return found
+
+
+def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
+    """The gradient whose entries are those of all parts, in order; None where they are many or not all finite."""
+    room = shape.numel() // MOST
+    if sum(len(idx) for idx, _ in parts) > room:
+        return None
+    idx, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    there = values.abs() >= SMALLEST
+    if not bool(there.all()):
+        idx, values = idx[there], values[there]
+    return sparse_gradient(idx, values, shape) if bool(values.isfinite().all()) else None
 
 
 def make_sparse(parameters: Iterable[nn.Parameter]) -> None:

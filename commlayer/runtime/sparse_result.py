@@ -29,15 +29,19 @@ class SparseResult:
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = elements times factor, by slice; None leaves one out."""
-        views = [torch.empty(0) if target is None else self._slice(number).view(shape)
-                 for number, (shape, target) in enumerate(zip(self._layout.shapes, targets, strict=True))]
-        for view, target in self._layout.pairs(targets, views):
-            torch.mul(view, factor, out=target.detach())
+        for number, (s, shape, target) in enumerate(zip(self._layout.slices, self._layout.shapes, targets, strict=True)):
+            if target is None:
+                continue
+            to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
+            idx, values = self._slice(number)
+            if to.is_contiguous() and to.dtype == torch.float32:
+                kernels.scatter_add(to.zero_().view(-1), idx, values * factor)
+            else:
+                torch.mul(_spread(idx, values, s.numel).view(shape), factor, out=to)
 
-    def _slice(self, number: int) -> torch.Tensor:
+    def _slice(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = self._cuts[number], self._cuts[number + 1]
-        start, stop = self._starts[number], self._starts[number + 1]
-        return _spread(self._idx[low:high] - start, self._values[low:high], stop - start)
+        return self._idx[low:high] - self._starts[number], self._values[low:high]
 
     def whole(self) -> torch.Tensor:
         """All elements."""

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,8 @@ _SIZES = struct.Struct("<QQI")
 _HEAD = struct.Struct("<QIII")
 """Of a slot: number, sizes of the entry's two parts, checksum of them behind the number."""
 _PLACE = struct.Struct("<QQ")
+TRIES, TRY_S = 10, 0.02
+"""Who only looks whether a server holds the lock shares it for an instant."""
 ALIGN = 64
 MOST_ABOUT_NBYTES = 256 << 20
 
@@ -56,11 +59,15 @@ class Folder:
         self.path = Path(path)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ValueError(f"journal: {path} is in use by another server: give each server a folder of its own") from None
+        for left in reversed(range(TRIES)):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if left:
+                    time.sleep(TRY_S)
+        os.close(self._lock)
+        raise ValueError(f"journal: {path} is in use by another server: give each server a folder of its own")
 
     @property
     def file(self) -> Path:
