@@ -101,8 +101,9 @@ class Coordinator:
         """
         with self._lock:
             over = membership.over(self._state)
-        if over and self._journal is not None:
-            self._journal.forget()
+            if over and self._journal is not None:
+                self._journal.forget()
+                self._journal = None  # servers that leave from here on would have it written again
         if over and not self._closing.is_set():
             self._empty.wait(self._dead_after_s + self._heartbeat_s)
         self._closing.set()
