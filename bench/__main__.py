@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.json and not args.json.absolute().parent.is_dir():
         print(f"bench: --json {args.json}: the folder {args.json.absolute().parent} does not exist", file=sys.stderr)
         return 2
+    if args.json and args.json.is_dir():
+        print(f"bench: --json {args.json}: it is a folder, and a file is wanted", file=sys.stderr)
+        return 2
     module = importlib.import_module(MEASUREMENTS[args.name])
     if takes_more := hasattr(module, "flags"):
         module.flags(parser)
@@ -62,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         report.write(args.json, args.name, result)
         if hasattr(module, "draw"):
             print(module.draw(args.json))
-    return 0
+    return int(result.get("code", 0))
 
 
 if __name__ == "__main__":

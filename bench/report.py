@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -22,10 +22,12 @@ Row = Mapping[str, Any]
 
 
 class Result(TypedDict):
-    """What a measurement's run(quick) returns: one row per thing measured, and the few figures that sum them up."""
+    """What a measurement's run(quick) returns: one row per thing measured, and the few figures that sum them up. `code`: what
+    the command exits with once they are shown, where something is wrong with them."""
 
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
+    code: NotRequired[int]
 
 
 def machine() -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from lab_kit import needs_lab
 
 from bench import Unmeasurable
+from bench.__main__ import main
 from bench.chaos import hosts, schedules, soak
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums
@@ -46,6 +48,39 @@ def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
         True, 0, 0, True), found
     assert found["connections_cut"] >= 3
     assert found["servers_killed"] >= 4
+
+
+@pytest.mark.parametrize(("options", "line"), [
+    (["--runs", "-1"], "--runs: got -1, allowed: 0 and more"),
+    (["--seconds", "nan"], "--seconds: got nan, allowed: 0 and more"),
+    (["--schedules", "1", "--resume", "{}/none/file"], "its folder does not exist"),
+    (["--schedules", "1", "--resume", "{}"], "it is a folder"),
+    (["--json", "{}"], "it is a folder"),
+])
+def test_what_it_refuses_is_a_line_before_any_work(options: list[str], line: str, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", *(option.format(tmp_path) for option in options)]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(["chaos", "--schedules", "3"]) == 0
+    made = schedules.one
+
+    def broken_off(seed: int, done: Done) -> None:
+        if seed == 2:
+            raise KeyboardInterrupt
+        made(seed, done)
+
+    monkeypatch.setattr(schedules, "one", broken_off)
+    assert main(["chaos", "--schedules", "5", "--resume", str(tmp_path / "kept.json")]) == 130
+    assert msgspec.json.decode((tmp_path / "kept.json").read_bytes(), type=Done).schedules == 2
+    monkeypatch.setattr(schedules, "one", made)
+    monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
+    assert main(["chaos", "--schedules", "1", "--seed", "41"]) == 1
 
 
 @needs_lab

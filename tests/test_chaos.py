@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import msgpack
 from typer.testing import CliRunner
 
-from commlayer.chaos import oracle, verdict
+from commlayer.chaos import cluster, oracle, verdict
 from commlayer.chaos.campaign import Campaign, Row, summary
-from commlayer.chaos.cluster import Evidence
+from commlayer.chaos.cluster import Cluster, Evidence, all_free
 from commlayer.chaos.dealing import dealt, trial
 from commlayer.chaos.faults import FAULTS
 from commlayer.chaos.oracle import GOES_ON
 from commlayer.chaos.proxy import DOWN, UP, Link, Proxy, end
-from commlayer.chaos.reports import Ended, Stepped
+from commlayer.chaos.reports import Ended, Finding, Stepped
 from commlayer.chaos.strikes import STRIKES
-from commlayer.chaos.table import problems, table
+from commlayer.chaos.table import closing, problems, table
 from commlayer.chaos.trials import STEPS, Setting, Trial
 from commlayer.chaos.wire import Seen, Stretch, digits, weights
 from commlayer.cli.main import app
+from commlayer.errors import CommError
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.hello import Hello
@@ -66,7 +74,7 @@ def evidence(**changes: Any) -> Evidence:
 
     stepped = [[Stepped(n + 1, f"digest {n}", samples(rank, n), float(n)) for n in range(STEPS)] for rank in range(2)]
     ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS)]
-    made = Evidence(stepped, ended, 1, 0.0, 5.5, 5.6, 42.0, (), 400, 0, (), (), 1e-7, "a line")
+    made = Evidence(stepped, ended, 1, 5.5, 42.0, (), 400, 0, (), (), 1e-7, "a line")
     return made._replace(**changes)
 
 
@@ -93,7 +101,9 @@ def test_a_worker_that_was_killed_has_to_be_named_by_the_others() -> None:
 
 @pytest.mark.parametrize(("change", "line"), [
     ({"shots": 0}, "the fault cut never fired"),
-    ({"faults": ("the sum of step 3 ...",)}, "the sum of step 3 ..."),
+    ({"faults": (Finding("contributions", "the sum of step 3 ..."),)}, "the sum of step 3 ..."),
+    ({"servers_left": ("server 0",)}, "server 0 did not end behind the job"),
+    ({"left_files": ("server-0.journal/server.journal",)}, "server-0.journal/server.journal was left behind the job"),
     ({"off": 0.01}, "what was applied is off what was put in by 1.00e-02, allowed 1e-04"),
     ({"off": math.nan}, "what was applied is off what was put in by nan, allowed 1e-04"),
     ({"contributions": 399}, "399 contributions were in sums, 400 in the undisturbed run"),
@@ -116,14 +126,52 @@ def test_a_bit_a_sample_a_hang_and_an_end_are_found() -> None:
     assert said.wrong[0] == "the job stops, naming worker 1; allowed: goes on"
 
 
+def test_who_is_cut_off_is_named_by_the_others_and_has_to_end_by_itself() -> None:
+    named, gone = Ended(9, 9.0, "worker 1", "worker 1: no heartbeat"), Ended(9, 9.0, "server 0", "server 0: closed its end")
+    assert judged("isolate-worker", short(evidence(), 9, [named, gone])).wrong == ()
+    asked = Ended(9, 9.0, "coordinator 127.0.1.2:1", "coordinator 127.0.1.2:1: no heartbeat")
+    assert judged("isolate-worker", short(evidence(), 9, [named, asked])).wrong == ()
+    assert judged("isolate-worker", short(evidence(), 9, [gone, gone])).wrong == (
+        "the job stops, naming server 0; allowed: stops, naming worker 1",)
+    assert judged("isolate-worker", short(evidence(), 9, [named, None])).wrong == (
+        "worker 1, which is cut off, did not end within 42.0 s",)
+    assert judged("isolate-worker", short(evidence(), 9, [named, named])).wrong == (
+        "worker 1, which is cut off, stops, naming worker 1; allowed: stops, naming coordinator or server 0",)
+
+
+def test_an_undisturbed_run_has_a_sum_for_each_step_where_sums_are_seen() -> None:
+    assert verdict.whole(evidence())
+    assert verdict.whole(evidence(contributions=None))
+    assert verdict.whole(evidence(contributions=2 * (STEPS + 2)))
+    assert not verdict.whole(evidence(contributions=2 * (STEPS + 2) - 1))
+    assert not verdict.whole(evidence(contributions=0))
+
+
 def test_what_is_shown_of_runs() -> None:
     rows = [Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", found), found)
             for seed, found in enumerate([evidence(), evidence(shots=0)])]
     assert table(rows).row_count == 1
     assert "cut, seed 1 (identity, 2 workers, 1 server; struck: worker 1):\n  the fault cut never fired" in problems(rows)
     assert "again: commlayer chaos --faults cut --seed 1 --runs 1" in problems(rows)
-    told = summary(rows)
-    assert (told["runs"], told["violations"], told["never_fired"], told["contributions"]) == (2, 1, 1, 800)
+    told = summary(rows, 3)
+    assert {name: told[name] for name in ("asked", "runs", "violations", "never_fired", "contributions", "went_on")} == {
+        "asked": 3, "runs": 2, "violations": 1, "never_fired": 1, "contributions": 800, "went_on": 1}
+    assert closing(told).startswith("2 of 3 runs, 1 wrong.\n1 went on with")
+    assert "again" not in rows[0].told()
+    assert (rows[1].told()["again"], rows[1].told()["lines"]) == (rows[1].trial.again, ["a line"])
+
+
+def test_a_run_counts_once_for_each_kind_of_finding_and_what_was_not_seen_counts_nowhere() -> None:
+    twice = evidence(faults=(Finding("contributions", "one sum"), Finding("contributions", "another")), contributions=7)
+    unseen = evidence(contributions=None)
+    trials = [Trial(seed, fault, SETTING, "worker", 1, 5) for seed, fault in enumerate(("cut", "slow-link"))]
+    rows = [Row(trials[0], verdict.judge(trials[0], twice, evidence()), twice),
+            Row(trials[1], verdict.judge(trials[1], unseen, unseen), unseen)]
+    told = summary(rows, 2)
+    assert {name: told[name] for name in ("lost_or_doubled", "watched_runs", "contributions", "went_on", "violations")} == {
+        "lost_or_doubled": 1, "watched_runs": 1, "contributions": 7, "went_on": 1, "violations": 1}
+    assert told["recovery_p95_s"] == pytest.approx(rows[0].verdict.recovery_s)
+    assert rows[1].told()["contributions"] is None
 
 
 # ---- frames seen from outside
@@ -147,7 +195,8 @@ def test_each_result_says_whose_contributions_it_has() -> None:
     assert (seen.contributions, seen.repeats, seen.faults) == (2, 1, [])
     stretch.feed(UP, framed(push, b"another"))
     stretch.feed(DOWN, framed(result, b"other") + framed(result._replace(step=5, weight=9.0), b"sum"))
-    assert seen.faults == [
+    assert [fault.kind for fault in seen.faults] == ["payload", "payload", "contributions"]
+    assert [fault.line for fault in seen.faults] == [
         "worker 1 sent another payload than before for generation 1, step 4, bucket 2, round 0",
         "worker 1 was told another sum than before for generation 1, step 4, bucket 2, round 0",
         "the sum of generation 1, step 5, bucket 2, round 0 has contributions [1, 2], allowed: one of each worker"]
@@ -161,7 +210,8 @@ class Echo:
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.accepted: list[socket.socket] = []
+        self.ended = threading.Event()
+        """Of the server's end, by whatever it was told."""
         threading.Thread(target=self._serve, daemon=True).start()
         self.link = Link(random.Random(3))
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -175,15 +225,13 @@ class Echo:
                 one, _ = self.listener.accept()
             except OSError:
                 return
-            self.accepted.append(one)
             threading.Thread(target=self._echo, args=(one,), daemon=True).start()
 
     def _echo(self, one: socket.socket) -> None:
-        try:
+        with one, contextlib.suppress(OSError):
             while data := one.recv(1000):
                 one.sendall(data)
-        except OSError:
-            pass
+        self.ended.set()
 
     def asked(self, data: bytes) -> bytes:
         self.near.sendall(data)
@@ -243,10 +291,17 @@ def test_a_cut_ends_what_there_is_and_half_of_one_is_heard_at_one_end(echo: Echo
     assert echo.link.cut(reset=True, halves=halves) == 1
     with pytest.raises(ConnectionError):
         echo.near.recv(1000) or (_ for _ in ()).throw(ConnectionResetError)
-    (far,) = echo.accepted
-    far.settimeout(0.2 if halves else 5.0)
-    if halves:
-        assert far.send(b"nobody has told it") > 0
+    assert echo.ended.wait(0.2 if halves else 5.0) == (not halves)
+    assert echo.link.cut(reset=True) == 0
+
+
+def test_a_connection_that_has_ended_is_not_cut(echo: Echo) -> None:
+    assert echo.asked(b"hello") == b"hello"
+    echo.near.shutdown(socket.SHUT_WR)
+    assert echo.near.recv(1000) == b""
+    until = time.monotonic() + 5.0
+    while echo.link.open and time.monotonic() < until:
+        time.sleep(0.01)
     assert echo.link.cut(reset=True) == 0
 
 
@@ -254,19 +309,68 @@ def test_a_cut_ends_what_there_is_and_half_of_one_is_heard_at_one_end(echo: Echo
 
 
 def test_what_the_command_refuses_is_a_line() -> None:
-    found = CliRunner().invoke(app, ["chaos", "--faults", "cut,earthquake"])
-    assert "--faults: got 'earthquake', allowed: kill-worker, " in str(found.exception)
+    said = subprocess.run([sys.executable, "-m", "commlayer", "chaos", "--faults", "cut,earthquake"], capture_output=True,
+                          text=True, timeout=60)
+    assert (said.returncode, said.stdout, said.stderr.count("\n")) == (2, "", 1)
+    assert said.stderr.startswith("commlayer: --faults: got 'earthquake', allowed: kill-worker, ")
     found = CliRunner().invoke(app, ["chaos", "--faults", "list"])
     assert found.exit_code == 0
     assert all(name in found.stdout for name in dealt())
     assert "none" not in found.stdout.split()
 
 
+def test_how_a_campaign_ends_is_its_exit_code_and_what_there_is_is_written(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def row(seed: int, **changes: Any) -> Row:
+        found = evidence(**changes)
+        return Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", found), found)
+
+    def runs(rows: list[Row], error: BaseException | None) -> tuple[int, str]:
+        def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
+            yield from rows
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(Campaign, "run", run)
+        found = CliRunner().invoke(app, ["chaos", "--runs", "5", "--json", str(tmp_path / "rows.json")])
+        return found.exit_code, found.output
+
+    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
+    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert runs([row(0), row(1)], None)[0] == 0
+    assert runs([row(0), row(1, shots=0)], None)[0] == 1
+    for error, code, line in ((KeyboardInterrupt(), 130, "stopped"), (CommError("no ports", peer="chaos"), 2, "no ports")):
+        (tmp_path / "rows.json").unlink()
+        found = runs([row(0)], error)
+        assert found[0] == code
+        assert line in found[1]
+        assert "1 of 5 runs, all as they must be" in found[1]
+        told = json.loads((tmp_path / "rows.json").read_text())
+        assert (told["summary"]["asked"], told["summary"]["runs"], len(told["rows"])) == (5, 1, 1)
+
+
+def test_what_cannot_begin_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "ranks meet has ended as it began: FileNotFoundError: .*'/none'"
+    with pytest.raises(CommError, match=line), Campaign(inside="/none"):
+        pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not all_free(["127.0.0.1"], [port])
+        monkeypatch.setattr(cluster, "PORTS", range(port, port + 1))
+        with pytest.raises(CommError, match=r"no 3 ports in a row are free on 127.0.0.1, .*, of 50 that were tried"):
+            Cluster(Trial(0, "none", SETTING), ("127.0.0.1", 1)).__enter__()
+    with pytest.raises(CommError, match=r"cannot listen at 192.0.2.1:\d+: .* \(errno \d+\)"):
+        all_free(["192.0.2.1"], [port])
+
+
 def test_a_worker_that_is_killed_is_named_and_a_server_that_is_killed_goes_on() -> None:
     with Campaign() as campaign:
         rows = [campaign.one(Trial(0, fault, SETTING, FAULTS[fault].strikes, 0, 5))
                 for fault in ("kill-worker", "kill-server", "cut")]
+        rows.append(campaign.one(Trial(0, "clock-jump", SETTING._replace(apart=True), "server", 0, 5)))
     assert [(row.verdict.outcome, row.verdict.wrong) for row in rows] == [
-        ("stops, naming worker 0", ()), ("goes on", ()), ("goes on", ())]
+        ("stops, naming worker 0", ()), ("goes on", ()), ("goes on", ()), ("goes on", ())]
+    assert (rows[3].evidence.shots, rows[3].told()["struck"]) == (1, "server 0")
     assert all(row.evidence.contributions for row in rows)
     assert rows[1].evidence.off < 1e-5

@@ -7,14 +7,18 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import Unmeasurable
 from bench.chaos import hosts, schedules, soak
 from bench.lab import LabUnavailable
 from bench.report import Result
-from commlayer.chaos.campaign import Campaign, summary
+from commlayer.chaos.campaign import Campaign, Row, summary
 from commlayer.chaos.dealing import dealt
+from commlayer.errors import CommError
 
 RUNS, QUICK_RUNS = 300, 21
 SCHEDULES, QUICK_SCHEDULES = 100_000, 2_000
@@ -32,23 +36,55 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
+    _check(args)
     asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume)
     if args.soak:
         return soak.run(args.soak, args.seed, args.seconds)
     if args.schedules:
         return schedules.run(asked)
-    names = tuple(args.faults.split(",")) if args.faults else hosts.FAULTS if args.hosts else dealt()
     allowed = hosts.FAULTS if args.hosts else dealt()
+    names = tuple(args.faults.split(",")) if args.faults else allowed
     if unknown := [name for name in names if name not in allowed]:
         raise Unmeasurable(f"--faults: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
-    seeds = range(args.seed, args.seed + (args.runs or (QUICK_RUNS if quick else RUNS)))
-    try:
-        with hosts.campaign() if args.hosts else Campaign() as campaign:
-            rows = list(campaign.run(seeds, names))
-    except LabUnavailable as reason:
-        raise Unmeasurable(str(reason)) from None
-    if args.hosts:
-        return {"rows": [row.told() for row in rows], "summary": summary(rows)}
+    result = _real(range(args.seed, args.seed + (args.runs or (QUICK_RUNS if quick else RUNS))), names, on_hosts=args.hosts)
+    if args.hosts or result.get("code", 0) > 1:
+        return result
     simulated = schedules.run(asked)
     figures = {f"schedules.{name}": value for name, value in simulated["summary"].items()}
-    return {"rows": [row.told() for row in rows] + simulated["rows"], "summary": summary(rows) | figures}
+    return {"rows": result["rows"] + simulated["rows"], "summary": result["summary"] | figures,
+            "code": max(result.get("code", 0), simulated.get("code", 0))}
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("runs", "schedules", "soak", "seed", "seconds"):
+        if not 0 <= (value := getattr(args, name)) < math.inf:
+            raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")
+    if (path := args.resume) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        what = "it is a folder" if path.is_dir() else "its folder does not exist"
+        raise Unmeasurable(f"--resume {path}: {what}; name a file in a folder that exists")
+
+
+def _real(seeds: range, names: Sequence[str], *, on_hosts: bool) -> Result:
+    """Runs that were made before something went wrong stay; Unmeasurable where there are none."""
+    rows: list[Row] = []
+    code, said = 0, {}
+    try:
+        with hosts.campaign() if on_hosts else Campaign() as campaign:
+            rows.extend(campaign.run(seeds, names))  # one by one, so those before an error stay
+    except (LabUnavailable, CommError) as reason:
+        if not rows:
+            raise Unmeasurable(str(reason)) from None
+        code, said = 2, {"ended_by": str(reason)}
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        code, said = 130, {"ended_by": "broken off"}
+    code = code or int(not all(row.right for row in rows))
+    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": summary(rows, len(seeds)) | said, "code": code}
+
+
+def _told(row: Row, *, on_hosts: bool) -> dict[str, Any]:
+    told = row.told()
+    if on_hosts and not row.right:
+        told["again"] = f"python -m bench chaos --hosts --faults {row.trial.fault} --seed {row.trial.seed} --runs 1"
+    return told

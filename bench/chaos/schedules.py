@@ -47,18 +47,21 @@ def run(asked: Asked) -> Result:
     done = _taken_up(asked)
     begin, until = time.monotonic(), time.monotonic() + (asked.seconds or float("inf"))
     before_s, before = done.seconds, done.schedules
-    while done.schedules < asked.schedules and time.monotonic() < until:
-        one(done.first + done.schedules, done)
-    spent_s = time.monotonic() - begin
-    done.seconds = before_s + spent_s
-    if asked.resume is not None:
-        write_whole({asked.resume: json.dumps(msgspec.to_builtins(done), indent=1).encode() + b"\n"})
+    try:
+        while done.schedules < asked.schedules and time.monotonic() < until:
+            one(done.first + done.schedules, done)
+    finally:
+        spent_s = time.monotonic() - begin
+        done.seconds = before_s + spent_s
+        if asked.resume is not None:
+            write_whole({asked.resume: json.dumps(msgspec.to_builtins(done), indent=1).encode() + b"\n"})
     left = asked.schedules - done.schedules
     return {"rows": list(done.findings), "summary": {
         "schedules": done.schedules, "seeds": f"{done.first} to {done.first + done.schedules - 1}", "left": left,
         "connections_broken": done.breaks, "servers_killed": done.kills, "events": done.events,
         "contributions": done.contributions, "wrong_schedules": done.wrong,
-        "schedules_per_s": (done.schedules - before) / spent_s if spent_s else 0.0, "seconds": done.seconds}}
+        "schedules_per_s": (done.schedules - before) / spent_s if spent_s else 0.0, "seconds": done.seconds},
+        "code": int(done.wrong > 0)}
 
 
 def one(seed: int, done: Done) -> None:

@@ -1,7 +1,7 @@
 """A long training with churn: connections break and a server is killed and started again, and memory must stay as it is.
 
-Memory is each process's resident set over the second half of the steps. A server that was started again counts from when it has
-settled, and against what the one before it had in the end.
+Memory is each process's resident set over the second half of the steps asked for, or what of it the process was there for once
+it had settled; of a server also what each had in the end against the others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from bench import Unmeasurable
 from bench.report import Result
 from commlayer.chaos import processes
 from commlayer.chaos.cluster import HERE, Cluster
@@ -21,6 +22,7 @@ from commlayer.chaos.dealing import undisturbed
 from commlayer.chaos.processes import Started
 from commlayer.chaos.reports import Ended, Stepped
 from commlayer.chaos.trials import Setting
+from commlayer.errors import CommError
 
 SETTING = Setting("topk(ratio=0.1)", apart=True)
 TOLD_EVERY = 25
@@ -31,19 +33,15 @@ SETTLED = 250
 ROUNDING = 1e-3
 """Of sums over so many steps."""
 LIMIT_S = 3600.0
-START_S = 60.0
 
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
     """`seconds`: it is broken off then; 0: after an hour."""
-    store = Started(processes.store, HERE, environ={}, lines=Path(os.devnull))
     try:
-        if not store.pipe.poll(START_S):
-            raise RuntimeError(f"no process with torch within {START_S:g} s")
-        with Cluster(undisturbed(SETTING), (HERE, store.pipe.recv()), steps, TOLD_EVERY) as cluster:
+        with processes.meeting(HERE) as at, Cluster(undisturbed(SETTING), at, steps, TOLD_EVERY) as cluster:
             return _Soak(cluster, steps, random.Random(seed), seconds or LIMIT_S).run()
-    finally:
-        store.end()
+    except CommError as reason:
+        raise Unmeasurable(str(reason)) from None
 
 
 class _Soak:
@@ -118,4 +116,5 @@ class _Soak:
             "memory_flat": max(growth, across) <= 5.0, "steps_per_s": max(self._at) / seconds, "seconds": seconds}
         if not whole:
             rows += [{"process": f"worker {rank}", "ended": str(end)} for rank, end in enumerate(self._ended)]
-        return {"rows": rows, "summary": summary}
+        right = whole and not summary["other_digests"] and not seen.faults and summary["accounts_balance"]
+        return {"rows": rows, "summary": summary, "code": int(not right)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -11,16 +12,14 @@ from commlayer.chaos import processes, verdict
 from commlayer.chaos.cluster import HERE, Cluster, Evidence
 from commlayer.chaos.dealing import dealt, trial, undisturbed
 from commlayer.chaos.faults import FAULTS
-from commlayer.chaos.processes import Started
 from commlayer.chaos.strikes import STRIKES
 from commlayer.chaos.trials import Setting, Trial
 from commlayer.chaos.verdict import Verdict
 from commlayer.errors import CommError
 
-START_S = 60.0
-"""Until torch is loaded, once."""
 LIMIT_S = 30.0
 """Of a run; beyond it somebody hangs."""
+TAIL_LINES = 12
 
 
 class Row(NamedTuple):
@@ -30,15 +29,29 @@ class Row(NamedTuple):
     verdict: Verdict
     evidence: Evidence
 
+    @property
+    def right(self) -> bool:
+        return not self.verdict.findings
+
+    def has(self, *kinds: str) -> bool:
+        """Whether there are findings of one of those kinds."""
+        return any(finding.kind in kinds for finding in self.verdict.findings)
+
+    @property
+    def tail(self) -> list[str]:
+        """What its processes said last."""
+        return self.evidence.lines.splitlines()[-TAIL_LINES:]
+
     def told(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON has it; of a run that is wrong also what its processes said last, and the command that repeats it."""
         found, said = self.evidence, self.verdict
+        more: dict[str, Any] = {} if self.right else {"again": self.trial.again, "lines": self.tail}
         return {"fault": self.trial.fault, "seed": self.trial.seed, "setting": str(self.trial.setting),
                 "struck": self.trial.victim, "at_step": self.trial.at,
                 "shots": found.shots, "outcome": said.outcome, "steps": said.steps,
                 "recovery_s": None if math.isnan(said.recovery_s) else round(said.recovery_s, 3),
                 "wall_s": round(found.wall_s, 3), "contributions": found.contributions, "repeats": found.repeats,
-                "lost_samples": said.lost_samples, "wrong": list(said.wrong)}
+                "lost_samples": said.lost_samples, "wrong": list(said.wrong)} | more
 
 
 class Campaign:
@@ -51,18 +64,12 @@ class Campaign:
 
     def __enter__(self) -> Campaign:
         self._plain: dict[Setting, Evidence] = {}
-        self._lines = processes.scratch()
-        lines = self._lines / "store.lines"
-        self._store = Started(processes.store, self._address, environ={}, lines=lines, inside=self._inside)
-        if not self._store.pipe.poll(START_S):
-            self._store.end()
-            raise CommError(f"no process with torch within {START_S:g} s", peer="chaos")
-        self._at = self._address, self._store.pipe.recv()
+        self._open = ExitStack()
+        self._at = self._open.enter_context(processes.meeting(self._address, self._inside))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._store.end()
-        processes.remove(self._lines)
+        self._open.close()
 
     def run(self, seeds: Sequence[int], faults: Sequence[str] = ()) -> Iterator[Row]:
         for seed in seeds:
@@ -77,7 +84,7 @@ class Campaign:
         if setting not in self._plain:
             found = self._ran(undisturbed(setting))
             if not verdict.whole(found):
-                said = [*found.faults, *found.ended]
+                said = [*(fault.line for fault in found.faults), *found.ended]
                 raise CommError(f"the undisturbed run of {setting} is not whole: {said}\n{found.lines}", peer="chaos")
             self._plain[setting] = found
         return self._plain[setting]
@@ -87,23 +94,24 @@ class Campaign:
             return cluster.run(LIMIT_S, STRIKES[wanted.fault])
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The figures that sum a campaign up."""
-    heal = [r.verdict.recovery_s for r in rows if not FAULTS[r.trial.fault].ends and not math.isnan(r.verdict.recovery_s)]
-    restarted = [r.verdict.recovery_s for r in rows if r.trial.fault in ("kill-server", "kill-coordinator", "restart-storm")
-                 and not math.isnan(r.verdict.recovery_s)]
-    stopped = [r.verdict.recovery_s for r in rows if FAULTS[r.trial.fault].ends and not math.isnan(r.verdict.recovery_s)]
-    wrong = [line for row in rows for line in row.verdict.wrong]
+def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
+    """The figures that sum a campaign up, of which so many runs were asked for."""
+    known = [row for row in rows if not math.isnan(row.verdict.recovery_s)]
+    healed = [r.verdict.recovery_s for r in known if not FAULTS[r.trial.fault].ends and FAULTS[r.trial.fault].heals]
+    restarted = [r.verdict.recovery_s for r in known if r.trial.fault in ("kill-server", "kill-coordinator", "restart-storm")]
+    stopped = [r.verdict.recovery_s for r in known if FAULTS[r.trial.fault].ends]
+    watched = [row.evidence.contributions for row in rows if row.evidence.contributions is not None]
+    right = [row.verdict.outcome for row in rows if row.right]
     return {
-        "runs": len(rows), "violations": sum(bool(row.verdict.wrong) for row in rows),
-        "went_on": sum(row.verdict.outcome == "goes on" for row in rows),
-        "stopped_named": sum(row.verdict.outcome.startswith("stops, naming") for row in rows),
-        "never_fired": sum("never fired" in line for line in wrong),
-        "digest_mismatches": sum("other weights" in line for line in wrong),
-        "contributions": sum(row.evidence.contributions for row in rows),
-        "lost_or_doubled": sum("contributions" in line for line in wrong),
+        "asked": asked, "runs": len(rows), "violations": len(rows) - len(right),
+        "went_on": sum(outcome == "goes on" for outcome in right),
+        "stopped_named": sum(outcome.startswith("stops, naming") for outcome in right),
+        "never_fired": sum(row.has("never fired") for row in rows),
+        "digest_mismatches": sum(row.has("weights") for row in rows),
+        "watched_runs": len(watched), "contributions": sum(watched),
+        "lost_or_doubled": sum(row.has("contributions") for row in rows),
         "lost_samples": sum(row.verdict.lost_samples for row in rows),
-        "recovery_p95_s": p95(heal), "restarted_recovery_p95_s": p95(restarted), "stop_p95_s": p95(stopped),
+        "recovery_p95_s": p95(healed), "restarted_recovery_p95_s": p95(restarted), "stop_p95_s": p95(stopped),
         "wall_p95_s": p95([row.evidence.wall_s for row in rows]),
         "wall_max_s": round(max((row.evidence.wall_s for row in rows), default=0.0), 3),
     }

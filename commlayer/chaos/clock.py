@@ -1,4 +1,4 @@
-"""The clock of a process that was forked for a chaos run: it jumps when it is told to. Knows no run."""
+"""The clock of a process that was forked for a chaos run: it is off by as much as it is told. Knows no run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 
-def obey(order: float | None) -> None:
-    """A clock that jumps; None is only waited for."""
-    if order is not None:
-        _jump(order)
-
-
-def _jump(seconds: float) -> None:
+def jump(seconds: float) -> None:
     """What commlayer takes for the time of day, as after somebody has set the clock. The machine's own cannot be set for one
     process, and gRPC, which keeps to that, is left alone."""
     for module in [module for name, module in sys.modules.items() if name.startswith("commlayer.")]:

@@ -6,36 +6,37 @@ address of its own, so its link is known. Follows the workers, strikes once, and
 
 from __future__ import annotations
 
+import errno
+import itertools
 import random
-import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from commlayer.chaos import processes
+from commlayer.chaos import oracle, processes
 from commlayer.chaos.faults import FAULTS, FULL_NBYTES
 from commlayer.chaos.processes import Started
 from commlayer.chaos.proxy import Link, Proxy
-from commlayer.chaos.reports import Ended, Stepped, Task
+from commlayer.chaos.reports import Ended, Finding, Stepped, Task
 from commlayer.chaos.trials import STEPS, Trial
 from commlayer.chaos.wire import Seen
+from commlayer.errors import CommError
 
 HERE, THERE, CONTROL = "127.0.0.1", "127.0.0.2", "127.0.1.{}"
 PORTS = range(20_000, 32_000)
 """Below those that the system gives to who dials."""
+PORT_TRIES = 50
 TOKEN = "of-a-chaos-run"
 POLL_S = 0.02
 AHEAD = 10
 """So many steps behind the one at which a fault is to strike workers wait for it, so that it does not come too late."""
-LINGER_S = 1.0
+LINGER_S = 4.0
 """How long servers may take to end behind the job."""
 PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
 """Nothing that heals takes so long, on however busy a machine."""
@@ -49,17 +50,17 @@ class Evidence(NamedTuple):
     stepped: list[list[Stepped]]
     ended: list[Ended | None]
     shots: int
-    begun_s: float
     struck_s: float
-    struck_until_s: float
     wall_s: float
-    faults: tuple[str, ...]
+    faults: tuple[Finding, ...]
     """What was wrong on the wire."""
-    contributions: int
-    repeats: int
+    contributions: int | None
+    """That were in sums, and payloads that were sent again; None where frames are not seen from outside."""
+    repeats: int | None
     servers_left: tuple[str, ...]
     """Those that went on behind the job."""
     left_files: tuple[str, ...]
+    """Of their journals, but for their locks."""
     off: float
     """By how much what was applied in the end is not what was put in; nan where not all have finished."""
     lines: str
@@ -86,12 +87,13 @@ class Cluster:
         self.servers: list[Started] = []
         self._coordinator: Started | None = None
         self._strangers: list[socket.socket] = []
+        self._marks: dict[int, int] = {}
+        """How long the lines of a server were when it was started again."""
         self._open = ExitStack()
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
-            self.folder = Path(tempfile.mkdtemp(prefix="commlayer-chaos-"))
-            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self.folder = stack.enter_context(processes.scratch())
             stack.callback(self._end_processes)
             self._ports = self._free_ports()
             self._make_links(stack)
@@ -112,14 +114,14 @@ class Cluster:
     def _free_ports(self) -> list[int]:
         """The coordinator's, that of the server beside it, and one for each server of its own."""
         chance = random.Random()
-        while True:
+        hosts = HERE, THERE, *(CONTROL.format(rank + 1) for rank in range(self.setting.workers))
+        for _ in range(PORT_TRIES):
             first = chance.choice(PORTS)
             ports = [first, *range(first + 1, first + 2 + self.setting.servers)]
-            with suppress(OSError), ExitStack() as stack:
-                for port in ports:
-                    for host in (HERE, THERE, *(CONTROL.format(rank + 1) for rank in range(self.setting.workers))):
-                        stack.enter_context(socket.create_server((host, port)))
+            if all_free(hosts, ports):
                 return ports
+        raise CommError(f"no {len(ports)} ports in a row are free on {', '.join(hosts)}, of {PORT_TRIES} that were tried in "
+                        f"{PORTS.start} to {PORTS.stop - 1}", peer="chaos")
 
     def _data_port(self, number: int) -> int:
         return self._ports[1 + number + self.setting.apart] if self.setting.apart else self._ports[1 + number]
@@ -138,7 +140,7 @@ class Cluster:
         for link in dict.fromkeys((*self.links, *self.controls)):
             stack.callback(link.close)
 
-    def _serving(self, name: str, number: int = -1, *, full: bool = False) -> Started:
+    def _serving(self, name: str, number: int = -1, *, full: bool = False, off_s: float = 0.0) -> Started:
         common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there, *self.more]
         if number >= 0 and self.setting.apart:
             arguments = ["--join", f"{self.here}:{self._ports[0]}", "--port", str(self._data_port(number)),
@@ -148,7 +150,7 @@ class Cluster:
                          "--servers", str(self.setting.servers), *(["--no-server"] if self.setting.apart else [])]
         environ = {f"COMMLAYER_{key.upper()}": str(value) for key, value in self.waits.items()}
         environ |= {"COMMLAYER_TOKEN": TOKEN, "COMMLAYER_CARRIER": self.setting.carrier}
-        return Started(processes.serve, [*arguments, *common], environ=environ, lines=self.folder / f"{name}.lines",
+        return Started(processes.serve, [*arguments, *common], off_s, environ=environ, lines=self.folder / f"{name}.lines",
                        most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
 
     def _worker(self, rank: int) -> Started:
@@ -169,15 +171,21 @@ class Cluster:
         """The namespace of servers, who are host 0, and of workers, from 1 on."""
         return ""
 
+    @property
+    def watched(self) -> bool:
+        """Whether a proxy sees the frames: under gRPC it sees none that it could read."""
+        return self.setting.carrier == "tcp"
+
     # ---- for those who strike
 
     @property
     def coordinator(self) -> Started:
         return self._coordinator or self.servers[0]
 
-    def restart_server(self, number: int, *, full: bool = False) -> None:
+    def restart_server(self, number: int, *, full: bool = False, off_s: float = 0.0) -> None:
         self.servers[number].end()
-        self.servers[number] = self._serving(f"server-{number}", number, full=full)
+        self._marks[number] = len(self._lines_of(number))
+        self.servers[number] = self._serving(f"server-{number}", number, full=full, off_s=off_s)
 
     def restart_coordinator(self) -> None:
         assert self._coordinator is not None
@@ -195,8 +203,12 @@ class Cluster:
         return 1
 
     def said(self, words: str) -> int:
-        """How many servers have said so."""
-        return sum(words in path.read_text(errors="replace") for path in self.folder.glob("*.lines"))
+        """How often the victim, a server, has said so since it was started, the last time that it was."""
+        return self._lines_of(self.trial.number)[self._marks.get(self.trial.number, 0) :].count(words)
+
+    def _lines_of(self, number: int) -> str:
+        path = self.folder / f"server-{number}.lines"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     # ---- a run
 
@@ -205,7 +217,7 @@ class Cluster:
         begin = time.monotonic()
         stepped: list[list[Stepped]] = [[] for _ in self.workers]
         ended: list[Ended | None] = [None] * len(self.workers)
-        struck = struck_s = until_s = 0.0
+        struck, struck_s = 0, 0.0
         while time.monotonic() < begin + limit_s:
             for rank, worker in enumerate(self.workers):
                 for said in worker.told():
@@ -219,18 +231,20 @@ class Cluster:
                     worker.order(None)
                 struck_s = time.monotonic()
                 struck = strike(self, self.trial, self._chance)
-                until_s = time.monotonic()
             if all(said is not None or self._lost(rank) for rank, said in enumerate(ended)):
                 break
             wait([w.pipe for r, w in enumerate(self.workers) if ended[r] is None], POLL_S)
         left = self._servers_left()
         wall_s = time.monotonic() - begin
-        shots = int(struck) + sum(link.shots for link in dict.fromkeys((*self.links, *self.controls)))
+        if self._fault.says:  # being started again is not yet it
+            struck = self.said(self._fault.says)
+        shots = struck + sum(link.shots for link in dict.fromkeys((*self.links, *self.controls)))
         files = tuple(str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("*.journal/*"))
                       if path.name != "lock")
         seen = self.seen
-        return Evidence(stepped, ended, shots, begin, struck_s, until_s, wall_s, tuple(seen.faults), seen.contributions,
-                        seen.repeats, left, files, self.off(), self._lines())
+        return Evidence(stepped, ended, shots, struck_s, wall_s, tuple(seen.faults),
+                        seen.contributions if self.watched else None, seen.repeats if self.watched else None,
+                        left, files, self.off(), self._lines())
 
     def _lost(self, rank: int) -> bool:
         """Whether that worker will never say anything more."""
@@ -240,6 +254,8 @@ class Cluster:
     def _servers_left(self) -> tuple[str, ...]:
         names = {f"server {n}": s for n, s in enumerate(self.servers)}
         names |= {"coordinator": self._coordinator} if self._coordinator is not None else {}
+        if oracle.stays(self.trial):
+            return ()
         until = time.monotonic() + LINGER_S
         for one in names.values():
             one.process.join(max(0.0, until - time.monotonic()))
@@ -261,3 +277,17 @@ class Cluster:
             one.end()
         for stranger in self._strangers:
             stranger.close()
+
+
+def all_free(hosts: Sequence[str], ports: Sequence[int]) -> bool:
+    """Whether nobody listens at any of them. CommError where that cannot be told."""
+    with ExitStack() as stack:
+        for host, port in itertools.product(hosts, ports):
+            try:
+                stack.enter_context(socket.create_server((host, port)))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                line = f"cannot listen at {host}:{port}: {error.strerror} (errno {error.errno})"
+                raise CommError(line, peer="chaos") from None
+    return True

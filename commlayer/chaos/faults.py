@@ -25,17 +25,24 @@ def _over_tcp(setting: Setting) -> bool:
 
 class Fault(NamedTuple):
     """`strikes`: what its victim is. `ends`: what is lost does not come back, so waits are short. `full`: no journal fits,
-    from the start."""
+    from the start. `heals`: work is interrupted until somebody is back. `says`: by which words the victim, a server, shows
+    that the fault is there; else whoever strikes counts."""
 
     what: str
     strikes: str
     fits: Callable[[Setting], bool] = _any
     ends: bool = False
     full: bool = False
+    heals: bool = True
+    says: str = ""
 
 
+NO_ROOM = "and a crash of this server ends it"
+"""What a server says that has no journal."""
+OTHER_CLOCK = "certificates and logs go by it"
+"""What who joins says whose clock is not the coordinator's."""
 FAULTS: dict[str, Fault] = {
-    "none": Fault("nothing: what the others are compared with", "worker"),
+    "none": Fault("nothing: what the others are compared with", "worker", heals=False),
     "kill-worker": Fault("SIGKILL", "worker", ends=True),
     "stop-worker": Fault("SIGSTOP for a moment", "worker"),
     "freeze-worker": Fault("SIGSTOP for good", "worker", ends=True),
@@ -44,18 +51,18 @@ FAULTS: dict[str, Fault] = {
     "restart-storm": Fault("SIGKILL and started again, time after time", "server"),
     "lose-server": Fault("SIGKILL, and not started again", "server", ends=True),
     "kill-coordinator": Fault("SIGKILL, and started again", "coordinator", _apart),
-    "lose-coordinator": Fault("SIGKILL, and not started again", "coordinator", _apart),
+    "lose-coordinator": Fault("SIGKILL, and not started again", "coordinator", _apart, heals=False),
     "cut": Fault("data connections are reset or closed", "worker"),
     "cut-control": Fault("control connections are reset or closed", "worker", _over_tcp),
     "half-open": Fault("connections end at the worker, and nobody tells the server", "worker", _over_tcp),
     "partition": Fault("one way is blocked, for a moment", "worker"),
     "isolate-worker": Fault("one way is blocked, for good", "worker", ends=True),
-    "slow-link": Fault("every piece of data is late", "worker"),
+    "slow-link": Fault("every piece of data is late", "worker", heals=False),
     "flip-bits": Fault("bits of data are flipped on the way", "worker", _over_tcp),
     "flip-control": Fault("bits of control messages are flipped on the way", "worker"),
-    "clock-jump": Fault("a process's clock jumps by hours to years", "worker"),
-    "full-disk": Fault("no room for journals", "server", full=True),
-    "full-disk-later": Fault("SIGKILL, and started again without room for a journal", "server"),
-    "strangers": Fault("connections that say nothing, or nonsense", "server"),
+    "clock-jump": Fault("SIGKILL, and started again with a clock hours to a year off", "server", _apart, says=OTHER_CLOCK),
+    "full-disk": Fault("no room for journals", "server", full=True, heals=False, says=NO_ROOM),
+    "full-disk-later": Fault("SIGKILL, and started again without room for a journal", "server", says=NO_ROOM),
+    "strangers": Fault("connections that say nothing, or nonsense", "server", heals=False),
 }
 """By the names that `commlayer chaos --faults` takes."""

@@ -29,14 +29,21 @@ RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
     # Who is lost for good ends a job: it has a fixed number of workers and servers.
     "kill-worker": lambda trial: (_named(trial),),
     "freeze-worker": lambda trial: (_named(trial),),
-    "isolate-worker": lambda trial: (Outcome("stops, naming", (trial.victim, *_servers(trial))),),
+    "isolate-worker": lambda trial: (_named(trial),),
     "lose-server": lambda trial: (_named(trial),),
 }
 
 
-def _servers(trial: Trial) -> tuple[str, ...]:
-    """Who is cut off sees the servers go, and the others see it go."""
-    return tuple(f"server {number}" for number in range(trial.setting.servers))
+def alone(trial: Trial) -> tuple[str, ...]:
+    """Whom a victim that is alive and cut off has to name in its end: it sees the others go. Empty where it owes none."""
+    if trial.fault != "isolate-worker":
+        return ()
+    return "coordinator", *(f"server {number}" for number in range(trial.setting.servers))
+
+
+def stays(trial: Trial) -> bool:
+    """Whether servers may be left behind the job for a while: it may have ended while nobody was there to tell them."""
+    return trial.strikes == "coordinator"
 
 
 def allowed(trial: Trial) -> tuple[Outcome, ...]:

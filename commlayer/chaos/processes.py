@@ -15,17 +15,19 @@ import runpy
 import shutil
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from commlayer.chaos.clock import obey
+from commlayer.chaos.clock import jump
 from commlayer.chaos.reports import Task
 from commlayer.config import take_environment
+from commlayer.errors import CommError
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
            "commlayer.chaos.training", "commlayer.control.server_process", "commlayer.control.serving", "commlayer.cli.main"]
+START_S = 60.0
+"""Until torch is loaded, once."""
 DIE_S = 5.0
 CLONE_NEWNET = 0x40000000
 
@@ -86,14 +88,14 @@ class Started:
 def _begin(target: Callable[..., None], pipe: Any, args: tuple[Any, ...], environ: dict[str, str], lines: str,
            most_nbytes: int, inside: str) -> None:
     os.setpgid(0, 0)
+    with open(lines, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if inside:
         with open(inside) as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {inside}")
     take_environment(environ)
-    with open(lines, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 2)
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if most_nbytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_nbytes, most_nbytes))
     target(pipe, *args)
@@ -106,22 +108,46 @@ def train(pipe: Any, task: Task) -> None:
     training.train(pipe, task)
 
 
-def serve(pipe: Any, arguments: list[str]) -> None:
-    """`commlayer serve`, and this process's clock may be set."""
-    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
+def serve(pipe: Any, arguments: list[str], off_s: float) -> None:
+    """`commlayer serve`, whose clock is off by so much."""
+    if off_s:
+        jump(off_s)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     sys.argv = ["commlayer", "serve", *arguments]
     runpy.run_module("commlayer", run_name="__main__")
 
 
-def scratch() -> Path:
-    """A folder of its own."""
-    return Path(tempfile.mkdtemp(prefix="commlayer-chaos-"))
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder of its own, as long as it is needed."""
+    folder = Path(tempfile.mkdtemp(prefix="commlayer-chaos-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+@contextlib.contextmanager
+def meeting(address: str, inside: str = "") -> Iterator[tuple[str, int]]:
+    """Where ranks meet, in a process of its own. CommError if there is none, with the last that it said."""
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        made = Started(store, address, environ={}, lines=folder / "store.lines", inside=inside)
+        stack.callback(made.end)
+        try:
+            if not made.pipe.poll(START_S):
+                raise CommError(f"no process with torch within {START_S:g} s{_last(made.lines)}", peer="chaos")
+            port = made.pipe.recv()
+        except (EOFError, OSError):
+            raise CommError(f"the process where ranks meet has ended as it began{_last(made.lines)}", peer="chaos") from None
+        yield address, port
+
+
+def _last(lines: Path) -> str:
+    with contextlib.suppress(OSError):
+        if said := lines.read_text(errors="replace").split("\n"):
+            return "".join(f": {line}" for line in [line for line in said if line.strip()][-1:])
+    return ""
 
 
 def store(pipe: Any, address: str) -> None:
@@ -132,9 +158,3 @@ def store(pipe: Any, address: str) -> None:
     pipe.send(made.port)
     with contextlib.suppress(EOFError):
         pipe.recv()
-
-
-def _follow(pipe: Any) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            obey(pipe.recv())

@@ -1,5 +1,4 @@
-"""A TCP proxy that breaks what passes: ends, holds, slows and flips, by worker and by way. Threads; knows frames only to see
-whose a connection is.
+"""A TCP proxy that breaks what passes, by worker and by way. Knows of frames only whose a connection is.
 
 It stands between workers and servers on loopback, so a network's faults need no root. What it holds back is not lost but late,
 as behind a network that is away: TCP would send it again.
@@ -71,6 +70,12 @@ class Link:
     def shots(self) -> int:
         return sum(way.shots for way in self.ways)
 
+    @property
+    def open(self) -> int:
+        """How many connections there are."""
+        with self._lock:
+            return len(self._ends)
+
     def add(self, near: socket.socket, far: socket.socket) -> None:
         with self._lock:
             self._ends[near] = far
@@ -132,11 +137,14 @@ class Proxy:
             stretch = Stretch(self._seen) if self._rank < 0 else None
             for one in (near, far):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for way, source, sink in ((UP, near, far), (DOWN, far, near)):
-                threading.Thread(target=self._pump, args=(way, source, sink, near, far, link, stretch), daemon=True).start()
+            over: list[int] = []
+            for way in (UP, DOWN):
+                threading.Thread(target=self._pump, args=(way, near, far, link, stretch, over), daemon=True).start()
 
-    def _pump(self, way: int, source: socket.socket, sink: socket.socket, near: socket.socket, far: socket.socket,
-              link: Link, stretch: Stretch | None) -> None:
+    def _pump(self, way: int, near: socket.socket, far: socket.socket, link: Link, stretch: Stretch | None,
+              over: list[int]) -> None:
+        """`over`: the ways on which it has ended in order, of both threads."""
+        source, sink = (near, far) if way == UP else (far, near)
         with contextlib.suppress(OSError):
             while data := source.recv(CHUNK_NBYTES):
                 if stretch is not None:
@@ -146,13 +154,20 @@ class Proxy:
                         self._links[stretch.rank].add(near, far)
                     link = self._links[stretch.rank] if 0 <= stretch.rank < len(self._links) else self._nobody
                 sink.sendall(link.ways[way].carry(data))
+            if sink is far and self._left(far):
+                return  # the worker's end is gone, and this one is not to hear of it
             sink.shutdown(socket.SHUT_WR)
-            return
+            over.append(way)
+            if len(over) < 2:
+                return
         for one in (link, *self._links):  # whose it is may just have become known
             one.drop(near)
-        if not any(one.left(far) for one in self._links):
-            end(near, reset=True)
-            end(far, reset=True)
+        if not self._left(far):
+            end(near, reset=len(over) < 2)
+            end(far, reset=len(over) < 2)
+
+    def _left(self, far: socket.socket) -> bool:
+        return any(one.left(far) for one in self._links)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

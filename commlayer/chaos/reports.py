@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 STEPS_PER_EPOCH = 8
+SETTLING = 2
+"""Steps behind the last one, in which all that is owed is paid: what the first one rounds off comes with the second."""
 
 
 class Task(NamedTuple):
@@ -31,6 +33,13 @@ class Stepped(NamedTuple):
     digest: str
     samples: tuple[int, ...]
     at_s: float
+
+
+class Finding(NamedTuple):
+    """Something that is wrong with a run: of which kind, as summaries count it, and the line that says it."""
+
+    kind: str
+    line: str
 
 
 class Ended(NamedTuple):

@@ -19,7 +19,6 @@ from commlayer.chaos.faults import FAULTS
 from commlayer.files import write_whole
 
 NONE = "-"
-TAIL_LINES = 12
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -30,9 +29,9 @@ def table(rows: Sequence[Row]) -> Table:
         made.add_column(name, justify="right")
     for name in [name for name in FAULTS if any(row.trial.fault == name for row in rows)]:
         mine = [row for row in rows if row.trial.fault == name]
-        wrong = sum(bool(row.verdict.wrong) for row in mine)
-        on = sum(row.verdict.outcome == "goes on" for row in mine)
-        stopped = sum(row.verdict.outcome.startswith("stops, naming") for row in mine)
+        wrong = sum(not row.right for row in mine)
+        on = sum(row.right and row.verdict.outcome == "goes on" for row in mine)
+        stopped = len(mine) - wrong - on
         times = [row.verdict.recovery_s for row in mine if not math.isnan(row.verdict.recovery_s)]
         made.add_row(name, FAULTS[name].what, str(len(mine)), *(str(n) if n else NONE for n in (on, stopped, wrong)),
                      seconds(p95(times)), seconds(p95([row.evidence.wall_s for row in mine])), style="red" if wrong else "")
@@ -47,21 +46,22 @@ def problems(rows: Sequence[Row]) -> str:
     """Each run that went wrong: how, what its processes said last, and how to repeat it."""
     said = []
     for row in rows:
-        if row.verdict.wrong:
+        if not row.right:
             said.append(f"{row.trial.fault}, seed {row.trial.seed} ({row.trial.setting}; struck: {row.trial.victim}):")
             said += [f"  {line}" for line in row.verdict.wrong]
-            said += [f"    {line}" for line in row.evidence.lines.splitlines()[-TAIL_LINES:]]
+            said += [f"    {line}" for line in row.tail]
             said.append(f"  again: {row.trial.again}")
     return "\n".join(said)
 
 
 def closing(summary: Mapping[str, Any]) -> str:
     runs, wrong = summary["runs"], summary["violations"]
-    head = f"{runs} runs, " + ("all as they must be" if not wrong else f"{wrong} wrong")
+    of = f" of {summary['asked']}" if runs < summary["asked"] else ""
+    head = f"{runs}{of} runs, " + ("all as they must be" if not wrong else f"{wrong} wrong")
     return (f"{head}.\n{summary['went_on']} went on with the bits of the undisturbed run, {summary['stopped_named']} stopped "
-            f"and named who was lost. {summary['contributions']:,} contributions in sums, {summary['lost_or_doubled']} runs "
-            f"with lost or doubled ones; {summary['lost_samples']} samples lost or used twice; "
-            f"{summary['digest_mismatches']} runs with other weights.")
+            f"and named who was lost. {summary['contributions']:,} contributions in sums of the {summary['watched_runs']} runs "
+            f"whose frames were seen, {summary['lost_or_doubled']} of them with lost or doubled ones; "
+            f"{summary['lost_samples']} samples lost or used twice; {summary['digest_mismatches']} runs with other weights.")
 
 
 def write_json(path: Path, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:

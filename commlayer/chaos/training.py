@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Sampler
-from commlayer.chaos.clock import obey
-from commlayer.chaos.reports import STEPS_PER_EPOCH, Ended, Stepped, Task
+from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Stepped, Task
 from commlayer.chaos.wire import weights
 from commlayer.errors import CommError
 from commlayer.session import Session, attach, switch
@@ -87,7 +86,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                 if done[0] % task.told_every == 0:
                     pipe.send(Stepped(done[0], digest(model), tuple(numbers.tolist()), time.monotonic()))
                 while pipe.poll() or done[0] == waits_at:
-                    obey(pipe.recv())
+                    pipe.recv()  # it says no more than that the fault has struck
                     waits_at = 0
                 if done[0] == task.steps:
                     break
@@ -124,7 +123,7 @@ class Account:
         assert plan is not None
         buckets = tuple(msgspec.structs.replace(b, codec=PAYS, down="") for b in plan.buckets)
         switch(session, msgspec.structs.replace(plan, buckets=buckets))
-        for _ in range(2):  # what the first one rounds off comes with the second
+        for _ in range(SETTLING):
             for p in self._parameters:
                 p.grad = torch.zeros_like(p)
             session.synchronize()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from commlayer.chaos import oracle
 from commlayer.chaos.cluster import Evidence
 from commlayer.chaos.oracle import GOES_ON, Outcome
-from commlayer.chaos.reports import STEPS_PER_EPOCH, Ended
+from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Finding
 from commlayer.chaos.trials import STEPS, Trial
 from commlayer.chaos.wire import weights
 
@@ -21,35 +21,68 @@ class Verdict(NamedTuple):
     """How a run ended and what is wrong with it. `recovery_s`: from the strike until all were at work again, or had stopped."""
 
     outcome: str
-    wrong: tuple[str, ...]
+    findings: tuple[Finding, ...]
     recovery_s: float
     steps: int
     lost_samples: int
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        return tuple(finding.line for finding in self.findings)
 
 
 def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
     """`plain`: the evidence of the same job without a fault."""
     others = [rank for rank in range(trial.setting.workers) if not _struck(trial, rank)]
     outcome = _outcome(trial, found, others)
-    wrong = []
+    findings = []
     if not found.shots:
-        wrong.append(f"the fault {trial.fault} never fired")
+        findings.append(Finding("never fired", f"the fault {trial.fault} never fired"))
     if outcome.how == "hangs":
         hanging = [f"worker {rank}" for rank in others if found.ended[rank] is None]
-        wrong.append(f"{', '.join(hanging)} did not end within {found.wall_s:.1f} s")
-    wrong += [f"worker {rank}: {ended.bug}" for rank, ended in enumerate(found.ended) if ended is not None and ended.bug]
+        findings.append(Finding("hangs", f"{', '.join(hanging)} did not end within {found.wall_s:.1f} s"))
+    findings += [Finding("bug", f"worker {rank}: {ended.bug}")
+                 for rank, ended in enumerate(found.ended) if ended is not None and ended.bug]
     allowed = oracle.allowed(trial)
     if not any(_is(outcome, one) for one in allowed):
-        wrong.append(f"the job {outcome}; allowed: {'; or '.join(map(str, allowed))}")
-    wrong += _digests(found, plain, others if outcome != GOES_ON else list(range(trial.setting.workers)))
-    lost = _samples(trial, found, others if outcome != GOES_ON else list(range(trial.setting.workers)), wrong)
-    wrong += found.faults
+        findings.append(Finding("outcome", f"the job {outcome}; allowed: {'; or '.join(map(str, allowed))}"))
+    findings += _victim(trial, found)
+    ranks = others if outcome != GOES_ON else list(range(trial.setting.workers))
+    findings += _digests(found, plain, ranks)
+    if lost := _lost_samples(trial, found, ranks):
+        findings.append(Finding("samples", f"{lost} samples were lost or used twice"))
+    findings += found.faults
     if outcome == GOES_ON:
-        if not found.off <= ROUNDING:
-            wrong.append(f"what was applied is off what was put in by {found.off:.2e}, allowed {ROUNDING:.0e}")
-        if found.contributions != plain.contributions:
-            wrong.append(f"{found.contributions} contributions were in sums, {plain.contributions} in the undisturbed run")
-    return Verdict(str(outcome), tuple(wrong), _recovery_s(found, others), _steps(found, others), lost)
+        findings += _at_the_end(trial, found, plain)
+    return Verdict(str(outcome), tuple(findings), _recovery_s(found, others), _steps(found, others), lost)
+
+
+def _at_the_end(trial: Trial, found: Evidence, plain: Evidence) -> list[Finding]:
+    """Of a job that went on: what it owes is paid, all of it was in sums, and nothing is left behind it."""
+    findings = []
+    if not found.off <= ROUNDING:
+        line = f"what was applied is off what was put in by {found.off:.2e}, allowed {ROUNDING:.0e}"
+        findings.append(Finding("accounts", line))
+    if found.contributions != plain.contributions:
+        line = f"{found.contributions} contributions were in sums, {plain.contributions} in the undisturbed run"
+        findings.append(Finding("contributions", line))
+    if not oracle.stays(trial):
+        findings += [Finding("left", f"{name} did not end behind the job") for name in found.servers_left]
+        findings += [Finding("left", f"{name} was left behind the job") for name in found.left_files]
+    return findings
+
+
+def _victim(trial: Trial, found: Evidence) -> list[Finding]:
+    """Who is alive but cut off has to end by itself."""
+    if not (names := oracle.alone(trial)):
+        return []
+    ended = found.ended[trial.number]
+    if ended is None:
+        return [Finding("hangs", f"{trial.victim}, which is cut off, did not end within {found.wall_s:.1f} s")]
+    if not any(ended.peer == name or ended.peer.startswith(f"{name} ") for name in names):
+        how = f"stops, naming {ended.peer}" if ended.what else "ends as if nothing were"
+        return [Finding("outcome", f"{trial.victim}, which is cut off, {how}; allowed: stops, naming {' or '.join(names)}")]
+    return []
 
 
 def _struck(trial: Trial, rank: int) -> bool:
@@ -73,17 +106,18 @@ def _is(outcome: Outcome, allowed: Outcome) -> bool:
     return outcome.how == allowed.how and set(outcome.peers) <= set(allowed.peers)
 
 
-def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[str]:
+def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding]:
     """Each worker's weights after each step that it took, against the undisturbed run's."""
     right = {step.step: step.digest for step in plain.stepped[0]}
     for rank in ranks:
         for step in found.stepped[rank]:
             if step.digest != right.get(step.step):
-                return [f"worker {rank} has other weights than in the undisturbed run from step {step.step} on"]
+                line = f"worker {rank} has other weights than in the undisturbed run from step {step.step} on"
+                return [Finding("weights", line)]
     return []
 
 
-def _samples(trial: Trial, found: Evidence, ranks: list[int], wrong: list[str]) -> int:
+def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
     """Each sample once in an epoch, as far as all came. How many were not."""
     last, lost = min((len(found.stepped[rank]) for rank in ranks), default=0), 0
     epoch = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
@@ -96,8 +130,6 @@ def _samples(trial: Trial, found: Evidence, ranks: list[int], wrong: list[str]) 
         twice = sum(count - 1 for count in used.values())
         missed = epoch - len(used) if whole and first + STEPS_PER_EPOCH <= last else 0
         lost += twice + missed
-    if lost:
-        wrong.append(f"{lost} samples were lost or used twice")
     return lost
 
 
@@ -120,5 +152,7 @@ def _steps(found: Evidence, others: list[int]) -> int:
 
 
 def whole(found: Evidence) -> bool:
-    """Whether an undisturbed run is fit to compare with."""
-    return not found.faults and all(len(steps) == STEPS for steps in found.stepped) and found.off <= ROUNDING
+    """Whether an undisturbed run is fit to compare with. Where frames are seen, each step has a sum of all workers at least."""
+    workers = len(found.stepped)
+    seen = found.contributions is None or found.contributions >= workers * (STEPS + SETTLING)
+    return seen and not found.faults and all(len(steps) == STEPS for steps in found.stepped) and found.off <= ROUNDING

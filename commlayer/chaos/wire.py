@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from commlayer.chaos.reports import Finding
 from commlayer.errors import CorruptFrame
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
@@ -39,13 +40,13 @@ def digits(weight: float, workers: int) -> list[int]:
 
 
 class Seen:
-    """All frames of a run. `faults` says in a line each what must not be; any thread may tell."""
+    """All frames of a run. `faults` are what must not be; any thread may tell."""
 
     def __init__(self, workers: int) -> None:
         self._workers, self._lock = workers, threading.Lock()
         self._pushed: dict[tuple[int, ...], int] = {}
         self._results: dict[tuple[int, ...], tuple[int, float]] = {}
-        self.faults: list[str] = []
+        self.faults: list[Finding] = []
         self.repeats = 0
 
     @property
@@ -62,21 +63,22 @@ class Seen:
                 self.repeats += (rank, *place) in self._pushed
                 before = self._pushed.setdefault((rank, *place), check)
             if before != check and not h.flags & Flag.ABANDON:
-                self._fault(f"worker {rank} sent another payload than before for {_words(place)}")
+                self._fault("payload", f"worker {rank} sent another payload than before for {_words(place)}")
         elif h.kind == Kind.RESULT and not h.flags & (Flag.AGAIN | Flag.ABANDON):
             said = crc32c(frame.body), h.weight
             with self._lock:
                 known = self._results.setdefault(place, said)
             if known != said:
-                self._fault(f"worker {rank} was told another sum than before for {_words(place)}")
+                self._fault("payload", f"worker {rank} was told another sum than before for {_words(place)}")
             counts = digits(h.weight, self._workers)
             if counts != [1] * self._workers:
-                self._fault(f"the sum of {_words(place)} has contributions {counts}, allowed: one of each worker")
+                self._fault("contributions",
+                            f"the sum of {_words(place)} has contributions {counts}, allowed: one of each worker")
 
-    def _fault(self, line: str) -> None:
+    def _fault(self, kind: str, line: str) -> None:
         with self._lock:
             if len(self.faults) < MOST_FAULTS:
-                self.faults.append(line)
+                self.faults.append(Finding(kind, line))
 
 
 def _words(place: Sequence[int]) -> str:

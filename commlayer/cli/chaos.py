@@ -13,21 +13,27 @@ import typer
 from commlayer.errors import CommError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from commlayer.chaos.campaign import Row
 
-RUNS = 42
 PIPE_WIDTH = 118
+TOLD_EVERY_S = 20.0
+"""A line into a pipe, so that nobody takes it for stuck."""
 
 
 def chaos(
-    runs: Annotated[int, typer.Option(help="How many runs, each with the next seed; they deal out the faults in turn.", min=1)]
-    = RUNS,
+    runs: Annotated[int | None, typer.Option(
+        help="How many runs, each with the next seed; they deal out the faults in turn. Else each fault twice.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the first run.", min=0)] = 0,
     faults: Annotated[str, typer.Option(help="Only these, with commas between; `list` tells which there are.",
                                         metavar="NAMES")] = "",
     json: Annotated[Path | None, typer.Option("--json", help="Write every run there, too.", metavar="FILE")] = None,
 ) -> None:
-    """Kill, stop, cut and corrupt small jobs on this machine, and check what they keep. Exit code 1 if one is wrong."""
+    """Kill, stop, cut and corrupt small jobs on this machine, and check what they keep.
+
+    Exit code 1 if a run is wrong, 2 if runs cannot be made, 130 if it was broken off.
+    """
     from commlayer.chaos.dealing import dealt
     from commlayer.chaos.faults import FAULTS
     from commlayer.cli.plan_inputs import check_json
@@ -43,10 +49,10 @@ def chaos(
         raise ValueError("chaos: it needs Linux, whose loopback has an address for each link")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        wrong = _run(range(seed, seed + runs), names, json)
+        wrong = _run(range(seed, seed + (runs or 2 * len(names))), names, json)
     except CommError as error:
         typer.echo(f"commlayer chaos: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("commlayer chaos: stopped", err=True)
         raise typer.Exit(130) from None
@@ -55,32 +61,38 @@ def chaos(
 
 
 def _run(seeds: range, faults: tuple[str, ...], path: Path | None) -> bool:
+    """Whether one is wrong. What there is is shown and written however it ends."""
     from rich.console import Console
 
-    from commlayer.chaos import table
-    from commlayer.chaos.campaign import Campaign, summary
+    from commlayer.chaos.campaign import Campaign
 
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
-    begin = time.monotonic()
+    begin = told_s = time.monotonic()
     rows: list[Row] = []
-    with Campaign() as campaign:
-        try:
+    try:
+        with Campaign() as campaign:
             for row in campaign.run(seeds, faults):
                 rows.append(row)
-                if console.is_terminal:
-                    wrong = sum(bool(r.verdict.wrong) for r in rows)
-                    console.print(f"{len(rows)} of {len(seeds)} runs, {wrong} wrong ", end="\r")
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            console.print("stopped early; what there is:")
+                if console.is_terminal or time.monotonic() > told_s + TOLD_EVERY_S:
+                    told_s = time.monotonic()
+                    console.print(f"{len(rows)} of {len(seeds)} runs, {sum(not r.right for r in rows)} wrong ",
+                                  end="\r" if console.is_terminal else "\n")
+    finally:
+        if rows:
+            _show(console, rows, len(seeds), path)
+            console.print(f"It took {time.monotonic() - begin:.0f} s.")
+    return not all(row.right for row in rows)
+
+
+def _show(console: Console, rows: list[Row], asked: int, path: Path | None) -> None:
+    from commlayer.chaos import table
+    from commlayer.chaos.campaign import summary
+
     if said := table.problems(rows):
         console.print(said)
     console.print(table.table(rows))
-    told = summary(rows)
+    told = summary(rows, asked)
     console.print(table.closing(told))
-    console.print(f"It took {time.monotonic() - begin:.0f} s.")
     if path is not None:
         table.write_json(path, rows, told)
-    return bool(told["violations"])
