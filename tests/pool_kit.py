@@ -265,7 +265,7 @@ class Tree:
 
     def until(self, rank: int, word: str, timeout_s: float = START_S) -> str:
         """Reads that rank's output up to the first line that begins with `word`. PoolError with where all ranks stand, if one
-        has ended, or that line does not come in time."""
+        has ended (another one: with an error), or that line does not come in time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             while b"\n" in self._said[rank]:
@@ -277,7 +277,7 @@ class Tree:
                 self._said[rank] += more
                 if not more:
                     break
-            elif any(process.exitcode is not None for process in self.processes):
+            elif self.processes[rank].exitcode is not None or any(process.exitcode for process in self.processes):
                 break
         for process in self.processes:
             if process.exitcode is None:

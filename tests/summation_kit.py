@@ -50,6 +50,10 @@ class Doubles:
         (self.residual,) = struct.unpack("<d", data)
 
 
+VALUES = [0.1, 1e8, -3.7]
+"""Of which each order of adding has another sum."""
+
+
 def push(sender: int, value: float, step: int = 0, r: int = 0, /, **fields: object) -> Message:
     header = Header(Kind.PUSH, 1, step, 5, round=r, codec=7, sender=sender, weight=float(sender + 1), used=1 << sender)
     return Message(sender, header._replace(**fields), memoryview(struct.pack("<d", value)))

@@ -18,7 +18,7 @@ from transport_kit import GrpcEnd, exchange_pair, soon
 
 from commlayer.control import client, messages
 from commlayer.control.coordinator import Coordinator
-from commlayer.errors import CommError, PeerLost, Refused
+from commlayer.errors import CommError, Damaged, PeerLost, Refused
 from commlayer.transport import hello, tls
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Hello
@@ -105,7 +105,7 @@ CASES = {
 def test_nobody_without_a_good_key_is_let_in(end: End, case: str, folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     connect, reason = CASES[case]
     with caplog.at_level(logging.WARNING, "commlayer"):
-        with pytest.raises((EndOfStream, Refused, PeerLost)):
+        with pytest.raises((EndOfStream, Refused, PeerLost, Damaged)):
             read_to_end(connect(end, folders))
         logged(caplog, reason)
     end.friend(folders.worker)

@@ -11,7 +11,7 @@ from split_kit import closed_form
 from commlayer.planner.model import buckets
 from commlayer.planner.model.cluster import Cluster, Link, Node, Policy
 from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.pricing.path_cost import Prices, tasks
+from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.candidates import options
 from commlayer.planner.search.layout import Layout
 from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
@@ -47,7 +47,7 @@ def test_who_has_nothing_to_spare_hosts_nothing() -> None:
 def test_transfers_and_sums_by_parts() -> None:
     """n0 has half of the sums: it sends half of its own payload, and receives half of the two others'."""
     nodes = tuple(Node(f"n{i}", 1, "cpu", Link(1e9 * (2 - (i > 0)), 1e9, 1e-4)) for i in range(3))
-    found = tasks("service", 10**6, DENSE, Cluster(nodes), PROFILE, hosts=range(3), spread=(0.5, 0.25, 0.25))
+    found = Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)).tasks("service", 10**6, DENSE)
     sent_s = (16 + 4e6) * 8 / 1e9
     first, others = (dict(task.lanes) for task in found if task.op == "net.push")
     assert first == pytest.approx({"up:n0": 0.5 * sent_s / 2, "down:n1": 0.25 * sent_s})

@@ -8,12 +8,10 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from summation_kit import Doubles, ask, push, service, value
+from summation_kit import VALUES, Doubles, ask, push, service, value
 
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message
-
-VALUES = [0.1, 1e8, -3.7]
 
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
