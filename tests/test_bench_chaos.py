@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +16,12 @@ from bench.__main__ import main
 from bench.chaos import hosts, schedules, soak
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums
+from commlayer.chaos.campaign import Campaign, Row
+from commlayer.chaos.cluster import Evidence
+from commlayer.chaos.reports import Finding
 from commlayer.chaos.trials import Setting, Trial
+from commlayer.chaos.verdict import Verdict
+from commlayer.errors import CommError
 
 
 def test_pieces_are_those_of_the_whole(tmp_path: Path) -> None:
@@ -81,6 +89,33 @@ def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
     monkeypatch.setattr(schedules, "one", made)
     monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
     assert main(["chaos", "--schedules", "1", "--seed", "41"]) == 1
+
+
+def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def exits(error: BaseException | None, *wrong: str) -> tuple[int, dict[str, Any]]:
+        found = Evidence([[], []], [None, None], 1, 0.0, 1.0, (), None, None, (), (), 0.0, "a line")
+        said = Verdict("goes on", tuple(Finding("left", line) for line in wrong), 0.1, 1, 0)
+        row = Row(Trial(7, "cut", Setting("identity()")), said, found)
+
+        def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
+            yield row
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(Campaign, "run", run)
+        code = main(["chaos", "--quick", "--runs", "3", "--json", str(tmp_path / "found.json")])
+        return code, json.loads((tmp_path / "found.json").read_text())
+
+    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
+    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr("bench.chaos.QUICK_SCHEDULES", 2)
+    assert exits(None)[0] == 0
+    code, told = exits(None, "something was left")
+    assert (code, told["rows"][0]["wrong"], told["rows"][0]["lines"]) == (1, ["something was left"], ["a line"])
+    assert told["rows"][0]["again"] == "commlayer chaos --faults cut --seed 7 --runs 1"
+    for error, expected in ((KeyboardInterrupt(), 130), (CommError("no ports", peer="chaos"), 2)):
+        code, told = exits(error)
+        assert (code, len(told["rows"]), told["summary"]["asked"], told["summary"]["runs"]) == (expected, 1, 3, 1)
 
 
 @needs_lab

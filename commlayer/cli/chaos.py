@@ -24,7 +24,8 @@ TOLD_EVERY_S = 20.0
 
 def chaos(
     runs: Annotated[int | None, typer.Option(
-        help="How many runs, each with the next seed; they deal out the faults in turn. Else each fault twice.", min=1)] = None,
+        help="How many runs, each with the next seed; they deal out the faults in turn. Else as for all faults twice.",
+        min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the first run.", min=0)] = 0,
     faults: Annotated[str, typer.Option(help="Only these, with commas between; `list` tells which there are.",
                                         metavar="NAMES")] = "",
@@ -49,7 +50,7 @@ def chaos(
         raise ValueError("chaos: it needs Linux, whose loopback has an address for each link")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        wrong = _run(range(seed, seed + (runs or 2 * len(names))), names, json)
+        wrong = _run(range(seed, seed + (runs or 2 * len(dealt()))), names, json)
     except CommError as error:
         typer.echo(f"commlayer chaos: {error}", err=True)
         raise typer.Exit(2) from None
