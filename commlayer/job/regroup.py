@@ -22,6 +22,7 @@ from msgspec import structs
 from commlayer import records
 from commlayer.config import Config
 from commlayer.control.home import Desk
+from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Forbids
@@ -32,7 +33,7 @@ from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world, members
 from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import peer_name
-from commlayer.transport.view_change import ViewChange
+from commlayer.transport.view_change import ViewChange, wire_generation
 
 log = logging.getLogger("commlayer")
 
@@ -186,7 +187,7 @@ class Regrouping:
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
         for number, server in enumerate(view.servers):
             if number % len(ids) == place:
-                made.uplink.send_view(server.id, change, generation)
+                self._send(made.uplink, server.id, change, generation)
         self._tell(view, "ready", words[place], begin + self._config.deadline_s, old.step)
         # From here on nobody is asked, so nothing can break off.
         self._new_world(view, ids, place)
@@ -203,6 +204,15 @@ class Regrouping:
         for act in made.after_regroup:
             act()
         self._say(old.step, former, view, time.monotonic() - begin)
+
+    def _send(self, uplink: Uplink, server: int, change: ViewChange, generation: int) -> None:
+        """A server takes none but the coordinator's newest view, of which it may have heard before this rank."""
+        try:
+            uplink.send_view(server, change, generation)
+        except CommError:
+            if not self._hears_of(change.view):
+                raise
+            raise _Newer from None
 
     def _new_world(self, view: View, ids: list[int], place: int) -> None:
         made = self._made
@@ -225,16 +235,6 @@ class Regrouping:
                 f"still owed is lost; this is rank {made.rank} of {made.world} now")
         made.decisions.append(what)
         log.warning("%s", what)
-
-
-def wire_generation(view: View) -> int:
-    """The first of a view: plans that follow each other under it count on from there.
-
-    >>> from commlayer.records import View
-    >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
-    (1, 131073)
-    """
-    return ((view.generation - 1) << 16) + 1
 
 
 def plan_of(plan: Plan, places: list[int]) -> Plan:
