@@ -267,6 +267,15 @@ def test_a_home_that_is_slow_to_get_results_of_the_dead_is_waited_for_by_scripts
     assert told[0]["sums"] == told[1]["sums"]
 
 
+def test_a_step_that_one_home_breaks_off_while_another_dies_is_dropped_by_those_who_are_left(homes: Homes) -> None:
+    told = survivors(started(homes, 3, 2, EXACT, "broken", f"0@{ODD}+0"), {0: KILLED})
+    worlds = [3] * ODD + [2] * (STEPS - ODD - 1)
+    assert [(one["worlds"], one["steps"]) for one in told] == [(worlds, len(worlds))] * 2
+    assert told[0]["weights"] == told[1]["weights"]
+    steps = [step for step in range(STEPS) if step != ODD]
+    assert told[0]["weights"] == reference(worlds, [[0, 1, 2], [1, 2]], steps)
+
+
 def test_a_round_of_local_steps_is_exchanged_again_by_those_who_are_left(homes: Homes) -> None:
     """In one of the rounds around the death; whose other steps are theirs alone, as those of the dead are."""
     told = survivors(started(homes, 3, 2, EXACT, "round", "0@5+0.001"), {0: KILLED})
