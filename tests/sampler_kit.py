@@ -14,6 +14,7 @@ class Noted:
         self.n = 0.0
         self.plan: Plan | None = None
         self.members = (0,)
+        self.may_leave = False
 
     @property
     def inspect(self) -> Noted:

@@ -14,6 +14,7 @@ from sampler_kit import Noted
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Dealer, Sampler
+from commlayer.balance.sampler import SOON_STEPS
 from commlayer.job.shares.driver import Controller
 from commlayer.records import Plan
 
@@ -344,3 +345,39 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
     with pytest.raises(ValueError, match="announce: step 2 has been drawn already, allowed: step 3 or later"):
         sampler.announce(2, [8])
     batches.close()
+
+
+class Left(Noted):
+    """A job whose members may leave."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        super().__init__()
+        self.members, self.may_leave = members, True
+
+
+def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed() -> None:
+    sampler, session = Sampler(400, 2, rank=0, world=2, shuffle=False), Left((0, 1))
+    seen: list[int] = []
+    for own in sampler.follow(Ahead(sampler, SOON_STEPS), session):
+        seen += own
+        if len(seen) == 5:
+            assert sampler.drawn - sampler.step == SOON_STEPS + 1, "the one at hand among them"
+            session.members = (0,)
+    assert sorted(seen) == sorted({*range(400)} - {1, 3, 5, 7}), "those that the other had trained"
+
+
+@pytest.mark.parametrize(("members", "said"), [
+    ((0, 1), r"the loader draws up to 64 batches ahead .*, allowed where workers may leave \(min_workers\): 63"),
+    ((0,), "this sampler was made for 2 workers, the job has 1: make it anew behind attach"),
+])
+def test_what_cannot_be_handed_out_again_is_refused_before_training(
+    members: tuple[int, ...], said: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sampler = Sampler(400, 2)
+    workers = 16 if len(members) == 2 else 0
+    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, prefetch_factor=4 if workers else None)
+    with pytest.raises(ValueError, match=said):
+        next(iter(sampler.follow(loader, Left(members))))
+    assert (sampler.drawn, sampler.step) == (0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,10 +29,26 @@ EXACT = "identity()"
 SILENT = 2
 """The home whose gradients are zeros where what is owed is counted: what it owes is gone with it, and that is nothing."""
 DATA = 96
+ODD, SLOW_S = 4, 4.0
+"""The step in which a home that is left is slow, or breaks off; and how slow."""
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no more memory, say")
 
 
 class Given(nn.Module):
-    """Its gradients are what it is called with."""
+    """Its gradients are what it is called with. Where it `breaks`, its backward pass ends behind the first of them."""
+
+    breaks = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +57,8 @@ class Given(nn.Module):
 
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         self.calls += 1
-        return torch.stack([(p * g).sum() for p, g in zip(self.parts, gradients, strict=True)]).sum()
+        parts = [Breaks.apply(p) if self.breaks and n == 0 else p for n, p in enumerate(self.parts)]
+        return torch.stack([(p * g).sum() for p, g in zip(parts, gradients, strict=True)]).sum()
 
 
 def slopes(home: int, step: int) -> list[torch.Tensor]:
@@ -57,6 +75,11 @@ class End:
         self._step, self._wait_s = found[0] if found else (STEPS, 0.0)
         self._how = how
 
+    def whole(self, step: int) -> None:
+        """That step is, here."""
+        if self._how == "slow" and step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def begins(self, step: int) -> bool:
         """A step does. Whether this home is still of the job."""
         if step < self._step:
@@ -65,6 +88,10 @@ class End:
             raise RuntimeError("this home has had enough")
         if self._how == "leave":
             return False
+        if self._how == "slow":
+            return True
+        if self._how == "broken":
+            os.kill(os.getpid(), signal.SIGKILL)
         if step == self._step < STEPS:
             threading.Timer(self._wait_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         elif self._step < STEPS:
@@ -72,11 +99,26 @@ class End:
         return True
 
 
+def slow(session: Any) -> None:
+    """The last result of the step under way is decoded late, behind the word that a home is gone."""
+    now = session.inspect.connection.worker.now
+    (arrivals,), left = now._awaited, now._awaited[0]._left
+    arrived, count = arrivals.arrived, itertools.count(1)
+
+    def late() -> None:
+        if next(count) == left:
+            time.sleep(SLOW_S)
+        arrived()
+
+    arrivals.arrived = late
+
+
 def main(codec: str, how: str, ends: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import commlayer
+    from commlayer.errors import StepAbandoned
 
     home = int(os.environ["RANK"])
     end, model = End(home, how, ends), Given()
@@ -95,10 +137,18 @@ def main(codec: str, how: str, ends: str) -> None:
             given = slopes(home, step)
             if how == "counted" and home == SILENT:
                 given = [torch.zeros_like(g) for g in given]
-            wrapped(given).backward()
+            if how == "slow" and (home, step) == (1, ODD):
+                slow(session)
             made = session.inspect.connection
+            try:
+                model.breaks = how == "broken" and (home, step) == (1, ODD)
+                wrapped(given).backward()
+            except (ArithmeticError, StepAbandoned):
+                optimizer.zero_grad()
+                continue
+            end.whole(step)
             worlds.append(dist.get_world_size())
-            if how == "killed":
+            if how in ("killed", "slow"):
                 x = torch.tensor([float(10**home)])
                 dist.all_reduce(x)
                 sums.append(x.item())
@@ -175,10 +225,10 @@ def survivors(every: list[subprocess.Popen[str]], victims: dict[int, int]) -> li
     return [told[0] for home, (_, told, _) in enumerate(codes) if home not in victims]
 
 
-def reference(worlds: list[int], left: list[list[int]]) -> list[float]:
+def reference(worlds: list[int], left: list[list[int]], steps: Sequence[int] = range(STEPS)) -> list[float]:
     """The weights by hand: each step's plain mean over those who were there, as a server sums. `left`: who was, by number."""
     weights = [torch.zeros(size) for size in SIZES]
-    for step, world in enumerate(worlds):
+    for step, world in zip(steps, worlds, strict=True):
         who = next(homes for homes in left if len(homes) == world)
         for p, *gradients in zip(weights, *(slopes(home, step) for home in who), strict=True):
             total = gradients[0].clone()
@@ -205,6 +255,25 @@ def test_a_home_is_killed_in_a_step_and_the_others_go_on_with_the_same_weights(h
     if how == "killed":
         assert told[0]["sums"] == told[1]["sums"]
         assert set(told[0]["sums"]) == {111.0, 110.0}, "those who are left add up what they have, in the old world, too"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_home_that_is_slow_to_get_results_of_the_dead_is_waited_for_by_scripts_too(homes: Homes, victim: int) -> None:
+    """One has the step whole, and waits in the script's own collective for the other, which waits for results."""
+    told = survivors(started(homes, 3, 2, EXACT, "slow", f"{victim}@{ODD}+0"), {victim: KILLED})
+    left = [home for home in range(3) if home != victim]
+    assert [one["worlds"] for one in told] == [[3] * (ODD + 1) + [2] * (STEPS - ODD - 1)] * 2
+    assert told[0]["weights"] == told[1]["weights"] == reference(told[0]["worlds"], [[0, 1, 2], left])
+    assert told[0]["sums"] == told[1]["sums"]
+
+
+def test_a_step_that_one_home_breaks_off_while_another_dies_is_dropped_by_those_who_are_left(homes: Homes) -> None:
+    told = survivors(started(homes, 3, 2, EXACT, "broken", f"0@{ODD}+0"), {0: KILLED})
+    worlds = [3] * ODD + [2] * (STEPS - ODD - 1)
+    assert [(one["worlds"], one["steps"]) for one in told] == [(worlds, len(worlds))] * 2
+    assert told[0]["weights"] == told[1]["weights"]
+    steps = [step for step in range(STEPS) if step != ODD]
+    assert told[0]["weights"] == reference(worlds, [[0, 1, 2], [1, 2]], steps)
 
 
 def test_a_round_of_local_steps_is_exchanged_again_by_those_who_are_left(homes: Homes) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from test_control_membership import DEAD_AFTER_S, running, worker
+from test_control_membership import DEAD_AFTER_S, running
 from test_homes import met, opened, options, together  # noqa: F401  (opened is a fixture)
 from test_service_sums import push, service
 
@@ -75,10 +75,6 @@ def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(st
     state, pulse = membership.heartbeat(state, "w1", 12.0)
     (gone,) = regrouping.explained(state, pulse).lost
     assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
-
-
-def test_a_worker_says_that_it_can_go_on() -> None:
-    assert worker(0).regroups is False
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -147,12 +143,17 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
             return []
         gone.wait(20.0)
         total, mean, root = (torch.tensor([1.0 + rank]) for _ in range(3))
-        rows = [torch.empty(1) for _ in range(3)]
+        rows, whole = [torch.empty(1) for _ in range(3)], torch.empty(3)
         group.allreduce([total]).wait()
         group.allreduce([mean], options(reduceOp=dist.ReduceOp.AVG)).wait()
         group.broadcast([root], options(rootRank=0)).wait()
-        group.allgather([rows], [torch.tensor([1.0 + rank])]).wait()
+        own = torch.tensor([1.0 + rank])
+        for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(whole, own),
+                     lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
+            with pytest.raises(RuntimeError, match="rank 0 is gone, and has left no row"):
+                work().wait()
         group.barrier().wait()
-        return [first.item(), total.item(), mean.item(), root.item(), [row.item() for row in rows]]
+        group.allreduce([own]).wait()
+        return [first.item(), total.item(), mean.item(), root.item(), own.item()]
 
-    assert together(desks, act)[1:] == [[6.0, 5.0, 2.5, 2.0, [0.0, 2.0, 3.0]]] * 2
+    assert together(desks, act)[1:] == [[6.0, 5.0, 2.5, 2.0, 5.0]] * 2

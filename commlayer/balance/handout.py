@@ -21,6 +21,9 @@ class Planned(Protocol):
     @property
     def members(self) -> tuple[int, ...]: ...
 
+    @property
+    def may_leave(self) -> bool: ...
+
 
 class Averaging(Protocol):
     """What is needed of a session."""

@@ -26,8 +26,8 @@ from commlayer.config import read_launch
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode
 
-SOON_STEPS = 32
-"""So many steps behind a loss all workers hand out anew: no loader has drawn more batches ahead."""
+SOON_STEPS = KEEP_STEPS - 1
+"""So many steps behind a loss all workers hand out anew. No loader may draw more batches ahead: one that does is refused."""
 
 
 class SamplerState(Record, frozen=True):
@@ -60,6 +60,8 @@ class Sampler(HandsOut):
         self.length = data if isinstance(data, int) else len(data)
         self.batch, self.seed, self._shuffle = batch, seed, shuffle
         launch = read_launch() if rank is None or (world is None and shares is None) else None
+        self._of_job = world is None and shares is None
+        """Whether it is for all workers of the job."""
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
         self._world = world if world is not None else launch.world if launch else 0
         if self.rank < 0 or self.rank >= self._world > 0:
@@ -78,6 +80,8 @@ class Sampler(HandsOut):
         self._numbers: tuple[int, ...] | None = None
         """How the session counts the workers that this sampler counts from 0."""
         self._gone: frozenset[int] = frozenset()
+        self._lead = 0
+        """So many batches the loader may draw ahead, as far as it tells."""
         self._amiss = 0
         """Up to this step others have been given samples that are gone."""
         self._begin(Ledger(self.length), 0)
@@ -142,6 +146,8 @@ class Sampler(HandsOut):
         """
         if self._trained.finished():
             self.set_epoch(self.epoch + 1)
+        self._lead = _lead_of(loader)
+        self._check_lead(session)
         self._heed(self.step, session)
         try:
             while not self._trained.finished():  # more than once only where a loss came after all was drawn
@@ -172,9 +178,15 @@ class Sampler(HandsOut):
         """Whoever has gone was missed first in the step that is over: the others take over its share, and what it was given."""
         if session is None or (members := session.inspect.members) == self._numbers:
             return
-        if self._numbers is None and len(members) != self._world:
-            return  # shares of others than the session's workers
-        self._numbers = self._numbers or members
+        if self._numbers is None:
+            if len(members) != self._world:
+                if self._of_job and session.inspect.may_leave:
+                    raise ValueError(f"follow: this sampler was made for {self._world} workers, the job has {len(members)}: "
+                                     "make it anew behind attach(), and load_state_dict() into it what the old one's "
+                                     "state_dict() gives")
+                return  # shares of others than the session's workers
+            self._check_lead(session)  # DDP has only now met the others
+            self._numbers = members
         gone = frozenset(worker for worker, member in enumerate(self._numbers) if member not in members)
         if new := gone - self._gone:
             self._gone, self._amiss = gone, step + 1 + SOON_STEPS
@@ -183,6 +195,12 @@ class Sampler(HandsOut):
             if not any(left.values()):
                 left = dict.fromkeys(left, 1)
             self.announce(self._amiss, scaled(left, self.batch), lost=dict.fromkeys(new, step))
+
+    def _check_lead(self, session: Averaging | None) -> None:
+        if session is not None and session.inspect.may_leave and self._lead > SOON_STEPS:
+            raise ValueError(f"follow: the loader draws up to {self._lead} batches ahead (num_workers times prefetch_factor), "
+                             f"allowed where workers may leave (min_workers): {SOON_STEPS}, since what the lost had is handed "
+                             "out again so many steps later")
 
     # ---- for the DataLoader
 
@@ -259,6 +277,11 @@ class Sampler(HandsOut):
             self._handout.over()
             self._trained.advance(self.step - KEEP_STEPS)
             self._schedule.forget(self.step)
+
+
+def _lead_of(loader: Any) -> int:
+    """As a torch DataLoader tells it."""
+    return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
 
 
 class Straight:

@@ -60,7 +60,9 @@ class Gathering:
             there = zip(asked.want, found, strict=True)
             if asked.without and all(value is not None or rank in lost for (_, rank), value in there):
                 return Kept(found, "", total, over=True)
-            if (never and not asked.without) or left_s <= 0:
+            if asked.without:
+                never = []  # who is there may come yet
+            if never or left_s <= 0:
                 return Kept(found, never[0] if never else self._heard(asked.home), total)
             await store.change(left_s)
         return Kept(found, "", total)

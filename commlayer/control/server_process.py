@@ -106,7 +106,9 @@ def run(config: Config, part: Part) -> None:
             member.missed = serving.missed
             stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
             try:
-                serving.start(member.view, member.plan, member.rank, request.token)
+                # The workers of an embedded server stay: its coordinator makes no other view.
+                serving.start(member.view, member.plan, member.rank, request.token,
+                              newest=None if part.parent else lambda: member.newest)
             except ValueError as error:
                 end.wait(UNFIT_S)
                 member.leave(str(error))

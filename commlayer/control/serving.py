@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,12 +30,14 @@ from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.view_change import ViewChange
+from commlayer.transport.view_change import ViewChange, amiss
 
 log = logging.getLogger("commlayer")
 
 READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
+NOTICE_HEARTBEATS, LOOK_S = 3, 0.02
+"""So many heartbeats the coordinator has to tell of a view of which a worker has heard, and how often is looked."""
 STALL_S = 5.0
 """How long a sum waits before those who wait hear for whom."""
 
@@ -100,9 +105,9 @@ class Serving:
             return f"is no member: the job has {len(self._members)} workers"
         return same_job(self._hello)(theirs)
 
-    def start(self, view: View, plan: bytes, server: int, token: str = "") -> None:
+    def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
         """Sums what that plan gives to server number `server`, for the members of that view; where a journal says that it did
-        so before, it goes on. `token`: of its seat.
+        so before, it goes on. `token`: of its seat. `newest`: the view that the coordinator last told of; None: members stay.
 
         ValueError if the plan cannot be served; then every worker that dials is refused with the same line.
         """
@@ -125,7 +130,7 @@ class Serving:
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
-                                 regroup=self._regroup)
+                                 regroup=functools.partial(self._regroup, newest) if newest is not None else None)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> About | None:
@@ -186,14 +191,28 @@ class Serving:
         assert self._view is not None
         return self._go_over(plan, generation, self._view)
 
-    def _regroup(self, change: ViewChange, generation: int) -> Summation:
-        """The same with other members: what was owed to the mean of all who were members is owed to that of these."""
+    def _regroup(self, newest: Callable[[], View], change: ViewChange, generation: int, sender: int) -> Callable[[], Summation]:
+        """What makes the sums of other members, once the change is known to be the coordinator's. It changes nothing."""
+        assert self._view is not None
+        if why := amiss(change, generation, sender, self._view):
+            raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
+        # Else what is wrong with it would be found when the sums before have ended.
+        expected_nbytes(_checked_plan(change.plan, change.view), self._hello.rank - SERVER_BASE)
+        until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
+        while newest().generation < change.view.generation and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        told = newest()
+        if told.generation == change.view.generation and told != change.view:
+            raise CorruptFrame(f"PLAN of other members: its view {told.generation} is not the coordinator's",
+                               peer=peer_name(sender))
+        if told != change.view:
+            raise ValueError(f"view {change.view.generation} is not the coordinator's newest, which is {told.generation}")
+        return functools.partial(self._goes_on, change, generation)
+
+    def _goes_on(self, change: ViewChange, generation: int) -> Summation:
+        """What was owed to the mean of all who were members is owed to that of these."""
         former, self._members = self._members, tuple(m.rank for m in change.view.members)
-        try:
-            core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
-        except ValueError:
-            self._members = former
-            raise
+        core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
         self._view = change.view
         gone = ", ".join(peer_name(m) for m in former if m not in self._members)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone)

@@ -48,8 +48,9 @@ class Waits(NamedTuple):
 class Changes(Protocol):
     """Of members: regroup.py."""
 
-    def heed(self, worker: Worker) -> None:
-        """Called by whoever waits for others in a step. Regroup if it is to be done again by those who are left."""
+    def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
+        """Called by whoever waits for others in a step, until all of it is `here`. Regroup if it is to be done again by those
+        who are left."""
         ...
 
     def unfit(self, plan: Plan) -> str:
@@ -169,7 +170,7 @@ class Connection:
 
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
         if (members := self.members) is not None:
-            worker.now.heed = lambda: members.heed(worker)
+            worker.now.heed = lambda here: members.heed(worker, here)
 
     def broke(self, error: CommError) -> None:
         """Something that ranks do together between steps: for good, and the error is raised; or since members have gone, and

@@ -51,6 +51,11 @@ class Inspection:
         return tuple(member.rank for member in made.uplink.view.members)
 
     @property
+    def may_leave(self) -> bool:
+        """Whether workers may leave, and the others go on (min_workers)."""
+        return self.connection.members is not None
+
+    @property
     def observers(self) -> Observers:
         """Who looks on at each step."""
         return self._inspected.observers

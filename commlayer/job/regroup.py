@@ -2,7 +2,9 @@
 
 The coordinator makes a view of those who are left (control/regrouping.py). Each hears of it where it waits for others, and they
 tell each other in which step that is. Who has a step whole has gone on, and then everybody gets it whole: results are pushed,
-and kept for whoever lacks them. So all come to stand in one step, which none has whole. That step is abandoned: codecs take
+and kept for whoever lacks them. Whoever waits for words gets it meanwhile, too: the others may wait for it behind that step, in
+a script's own collective. Where all words name one step, each therefore says that it stays in it, or has it whole: that holds.
+So all come to stand in one step, which none has whole. That step is abandoned: codecs take
 back what they coded, servers what they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes
 what the one before owed, and gets the same gradients, which are still the script's.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +25,7 @@ from msgspec import structs
 from commlayer import records
 from commlayer.config import Config
 from commlayer.control.home import Desk
+from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Forbids
@@ -32,12 +36,12 @@ from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world, members
 from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import peer_name
-from commlayer.transport.view_change import ViewChange
+from commlayer.transport.view_change import ViewChange, wire_generation
 
 log = logging.getLogger("commlayer")
 
-LOOK_S = 2.0
-"""How often who waits for another's word looks whether there is a newer view, without that one."""
+LOOK_S = 0.5
+"""How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
 
 
 class Word(NamedTuple):
@@ -52,6 +56,10 @@ class _Newer(Exception):
     """There is a newer view than the one that is gone over to."""
 
 
+def _never() -> bool:
+    return False
+
+
 class Regrouping:
     """One rank's side. `offer` comes from the heartbeats' thread; everything else runs on the one that waits for a step."""
 
@@ -61,8 +69,10 @@ class Regrouping:
         self._newest: View = made.uplink.view
         self._told = (0, 0)
         """Of which view, how often this rank has said where it stands."""
-        self._whole = -1
-        """The step that others have whole, so that this rank will."""
+        self._said: set[str] = set()
+        """Under which names it has: nothing of that changes."""
+        self._whole = self._bound = -1
+        """The step that somebody has whole, so that this rank will; and the one that it has said not to have, for good."""
         self._agreed: tuple[View, list[Word]] | None = None
         made.uplink.heed(self.offer)
 
@@ -80,9 +90,10 @@ class Regrouping:
     def unfit(self, plan: Plan) -> str:
         return unfit(plan)
 
-    def heed(self, worker: Worker) -> None:
+    def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
         if worker is self._made.worker and worker.step != self._whole and self._missed(worker.step):
-            self._agree(worker)
+            served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
+            self._agree(worker, here if served else _never)
 
     def go(self) -> None:
         made = self._made
@@ -119,42 +130,60 @@ class Regrouping:
         assert link is not None
         return any(link.finished(member) <= step for member in self._gone())
 
-    def _agree(self, worker: Worker) -> None:
-        """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will."""
+    def _agree(self, worker: Worker, here: Callable[[], bool] = _never) -> None:
+        """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
+        all of it is `here`."""
         # Under local steps those who are slow come later.
         until = time.monotonic() + self._config.deadline_s * worker.plan.local_steps
         assert self._made.uplink is not None
         while True:
             view = self._newest
             count = self._told[1] if self._told[0] == view.generation else 0
+            whole = here if self._bound != worker.step else _never
             try:
-                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, worker.step)
+                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, worker.step, whole)
+                same = all(word.step == worker.step for word in words)
+                if not words or same:
+                    # Whoever has left with its step whole finds its old word in the next one, and goes on to another round.
+                    if words and not whole():
+                        self._bound = worker.step
+                    now = Word(worker.step + (self._bound != worker.step), worker.weight)
+                    sure = self._tell(view, f"sure{count}", now, until, worker.step, _never if words else whole)
             except _Newer:
                 continue
-            self._told = view.generation, count + 1
-            most = max(max(word.step for word in words), *(self._made.uplink.finished(member) for member in self._gone()))
-            if worker.step < most:
+            if not words:
                 self._whole = worker.step
                 return
-            if all(word.step == worker.step for word in words):
+            self._told = view.generation, count + 1
+            most = max(max(word.step for word in words), *(self._made.uplink.finished(member) for member in self._gone()))
+            if worker.step < most or (same and any(word.step > worker.step for word in sure)):
+                self._whole = worker.step
+                return
+            if same:
                 self._agreed = view, words
                 raise Regroup
 
-    def _tell(self, view: View, what: str, word: Word, until: float, step: int) -> list[Word]:
-        """Everybody's word, in the order of the view's members. _Newer if there is another view before all have spoken."""
+    def _tell(self, view: View, what: str, word: Word, until: float, step: int,
+              here: Callable[[], bool] = _never) -> list[Word]:
+        """Everybody's word, in the order of the view's members; none where all of the step is `here` before they have spoken.
+        _Newer if there is another view before."""
         desk, mine = home_world.desk(), self._made.id
         key = f"regroup{view.generation}/{what}"
         want = [(f"{key}/{m.rank}", m.rank) for m in view.members]
-        put = [(f"{key}/{mine}", msgspec.msgpack.encode(word))]
+        own = f"{key}/{mine}"
         while True:
+            put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
             try:
                 found = desk.ask(min(until, time.monotonic() + LOOK_S), put=put, want=want).found
             except CommError:
                 if self._newest is view and not self._hears_of(view):
                     raise
                 raise _Newer from None
+            self._said.add(own)
             if None not in found:
                 return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in found if row is not None]
+            if here():
+                return []
             if self._newest is not view:
                 raise _Newer
             if time.monotonic() >= until:
@@ -186,7 +215,7 @@ class Regrouping:
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
         for number, server in enumerate(view.servers):
             if number % len(ids) == place:
-                made.uplink.send_view(server.id, change, generation)
+                self._send(made.uplink, server.id, change, generation)
         self._tell(view, "ready", words[place], begin + self._config.deadline_s, old.step)
         # From here on nobody is asked, so nothing can break off.
         self._new_world(view, ids, place)
@@ -203,6 +232,15 @@ class Regrouping:
         for act in made.after_regroup:
             act()
         self._say(old.step, former, view, time.monotonic() - begin)
+
+    def _send(self, uplink: Uplink, server: int, change: ViewChange, generation: int) -> None:
+        """A server takes none but the coordinator's newest view, of which it may have heard before this rank."""
+        try:
+            uplink.send_view(server, change, generation)
+        except CommError:
+            if not self._hears_of(change.view):
+                raise
+            raise _Newer from None
 
     def _new_world(self, view: View, ids: list[int], place: int) -> None:
         made = self._made
@@ -225,16 +263,6 @@ class Regrouping:
                 f"still owed is lost; this is rank {made.rank} of {made.world} now")
         made.decisions.append(what)
         log.warning("%s", what)
-
-
-def wire_generation(view: View) -> int:
-    """The first of a view: plans that follow each other under it count on from there.
-
-    >>> from commlayer.records import View
-    >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
-    (1, 131073)
-    """
-    return ((view.generation - 1) << 16) + 1
 
 
 def plan_of(plan: Plan, places: list[int]) -> Plan:

@@ -132,7 +132,7 @@ class StepLoop:
         self.begin()
         if self._use is not None:
             self._use.end()
-        self._finish(leftovers)
+        self._through(lambda: self.worker.finish(leftovers, self.deadline_s))
         with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
             for observer in self.observers:
                 observer.before_commit()
@@ -140,10 +140,11 @@ class StepLoop:
         self.worker.commit(into)
         return into
 
-    def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+    def _through(self, end: Callable[[], None]) -> None:
+        """To the end of a step, with those who are left."""
         while True:
             try:
-                self.worker.finish(leftovers, self.deadline_s)
+                end()
                 return
             except Regroup:
                 assert self.connection.members is not None
@@ -195,7 +196,7 @@ class StepLoop:
         if not self.local:
             if self._use is not None:
                 self._use.end()
-            self.worker.abandon(self.deadline_s)
+            self._through(lambda: self.worker.abandon(self.deadline_s))
 
     # ---- between two steps
 

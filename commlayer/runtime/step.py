@@ -36,7 +36,7 @@ class Regroup(Exception):
     """The members of the job change: the step under way is none, and is done again by those who are left."""
 
 
-def _nothing() -> None:
+def _nothing(_: Callable[[], bool]) -> None:
     """Nobody has anything to say."""
 
 
@@ -50,8 +50,9 @@ class Step:
         """Whether results are wanted one by one, those that the next forward pass needs first ahead of the others."""
         self.error: BaseException | None = None
         """The first error: it stays, and ends the worker."""
-        self.heed: Callable[[], None] = _nothing
-        """What the training thread does as it begins to wait, and whenever `wake` was called. It may raise: a Regroup, too."""
+        self.heed: Callable[[Callable[[], bool]], None] = _nothing
+        """What the training thread does as it begins to wait, and whenever `wake` was called. It may raise: a Regroup, too.
+        Hears how to ask whether all has arrived meanwhile."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
@@ -74,8 +75,11 @@ class Step:
 
     def arrivals(self) -> Arrivals:
         """For one route."""
-        self._awaited.append(Arrivals(lambda: self.heed()))
+        self._awaited.append(Arrivals(lambda: self.heed(self._whole)))
         return self._awaited[-1]
+
+    def _whole(self) -> bool:
+        return all(arrivals.here for arrivals in self._awaited)
 
 
 class Arrivals:
@@ -101,6 +105,11 @@ class Arrivals:
             if self._left == 0:
                 self._all.set()
         self._next.set()
+
+    @property
+    def here(self) -> bool:
+        """Whether all have arrived."""
+        return self._left <= 0
 
     def end(self) -> None:
         with self._lock:

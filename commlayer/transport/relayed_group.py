@@ -123,10 +123,11 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         x = _one(inputs)
-        return self._gather("all-gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x)
+        return self._gather("all-gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
-        return self._gather("all-gather", list(output.view(-1).chunk(self.size())), lambda rows: [_read(r, x) for r in rows], x)
+        outputs = list(output.view(-1).chunk(self.size()))
+        return self._gather("all-gather", outputs, lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     _allgather_base = all_gather_single
 
@@ -137,7 +138,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         x = _one(inputs)
-        return self._gather("gather", outputs[0] if outputs else [], lambda rows: [_read(row, x) for row in rows], x)
+        rows_to = outputs[0] if outputs else []
+        return self._gather("gather", rows_to, lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
@@ -171,16 +173,21 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _gather(
         self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
-        only: int | None = None, heirs: bool = False,
+        only: int | None = None, heirs: bool = False, every: bool = False,
     ) -> Work:
         """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave. `heirs`: if it is gone,
-        the first who is left does it in its place."""
+        the first who is left does it in its place. `every`: without a member's bytes there is none, on all who are left."""
         work, nbytes = Work(f"{what} between homes", self._timeout_s), x.numel() * x.element_size()
         data = _bytes(x) if only in (None, self._mine) else b""
 
         def carry_out() -> None:
             try:
                 rows = self._exchanged(data, nbytes)
+                if every and (gone := [str(rank) for rank, row in zip(self._ranks, rows, strict=True) if row is None]):
+                    # Zeros would be taken for what they had. The group goes on: all who are left read this line.
+                    work.end(f"{what} between homes: rank {', '.join(gone)} is gone, and has left no row: call it again behind "
+                             "the next step, which is of those who are left")
+                    return
                 if heirs and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
                     rows[only] = self._exchanged(_bytes(x) if heir == self._mine else b"", nbytes)[heir]
@@ -293,9 +300,8 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
-    """On the CPU. Zeros for who is left out."""
-    if data is None:
-        return torch.zeros(like.shape, dtype=like.dtype)
+    """On the CPU."""
+    assert data is not None
     if len(data) != like.numel() * like.element_size():
         raise RuntimeError(f"a member left {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
                            "same collectives in the same order, with tensors of one shape and dtype")

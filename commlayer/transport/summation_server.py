@@ -71,16 +71,21 @@ def read_stalled(message: Message) -> Stalled:
         raise CorruptFrame(f"STALLED is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
 
 
+Regroup = Callable[[ViewChange, int, int], Callable[[], Summation]]
+"""Judges a change, its generation and who sends it; it may wait. What it returns makes the Summation of the new members, behind
+the end of the one before. CorruptFrame where the sender broke the protocol, ValueError where the change cannot be served."""
+
+
 class SumServer:
     """Serves until close()."""
 
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
-        pace: Callable[[float], None] = lambda _: None, regroup: Callable[[ViewChange, int], Summation] | None = None,
+        pace: Callable[[float], None] = lambda _: None, regroup: Regroup | None = None,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
-        hears how many bit/s this machine's link carries out. `regroup` makes that of other members."""
+        hears how many bit/s this machine's link carries out. `regroup`: None where members stay."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
@@ -159,7 +164,9 @@ class SumServer:
         if kind == Kind.PACE:
             self._pace(float(message.header.used))
             return []
-        if kind == Kind.PLAN and message.header.flags & Flag.ABANDON and self._regroup is not None:
+        if kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
+            if self._regroup is None:
+                raise CorruptFrame("PLAN of other members, in a job whose members stay", peer=peer_name(message.peer))
             return [self._move(message, self._regroup)]
         if kind == Kind.PLAN and self._replan is not None:
             return [self._switch(message)]
@@ -193,23 +200,28 @@ class SumServer:
         self._told.clear()
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
 
-    def _move(self, message: Message, regroup: Callable[[ViewChange, int], Summation]) -> Reply:
-        """In the middle of a step: others are members from now on."""
+    def _move(self, message: Message, regroup: Regroup) -> Reply:
+        """In the middle of a step: others are members from now on. Judged before anything ends."""
         h, answer = message.header, ""
         change = read_change(message)
-        with self._switching:
-            if h.generation > self._core.generation:
-                self._core.end(change.step, change.undone)
-                try:
-                    self._core = regroup(change, h.generation)
-                except (ValueError, CommError) as error:
-                    answer = str(error)
-                else:
-                    self._part(tuple(m.rank for m in change.view.members))
-            elif h.generation < self._core.generation:
-                answer = f"generation {h.generation} has ended"
-        self._told.clear()
+        if h.generation > self._core.generation:
+            try:
+                make = regroup(change, h.generation, message.peer)
+            except ValueError as error:
+                answer = str(error)
+            else:
+                self._give_way(change, h.generation, make)
+        if not answer and h.generation < self._core.generation:
+            answer = f"generation {h.generation} has ended"
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
+
+    def _give_way(self, change: ViewChange, generation: int, make: Callable[[], Summation]) -> None:
+        with self._switching:
+            if generation > self._core.generation:
+                self._core.end(change.step, change.undone)
+                self._core = make()
+                self._part(tuple(m.rank for m in change.view.members))
+        self._told.clear()
 
     def _part(self, members: tuple[int, ...]) -> None:
         """From those who are not among them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
 from commlayer.errors import CorruptFrame, one_line
 from commlayer.records import MALFORMED, Record, View
@@ -20,6 +21,30 @@ class ViewChange(Record, frozen=True):
     """By bucket, what of the step before was not applied, as a PUSH of this one says it."""
     plan: bytes
     """In force with them."""
+
+
+def wire_generation(view: View) -> int:
+    """The first of a view: plans that follow each other under it count on from there.
+
+    >>> from commlayer.records import View
+    >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
+    (1, 131073)
+    """
+    return ((view.generation - 1) << 16) + 1
+
+
+def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
+    """Why that cannot be what follows `view`, whoever says it; "" if it can."""
+    new = change.view
+    if generation != wire_generation(new) or new.generation <= view.generation:
+        return f"view {new.generation} in generation {generation}, while view {view.generation} is in force"
+    if structs.replace(new, generation=view.generation, members=view.members) != view:
+        return "its servers or its plan are not those of the job"
+    if not new.members or new.members != tuple(m for m in view.members if m in new.members):
+        return "its members are none, or not of those in force, in their order"
+    if sender not in {m.rank for m in new.members}:
+        return "its sender is none of its members"
+    return ""
 
 
 def read_change(message: Message) -> ViewChange:
