@@ -108,7 +108,7 @@ class Resumed(Wrapper):
             try:
                 dial(deadline)
                 break
-            except (PeerLost, Damaged) as error:
+            except (PeerLost, Damaged, NotYet) as error:
                 if not left or nobody_listens(error):
                     raise
             self._closing.wait(FIRST_S)
