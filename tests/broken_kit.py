@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import random
 import socket
-import struct
 import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
 from transport_kit import soon
 
+from commlayer.chaos.proxy import accepted, end
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
@@ -19,7 +19,6 @@ from commlayer.transport.resumed import Resumed, Waits
 from commlayer.transport.stream_transport import Address, Settings, StreamTransport
 
 UP, DOWN = 0, 1
-_RESET = struct.pack("ii", 1, 0)
 
 
 class Cut(NamedTuple):
@@ -47,22 +46,11 @@ class Cutter:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(self._target)
-            except OSError:  # nobody listens there just now
-                self._end(near, reset=True)
-                continue
+        for near, far in accepted(self._listener, self._target):
             with self._lock:
                 self._open |= {near, far}
                 self._near.add(near)
                 self.connections += 1
-            for end in (near, far):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for way, source, sink in ((UP, near, far), (DOWN, far, near)):
                 threading.Thread(target=self._pump, args=(way, source, sink), daemon=True).start()
 
@@ -85,24 +73,15 @@ class Cutter:
                 sink.sendall(data[:room])
                 if fired:
                     assert cut is not None
-                    self._end(source, sink, reset=cut.how == "reset")
+                    end(source, reset=cut.how == "reset")
+                    end(sink, reset=cut.how == "reset")
                     return
             if source not in self._quiet:
                 sink.shutdown(socket.SHUT_WR)
         except OSError:
             if source not in self._quiet and sink not in self._quiet:
-                self._end(source, sink, reset=True)
-
-    def _end(self, *ends: socket.socket, reset: bool) -> None:
-        for end in ends:
-            try:
-                if reset:
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                end.shutdown(socket.SHUT_RD)  # a close alone would not wake the other thread
-                end.shutdown(socket.SHUT_RDWR) if not reset else None
-            except OSError:
-                pass
-            end.close()
+                end(source, reset=True)
+                end(sink, reset=True)
 
     def cut_next(self, cut: Cut) -> None:
         """One more, so many bytes from now on."""
@@ -113,17 +92,16 @@ class Cutter:
         """The dialler's ends alone; nobody tells the others."""
         with self._lock:
             near, self._near = self._near, set()
-        for end in near:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            self._quiet.add(end)
-            end.shutdown(socket.SHUT_RDWR)
-            end.close()
+        for one in near:
+            self._quiet.add(one)
+            end(one, reset=True)
 
     def break_all(self) -> None:
         """Every connection, now."""
         with self._lock:
             ends, self._open = self._open, set()
-        self._end(*ends, reset=True)
+        for one in ends:
+            end(one, reset=True)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # else the thread in accept() takes one more

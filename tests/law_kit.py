@@ -144,21 +144,17 @@ def used_here_alone(s: Script) -> None:
         s.apply()
 
 
-def probe(s: Script) -> None:
+def probe(s: Script, *, set_to_none: bool = True) -> None:
     """A backward pass ahead of each step, whose gradients are thrown away."""
     for _ in range(STEPS):
         s.backward(put=0.0, salt=1)
-        s.optimizer.zero_grad()
+        s.optimizer.zero_grad(set_to_none=set_to_none)
         s.backward()
         s.apply()
 
 
 def probe_with_zeros(s: Script) -> None:
-    for _ in range(STEPS):
-        s.backward(put=0.0, salt=1)
-        s.optimizer.zero_grad(set_to_none=False)
-        s.backward()
-        s.apply()
+    probe(s, set_to_none=False)
 
 
 def stepped_with_zeros(s: Script) -> None:

@@ -12,11 +12,13 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 
 from commlayer.chaos.wire import Seen, Stretch
 
 UP, DOWN = 0, 1
 CHUNK_NBYTES = 1 << 16
+CONNECT_S = 5.0
 _RESET = struct.pack("ii", 1, 0)
 Address = tuple[str, int]
 
@@ -121,22 +123,10 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(self._target, 5.0)
-            except OSError:  # nobody listens there just now
-                end(near, reset=True)
-                continue
-            far.settimeout(None)
+        for near, far in accepted(self._listener, self._target):
             link = self._links[self._rank] if self._rank >= 0 else self._nobody
             link.add(near, far)
             stretch = Stretch(self._seen) if self._rank < 0 else None
-            for one in (near, far):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             over: list[int] = []
             for way in (UP, DOWN):
                 threading.Thread(target=self._pump, args=(way, near, far, link, stretch, over), daemon=True).start()
@@ -174,6 +164,24 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)  # else the thread in accept() takes one more
         self._listener.close()
         self._nobody.close()
+
+
+def accepted(listener: socket.socket, target: Address) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of each connection that goes through, until the listener is closed."""
+    while True:
+        try:
+            near, _ = listener.accept()
+        except OSError:
+            return
+        try:
+            far = socket.create_connection(target, CONNECT_S)
+        except OSError:  # nobody listens there just now
+            end(near, reset=True)
+            continue
+        far.settimeout(None)
+        for one in (near, far):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield near, far
 
 
 def end(one: socket.socket, *, reset: bool) -> None:
