@@ -296,7 +296,8 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
-        raise RecordError(f"{where} cannot be read: {error}{remedy}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RecordError(f"{where} cannot be read: {why}{remedy}") from None
     try:
         token: str = msgspec.convert(text, _TYPES["token"])
     except msgspec.ValidationError:

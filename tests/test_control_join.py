@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, quick
 
@@ -139,6 +140,25 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         ended.set()
         with pytest.raises(CommError, match="stopped while waiting"):
             waiting.result(WAIT_S)
+
+
+class Later(messages.Join, frozen=True):
+    """Of a version to come, which says more."""
+
+    more: int = 1
+
+
+def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
+    opened.append(channel)
+    mine = msgspec.structs.asdict(messages.worker("job", 0, 1))
+    for said, line in (({"version": "9.9"}, "runs commlayer 9.9, here .*: install the same version everywhere"),
+                       ({}, "breaks the format: .*`more`; where versions differ, install the same everywhere")):
+        with pytest.raises(Refused, match=line):
+            channel.call("Join", Later(**mine | said), messages.Seat, WAIT_S)
+    assert not coordinator._state.places
 
 
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:

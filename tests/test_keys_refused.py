@@ -97,7 +97,7 @@ CASES = {
     "not valid yet": (showing(lambda f: Bare(f.ca, f.early)), "its certificate is not valid yet by this machine's clock (2"),
     "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),
     "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it speaks an older TLS than 1.3"),
-    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 speaks None over TLS, expected"),
+    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 speaks TLS there, but not for"),
 }
 
 

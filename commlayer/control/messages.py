@@ -291,4 +291,20 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
-        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {one_line(error)}", peer=peer) from None
+        raise CorruptFrame(_other_version(data) or f"sent a {kind.__name__} that breaks the format: {one_line(error)}; where "
+                           f"versions differ, install the same everywhere (here {version()})", peer=peer) from None
+
+
+class _Said(msgspec.Struct):
+    """What can be read of a request of any version."""
+
+    version: str
+
+
+def _other_version(data: bytes) -> str:
+    try:
+        said = msgspec.msgpack.decode(data, type=_Said).version
+    except MALFORMED:
+        return ""
+    remedy = "install the same version everywhere"
+    return "" if said == version() else f"runs commlayer {one_line(said)}, here {version()}: {remedy}"
