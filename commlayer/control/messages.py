@@ -304,7 +304,7 @@ class _Said(msgspec.Struct):
 def _other_version(data: bytes) -> str:
     try:
         said = msgspec.msgpack.decode(data, type=_Said).version
-    except MALFORMED:
+    except (*MALFORMED, RecursionError):  # what it does not know it passes over, as deep as that goes
         return ""
     remedy = "install the same version everywhere"
     return "" if said == version() else f"runs commlayer {one_line(said)}, here {version()}: {remedy}"
