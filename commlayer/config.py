@@ -308,9 +308,11 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
     return token
 
 
-def quiet_forks() -> None:
-    """Before grpc is imported: its fork handlers hang forked children (DataLoader workers) that exit while a channel lives."""
+def quiet_grpc() -> None:
+    """Before grpc is imported: its fork handlers hang forked children (DataLoader workers) that exit while a channel lives, and
+    what it writes of a refused handshake by itself stands around the one line that says why."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def host_port(address: str) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from control_kit import WAIT_S, Failures, quick
 from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
 
 PLAN = b"a plan"
 
@@ -296,6 +296,14 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
     for heard, named in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
         assert client.first_cause(heard) is named
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("no room\nfor it"), "ValueError: no room"),
+    (PeerLost("is gone", peer="worker 1"), "PeerLost: worker 1: is gone"),
+])
+def test_what_others_hear_of_an_end_is_one_line(error: BaseException, said: str) -> None:
+    assert cause_of(error) == said
 
 
 def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
