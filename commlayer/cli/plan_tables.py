@@ -48,7 +48,7 @@ def nbytes(count: float) -> str:
 
 def table(title: str, *columns: str) -> Table:
     """Names that begin with ">" are of numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return made
@@ -94,8 +94,8 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
     yield made
     if known:
         yield ("x steps: how many times as many as dense training needs, the median and cautiously; ms to a loss: cautiously, "
-               "for each step of dense training; alone: the fastest one computes everybody's batch; latencies: if links and "
-               "codecs took no time")
+               "for each step of dense training; alone: the best one, with everybody's batch or its own, whichever is sooner; "
+               "latencies: if links and codecs took no time")
     mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
     if mine and alone and alone.to_loss_s < mine.to_loss_s:
         yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
@@ -215,19 +215,24 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
 def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     known, wide = all(p.steps for p in told.points), width >= WIDE
     headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
-               *([">dense ms"] if wide or not known else []), ">gain",
-               *([] if known else [">free ms"]), *([">samples/s"] if wide else []), "codec", "way"]
+               *([">DDP fp16", ">alone"] if wide else []), ">gain", *([] if known else [">free ms"]),
+               *([">samples/s"] if wide else []), *(["codec", "way"] if wide else ["codec and way"])]
     made = table("", *headers)
     for p in told.points:
-        gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
+        gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "plain"
         made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
-                     *([ms(p.dense_s)] if wide or not known else []), gain, *([] if known else [ms(p.free_s)]),
-                     *([f"{p.samples_per_s:,.1f}"] if wide else []), p.codec, p.way or "plain")
-    made.columns[0].no_wrap = True
+                     *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
+                     *([] if known else [ms(p.free_s)]), *([f"{p.samples_per_s:,.1f}"] if wide else []),
+                     *([p.codec, way] if wide else [f"{p.codec}, {way}"]))
+    for column in made.columns[:-2]:
+        column.no_wrap = True
     for column in made.columns[-2:]:
         column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
     yield made
-    yield ("gain: of the plan over the best one without compression" + (", in seconds to a loss" if known else "")
-           + "; codec: of most elements; way: how steps are taken" + ("" if known else "; free: if coding took no time"))
+    yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"
+           + (", in seconds to a loss" if known else "") + "; codec: of most elements; way: how steps are taken"
+           + ("" if known else "; free: if coding took no time"))
+    if losing := [p.label for p in told.points if 0 < p.alone_s < p.to_loss_s]:
+        yield f"one machine alone is sooner there than this plan: {', '.join(losing)}"
     if told.swept == "bandwidth":
         yield break_even(told)
