@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +367,18 @@ def test_changes_that_are_alike_share_a_row() -> None:
     assert ["3", "a[b]", "fp16()", "over", "service", "int8()", "over", "service"] in rows
     assert ["servers", "1", "2"] in rows
     assert [row[0] for row in rows if row and row[0] in "13"] == ["3", "1"]
+
+
+def test_a_budget_that_keeps_a_better_plan_out_names_it_and_the_budget_that_would_do(commlayer) -> None:
+    asked = ("plan", "make", "lstm", "--nodes", "4xrtx3060@10Mb", "--exact", "--optimizer", "sgd")
+    points = [{"codec": "topk", "ratio": 0.01, "penalty": 0.2}, {"codec": "int8", "ratio": 1.0, "penalty": 0.1}]
+    Path("loss.json").write_text(json.dumps({"points": points}))
+    _, out, _ = commlayer(*asked, "--max-loss", "0.01", "--loss", "loss.json")
+    assert "but max_loss would not be kept" in " ".join(out.split())
+    _, out, _ = commlayer(*asked, "--max-loss", "0.01")
+    told = re.search(r"--max-loss is what holds it up: plain steps with topk\S+ would take (\S+) ms .*; --max-loss (\S+) ",
+                     " ".join(out.split()))
+    assert told is not None
+    _, out, _ = commlayer(*asked, "--max-loss", told[2])
+    assert "holds it up" not in out
+    assert told[1] in out, "that plan"

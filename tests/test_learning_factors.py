@@ -154,7 +154,7 @@ def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ((b'"version": 1', b'"version": 2'), "version 2, this commlayer reads version 1; make it anew with python -m"),
+    ((b'"version": 1', b'"version": 2'), "reads version 1; make it anew with commlayer tune TASK --learning"),
     ((b'"every":1', b'"every":0'), "every=0"),
     ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "row lion int4"),
     ((b'"late":false', b'"late":"no"'), "Expected `bool`"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich import box
@@ -13,7 +14,7 @@ from commlayer.planner.simulation.timeline import Timeline, per_step
 from commlayer.planner.verbs.baselines import Beside
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
-from commlayer.planner.verbs.whatif import Curve, break_even, way_of
+from commlayer.planner.verbs.whatif import Curve, break_even, most_used, way_of
 from commlayer.records import Bucket, Job, Plan, Why
 
 PIPE_WIDTH = 120
@@ -99,6 +100,26 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
     mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
     if mine and alone and alone.to_loss_s < mine.to_loss_s:
         yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
+
+
+def held_up(made: Plan, looser: tuple[Plan, float] | None) -> Iterator[str]:
+    """The nearest plan that would do without the budget of loss."""
+    if looser is not None:
+        plan, loss = looser
+        before, after = (ms(p.step_s * (p.steps_high or 1.0)) for p in (made, plan))
+        how = f"{way_of(plan) or 'plain steps'} with {most_used(plan)}"
+        yield (f"--max-loss is what holds it up: {how} would take {after} ms to a loss instead of {before}; "
+               f"--max-loss {_up(loss):g} allows it")
+
+
+def _up(loss: float) -> float:
+    """In two digits, no lower.
+
+    >>> _up(0.4511), _up(0.1), _up(0.0)
+    (0.46, 0.1, 0.0)
+    """
+    step = 10 ** (math.floor(math.log10(loss)) - 1) if loss > 0 else 1.0
+    return round(math.ceil(loss / step - 1e-9) * step, 12)
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:

@@ -12,6 +12,8 @@ from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.model.learning import alone
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.layout_candidate import FINEST
 from commlayer.planner.search.plan import plan
 from commlayer.planner.search.ways import free
 from commlayer.planner.simulation.timeline import exact_s
@@ -53,6 +55,16 @@ def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Po
     """The best plan without any codec that exchanges in each step."""
     policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=NO_LIMIT)
     return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
+
+
+def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> tuple[Plan, float] | None:
+    """What there would be without the budget of loss, and by what part it loses; None where it is no sooner at a loss."""
+    profile, policy, _ = checked_inputs(job, cluster, profile, policy)
+    if policy.max_loss >= NO_LIMIT:
+        return None
+    other = plan(job, cluster, profile, structs.replace(policy, max_loss=NO_LIMIT))
+    sooner = other.step_s * (other.steps_high or 1.0) < made.step_s * (made.steps_high or 1.0) * (1 - FINEST)
+    return (other, plan_excess(other, job, cluster, profile, policy).loss_high) if sooner else None
 
 
 def by_itself(timing: Timing, cluster: Cluster, profile: Profile, policy: Policy) -> list[Beside]:
