@@ -19,8 +19,8 @@ from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.measure.virtual_workers import VirtualWorkers
 from commlayer.optim import Outer
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Plan, Record
-from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.model_job import job_of
 

@@ -147,7 +147,7 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple
         return plain, ""
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
-        how += ", exchanged while the next are taken"
+        how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next are taken"
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
     return other, "" if not exact(current) else (
