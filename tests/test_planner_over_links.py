@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -37,9 +38,10 @@ def neighbours(made: Plan) -> Iterator[tuple[str, Plan]]:
             finer = tuple(with_finer(b, coarse, fine) for b in made.buckets)
             yield f"{fine} for {coarse}", structs.replace(made, buckets=finer)
     if made.local_steps > 2:
-        yield "half the local steps", structs.replace(made, local_steps=made.local_steps // 2)
+        half = made.local_steps // 2
+        yield "half the local steps", structs.replace(made, local_steps=half, fragments=math.gcd(half, made.fragments))
     if made.overlap == "round":
-        yield "rounds that are waited for", structs.replace(made, overlap="")
+        yield "rounds that are waited for", structs.replace(made, overlap="", fragments=1)
     if any(b.stale for b in made.buckets):
         yield "nothing late", structs.replace(made, buckets=tuple(structs.replace(b, stale=False) for b in made.buckets))
 

@@ -17,6 +17,7 @@ from commlayer.planner.search import layout_candidate
 from commlayer.planner.search import plan as planning
 from commlayer.planner.search.choices import ChoiceFound, Space, search
 from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation import turns
 from commlayer.planner.simulation.schedule import Schedule, schedule
 from commlayer.planner.simulation.timeline import simulate
 from commlayer.planner.tables import machines
@@ -69,7 +70,7 @@ def test_planning_unequal_nodes_simulates_few_of_them(monkeypatch: pytest.Monkey
         made_of.append(schedule(problem))
         return made_of[-1]
 
-    monkeypatch.setattr(layout_candidate, "schedule", counted)
+    monkeypatch.setattr(turns, "schedule", counted)
     cluster = unequal(32, 90e6, 110e6)
     made = plan(toy_job(), cluster)
     searched = [p for p in seen if len(p.lanes) < 32]
