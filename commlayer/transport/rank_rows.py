@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,9 +84,10 @@ class Rows:
         """What was started will not be read."""
         self._pending = None
 
-    def read(self, patience_s: float | None = None) -> list[list[float]]:
-        """The rows that were started last, in rank order."""
+    def read(self, patience_s: float | None = None,
+             failed: Callable[[], BaseException | None] = lambda: None) -> list[list[float]]:
+        """The rows that were started last, in rank order. What `failed` gives meanwhile is raised."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s))
+        pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s), failed)
         return [row.tolist() for row in self._all]
