@@ -8,6 +8,7 @@ waits for more than a row's way.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,8 @@ from commlayer.runtime.initial_sync import align
 from commlayer.runtime.step import Regroup
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
+
+log = logging.getLogger("commlayer")
 
 
 class ToldLengths:
@@ -63,14 +66,19 @@ class ToldLengths:
             assert made.groups is not None
             self._channel.regroup(made.groups.members)
             try:
-                align(starts, made.groups, self._deadline_s)
-                return
+                differing = align(starts, made.groups, self._deadline_s)
+                break
             except CommError as error:
                 try:
                     made.broke(error)
                 except Regroup:
                     assert made.members is not None
                     made.members.go()
+        if differing and made.worker is not None:
+            what = (f"step {made.worker.step}: those who are left had merged the last exchange differently, since some had not "
+                    "heard how long the changes of others were: all go on from what rank 0 has")
+            made.decisions.append(what)
+            log.warning("%s", what)
 
     def close(self) -> None:
         self._channel.close()
