@@ -296,7 +296,8 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
-        raise RecordError(f"{where} cannot be read: {error}{remedy}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RecordError(f"{where} cannot be read: {why}{remedy}") from None
     try:
         token: str = msgspec.convert(text, _TYPES["token"])
     except msgspec.ValidationError:
@@ -307,9 +308,11 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
     return token
 
 
-def quiet_forks() -> None:
-    """Before grpc is imported: its fork handlers hang forked children (DataLoader workers) that exit while a channel lives."""
+def quiet_grpc() -> None:
+    """Before grpc is imported: its fork handlers hang forked children (DataLoader workers) that exit while a channel lives, and
+    what it writes of a refused handshake by itself stands around the one line that says why."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def host_port(address: str) -> tuple[str, int]:

@@ -54,6 +54,16 @@ def line_of(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
 
 
+def cause_of(error: BaseException) -> str:
+    """What the others hear of an exception that ended a script here: its kind, and the first line that it has, if any.
+
+    >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it"))
+    ('KeyboardInterrupt', 'ValueError: no room')
+    """
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def one_line(text: object) -> str:
     """What others may have written, fit for an error or a log: a stranger's line break would make lines that nobody logged."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))

@@ -233,6 +233,8 @@ class View(Record, frozen=True):
     plan: str = ""
     """Digest of the plan bytes; empty until rank 0 has handed one in."""
     from_step: int = 0
+    gradients: int = -1
+    """So many of the job's tensors are gradients; those behind them are buffers, of which servers make means. -1: all are."""
 
 
 def encode(record: Record) -> bytes:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
 from commlayer.ddp import HookState, comm_hook
+from commlayer.errors import cause_of
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
 from commlayer.job.allowed_ways import check_local, check_overlap, forbids_of
@@ -131,7 +132,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
+        self.close("" if error is None else cause_of(error))
 
 
 def attach(

@@ -13,6 +13,7 @@ class Doubles:
     """Ops over one float64 per payload; the residual is what emitting as float32 keeps back, so undo has something to do."""
 
     codec, bound, in_means = 7, 8, False
+    means = False
 
     def __init__(self, rounds: int = 1) -> None:
         self.rounds, self.residual, self.last = rounds, 0.0, (0.0, 0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from lab_kit import needs_lab
 
 from bench import Unmeasurable
 from bench.__main__ import main
-from bench.chaos import hosts, schedules, soak
+from bench.chaos import fuzzed, hosts, schedules, soak
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums
 from commlayer.chaos.campaign import Campaign, Row
@@ -48,6 +50,31 @@ def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -
     (finding,) = done.findings
     assert finding["again"] == "python -m bench chaos --schedules 1 --seed 41"
     assert "lost" in finding["wrong"]
+
+
+def test_damaged_bytes_end_their_own_connection_and_nothing_else() -> None:
+    found = fuzzed.run(2000, 3)
+    summary = found["summary"]
+    assert found["code"] == 0, found
+    assert (summary["sockets.inputs"], summary["sockets.findings"], summary["sockets.tracebacks"]) == (fuzzed.LEAST, 0, 0)
+    assert summary["sockets.sums_of_others"] >= 2
+    told = {row["socket"]: row["inputs"] for row in found["rows"] if "socket" in row}
+    assert len(told) == 4
+    assert all(told.values())
+
+
+def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless:
+        """Which neither answers nor closes."""
+
+        def __init__(self, listener: socket.socket) -> None:
+            self.data = self.control = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    monkeypatch.setattr(fuzzed, "PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets = fuzzed._Sockets(Careless(listener), random.Random(1))  # type: ignore[arg-type]
+        assert "was still open after 0.2 s" in sockets._greeting()
+        assert "a member was not let in" in sockets._frames()
 
 
 def test_a_short_soak_finishes_and_its_accounts_balance() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_an_unknown_option_or_command_is_exit_code_2() -> None:
         assert done.returncode == 2
         assert "No such" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_keys_that_only_dial_serve_nothing_and_no_line_is_printed_to_copy(tmp_path: Path) -> None:
+    authority = pytest.importorskip("commlayer.control.authority", reason="cryptography is not installed")
+    authority.init(tmp_path / "keys")
+    folder = authority.add(tmp_path / "keys", "anna", dials_only=True)
+    done = ended("serve", "--no-server", "--keys", str(folder))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"commlayer: keys: anna in {folder} was made with --dials-only, so nobody takes")
 
 
 def test_a_port_in_use_is_one_line(served: Any) -> None:

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, quick
 
 from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
 
 PLAN = b"a plan"
 
@@ -139,6 +140,25 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         ended.set()
         with pytest.raises(CommError, match="stopped while waiting"):
             waiting.result(WAIT_S)
+
+
+class Later(messages.Join, frozen=True):
+    """Of a version to come, which says more."""
+
+    more: int = 1
+
+
+def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
+    opened.append(channel)
+    mine = msgspec.structs.asdict(messages.worker("job", 0, 1))
+    for said, line in (({"version": "9.9"}, "runs commlayer 9.9, here .*: install the same version everywhere"),
+                       ({}, "breaks the format: .*`more`; where versions differ, install the same everywhere")):
+        with pytest.raises(Refused, match=line):
+            channel.call("Join", Later(**mine | said), messages.Seat, WAIT_S)
+    assert not coordinator._state.places
 
 
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
@@ -276,6 +296,14 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
     for heard, named in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
         assert client.first_cause(heard) is named
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("no room\nfor it"), "ValueError: no room"),
+    (PeerLost("is gone", peer="worker 1"), "PeerLost: worker 1: is gone"),
+])
+def test_what_others_hear_of_an_end_is_one_line(error: BaseException, said: str) -> None:
+    assert cause_of(error) == said
 
 
 def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ DEAD_AFTER_S = 10.0
 def worker(rank: int, /, **fields: Any) -> Join:
     """Worker `rank` of 2 on a host of its own; its token is w<rank> unless given."""
     base = Join("worker", f"w{rank}", f"host{rank}", 100 + rank, PROTOCOL, "1.0", rank, 2, rank, "jobA",
-                PLAN if rank == 0 else b"", digest_of(PLAN))
+                PLAN if rank == 0 else b"", digest_of(PLAN), gradients=5)
     return msgspec.structs.replace(base, **fields)
 
 
@@ -54,6 +54,7 @@ def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
     assert [(m.rank, m.node, m.name, m.pid) for m in view.members] == [(0, 0, "host0", 100), (1, 1, "host1", 101)]
     assert [(s.id, s.address, s.node) for s in view.servers] == [(0, "127.0.0.1:7000", 1)]
     assert (view.generation, view.plan, reply.plan) == (1, digest_of(PLAN), PLAN)
+    assert view.gradients == 5
     for early in (worker(1), server(0)):
         assert after(state, early)[1].view == view, "those who came earlier learn it when they ask again"
         assert after(state, early)[1].plan == PLAN
@@ -94,6 +95,7 @@ REFUSALS = [
     (State(0, 0), [worker(0)], worker(1, version="2.0"), "runs commlayer 2.0, the job 1.0: install the same version"),
     (State(0, 0), [worker(0)], worker(1, job="jobB"),
      "trains another model than worker 0 on host0 (pid 100): names, shapes and order of the parameters must be equal"),
+    (State(0, 0), [worker(0)], worker(1, gradients=4), "trains another model than worker 0 on host0 (pid 100)"),
     (State(0, 0), [worker(0)], worker(1, world=3), "expects 3 workers, the job has 2"),
     (State(4, 0), [], worker(1), "expects 2 workers, the job has 4"),
     (State(0, 0), [], worker(0, world=0), "commlayer serve --workers N"),

@@ -328,13 +328,26 @@ def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(o
     alone.close("it gave up")
 
 
-def test_keys_that_do_not_fit_are_a_line(opened: list[Any], folders: Folders) -> None:
+def test_a_home_of_another_version_is_refused_before_its_script_starts(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    opened.append(coordinator)
+    another = msgspec.structs.replace(asked("a"), version="0.0")
+    with pytest.raises(Refused, match=r"home a \(pid \d+\): runs commlayer 0.0, the job .*: install the same version"):
+        Attendance(coordinator.address, quick(), another, lambda _: None).meet(5.0)
+
+
+def test_keys_that_do_not_fit_are_a_line(
+    opened: list[Any], folders: Folders, capfd: pytest.CaptureFixture[str],
+) -> None:
     coordinator = Coordinator(quick(keys=str(folders.server)), workers=1)
     opened.append(coordinator)
     for keys, line in ((folders.foreign, "certificate"), (folders.revoked, "revoked"), ("", "asks for TLS: set keys")):
         held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
+        refused = Attendance(coordinator.address, held, asked("a"), lambda _: None)
         with pytest.raises(Refused, match=line):
-            Attendance(coordinator.address, held, asked("a"), lambda _: None).meet(5.0)
+            refused.meet(5.0)
+        refused.close("it was refused")
+    assert "ssl" not in capfd.readouterr().err, "gRPC writes of TLS what no user can read"
     good = Attendance(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
     assert good.meet(5.0).first == 0
     good.close("the test is over")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from commlayer.compressors import codec_of, seed
+from commlayer.control.coordinator_journal import CoordinatorJournal
 from commlayer.control.server_codecs import ops_of, senders_of
 from commlayer.control.server_journal import About, ServerJournal
 from commlayer.errors import CorruptFrame, RecordError
@@ -95,6 +96,18 @@ def test_a_journal_that_was_not_finished_is_not_found(folder: Folder) -> None:
 def test_a_folder_has_one_server(folder: Folder) -> None:
     with pytest.raises(ValueError, match="is in use by another server: give each server a folder of its own"):
         Folder(str(folder.path))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line() -> None:
+    for make in (Folder, CoordinatorJournal):
+        with pytest.raises(ValueError, match="journal: /proc/j cannot be made: No such file or directory; name a folder that"):
+            make("/proc/j")
+
+
+def test_a_folder_has_one_coordinator_beside_one_server(folder: Folder) -> None:
+    CoordinatorJournal(str(folder.path))
+    with pytest.raises(ValueError, match="is in use by another coordinator: give each job a folder of its own"):
+        CoordinatorJournal(str(folder.path))
 
 
 # ---- sums

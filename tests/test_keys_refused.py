@@ -16,7 +16,7 @@ from control_kit import WAIT_S, Failures, Process, quick
 from keys_kit import Bare, Folders, made_folders  # noqa: F401  (a fixture)
 from transport_kit import GrpcEnd, exchange_pair, soon
 
-from commlayer.control import client, messages
+from commlayer.control import client, coordinator_channel, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.errors import CommError, Damaged, PeerLost, Refused
 from commlayer.transport import hello, tls
@@ -97,7 +97,7 @@ CASES = {
     "not valid yet": (showing(lambda f: Bare(f.ca, f.early)), "its certificate is not valid yet by this machine's clock (2"),
     "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),
     "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it speaks an older TLS than 1.3"),
-    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 speaks None over TLS, expected"),
+    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 speaks TLS there, but not for"),
 }
 
 
@@ -183,6 +183,18 @@ def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders
         client.join(coordinator.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=mine), Failures())
     for each in (worker, server, coordinator):
         each.close()
+
+
+@pytest.mark.parametrize("kind", ["foreign", "revoked"])
+def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capfd: pytest.CaptureFixture[str]) -> None:
+    """A member that is revoked while a job runs is connected by gRPC itself, again and again."""
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    channel = coordinator_channel.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
+    with pytest.raises(PeerLost, match="not reachable"):
+        channel.call("About", messages.About(), messages.Told, WAIT_S)
+    channel.close()
+    coordinator.close()
+    assert capfd.readouterr().err == ""
 
 
 # ---- the secret, bound to the connection

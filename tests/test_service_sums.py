@@ -25,12 +25,25 @@ def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> 
     assert (header.kind, header.sender, header.weight, header.used) == (Kind.RESULT, SERVER_BASE, 6.0, 0b111)
 
 
-def test_a_mean_beside_parts_of_a_sum_is_a_breach_of_its_sender() -> None:
-    core, ops = service()
-    core.push(push(0, VALUES[0]), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 1: .*sends a mean"):
-        core.push(push(1, VALUES[1], flags=Flag.MEAN), 0.0)
-    assert ops.added == VALUES[:1]
+@pytest.mark.parametrize(("means", "words"), [
+    (False, "has flag MEAN, and this bucket's is a sum of parts"),
+    (True, "lacks flag MEAN, and this bucket's is a mean of buffers"),
+])
+@pytest.mark.parametrize("liar", range(3))
+def test_what_counts_in_a_mean_is_known_here_and_whoever_says_otherwise_is_named(means: bool, words: str, liar: int) -> None:
+    class Buffers(Doubles):
+        def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
+            self.add(0, payload, [0.0], first)
+
+    ops = Buffers()
+    ops.means = means
+    core, _ = service(ops=ops)
+    right, wrong = (Flag.MEAN, Flag.NONE) if means else (Flag.NONE, Flag.MEAN)
+    with pytest.raises(CorruptFrame, match=f"worker {liar}: {words}"):
+        core.push(push(liar, VALUES[liar], flags=wrong), 0.0)
+    assert ops.added == []
+    assert [len(core.push(push(m, VALUES[m], flags=right), 0.0)) for m in range(3)] == [0, 0, 3], "the others go on"
+    assert ops.added == VALUES
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))

@@ -18,7 +18,7 @@ from commlayer.compressors import kernels, seed, tensors
 from commlayer.compressors.twoway import codec_of
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
-from commlayer.control.server_codecs import CodecOps
+from commlayer.control.server_codecs import CodecOps, ops_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
@@ -166,10 +166,13 @@ def test_a_mean_of_equal_values_is_these_to_the_bit() -> None:
     torch.testing.assert_close(got, 1.5 * equal, rtol=1e-7, atol=0)
 
 
-def test_what_keeps_something_back_makes_no_means() -> None:
-    served = Served(Bucket(0, SLICES, "service", codec="error_feedback(fp16())"))
-    with pytest.raises(ValueError, match="whose payloads are parts of a sum"):
-        served.ops.weigh(memoryview(b""), 1.0, True)
+def test_which_buckets_are_means_follows_from_the_plan_and_the_number_of_gradients() -> None:
+    coded = {"identity()": True, "fp16()": False, "error_feedback(int8())": False}
+    buckets = [Bucket(0, (Slice(0, 0, 8),), "service")]
+    buckets += [Bucket(1 + i, (Slice(1, 0, 8),), "service", codec=text) for i, text in enumerate(coded)]
+    plan = Plan("job", tuple(buckets), servers=1)
+    assert [ops.means for ops in ops_of(plan, 0, gradients=1).values()] == [False, *coded.values()]
+    assert not any(ops.means for gradients in (2, -1) for ops in ops_of(plan, 0, gradients=gradients).values())
 
 
 @pytest.mark.parametrize("text", ["topk(ratio=0.05)", "error_feedback(int8())", "ef21(topk(ratio=0.1))"])

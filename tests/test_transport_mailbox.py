@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -174,3 +175,28 @@ def test_the_pool_keeps_no_more_than_its_cap_and_only_its_own_kind() -> None:
     for body in [pool.take(1 << 20), pool.take(1 << 20), *foreign, pool.take(5)]:
         pool.give(body)
     assert {size: len(free) for size, free in pool._free.items()} == {1 << 20: 1}
+
+
+@pytest.mark.parametrize("how", ["end", "abort"])
+def test_what_ended_a_peer_keeps_nothing_of_what_it_sent(how: str) -> None:
+    """Found so: each member that was dropped left its connection, and the body that broke the protocol, behind."""
+
+    class Body:
+        pass
+
+    box, kept = Mailbox(), []
+
+    def judge() -> None:
+        body = Body()
+        kept.append(weakref.ref(body))
+        try:
+            raise ValueError("a payload that does not fit")
+        except ValueError as error:
+            raise CorruptFrame(str(error), peer="worker 1") from None
+
+    try:
+        judge()
+    except CorruptFrame as error:
+        getattr(box, how)(error, 1)
+    assert kept[0]() is None
+    assert str(box.recv(1, None).error()) == "worker 1: a payload that does not fit"

@@ -1,7 +1,8 @@
-"""What becomes of jobs that are broken on purpose: real runs, simulated schedules by the million, and a long one with churn.
+"""What becomes of jobs that are broken on purpose: real runs, simulated schedules by the million, a long one with churn, and
+damaged bytes by the million.
 
 `python -m bench chaos` makes real runs as `commlayer chaos` does, then some schedules. `--schedules N` makes those alone,
-`--soak STEPS` the long run. Knows no mechanism.
+`--soak STEPS` the long run, `--fuzz N` damages frames and control messages. Knows no mechanism.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import Unmeasurable
-from bench.chaos import hosts, schedules, soak
+from bench.chaos import fuzzed, hosts, schedules, soak
 from bench.lab import LabUnavailable
 from bench.report import Result
 from commlayer.chaos.campaign import Campaign, Row, summary
@@ -30,6 +31,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", action="store_true", help="on hosts of the lab, with root; and nothing else")
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
+    parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
     parser.add_argument("--seed", type=int, default=0, help="where to begin")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop schedules or soak then; with --resume schedules go on")
     parser.add_argument("--resume", type=Path, default=None, metavar="FILE", help="where the schedules that were made are kept")
@@ -40,6 +42,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume)
     if args.soak:
         return soak.run(args.soak, args.seed, args.seconds)
+    if args.fuzz:
+        return fuzzed.run(args.fuzz, args.seed)
     if args.schedules:
         return schedules.run(asked)
     allowed = hosts.FAULTS if args.hosts else dealt()
@@ -56,7 +60,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("runs", "schedules", "soak", "seed", "seconds"):
+    for name in ("runs", "schedules", "soak", "fuzz", "seed", "seconds"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")
     if (path := args.resume) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

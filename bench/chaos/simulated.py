@@ -31,7 +31,7 @@ class Killed(Exception):
 class Sums:
     """Ops over one double per payload, which count what is in each result."""
 
-    codec, bound = 7, 8
+    codec, bound, means = 7, 8, False
 
     def __init__(self, rounds: int, *, in_means: bool, bucket: int) -> None:
         self.rounds, self.in_means, self._bucket = rounds, in_means, bucket

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Out, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Out, Round, State
 from commlayer.compressors.one_round import NAN, OneRound
 from commlayer.records import Spec
 
@@ -118,6 +118,11 @@ def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
     payload.expect("seed", head.seed, 0)
     payload.expect("count", head.entries, numel)
     payload.expect("bytes of body", head.body.nbytes, nbytes)
+
+
+def of_means(codec: Codec) -> bool:
+    """Whether a server makes the mean of buffers that travel so: as they are. In any other they go as parts of a sum."""
+    return isinstance(codec, Identity)
 
 
 def identity() -> Identity:

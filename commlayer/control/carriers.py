@@ -62,7 +62,8 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
         try:
             over_grpc(transport, peer, streams, keys, deadline)
         except CommError as error:
-            raise type(first)(f"{first.what}; nor over gRPC: {error.what}", peer=first.peer) from first
+            also = "" if error.what == first.what else f"; nor over gRPC: {error.what}"
+            raise type(first)(first.what + also, peer=first.peer) from first
         log.warning("%s: over gRPC at %s, since TCP did not get through: %s", name, where, first.what)
         carrier = "grpc"
 

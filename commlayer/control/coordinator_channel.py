@@ -18,8 +18,8 @@ from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.secret import unproved
 
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+settings.quiet_grpc()
+import grpc  # noqa: E402  (after its settings, which it reads once)
 
 log = logging.getLogger("commlayer")
 

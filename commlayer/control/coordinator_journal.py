@@ -14,6 +14,7 @@ import msgspec
 from commlayer.control.membership import Place, State
 from commlayer.files import write_whole
 from commlayer.records import Record
+from commlayer.transport.journal import hold
 
 log = logging.getLogger("commlayer")
 
@@ -35,6 +36,8 @@ class CoordinatorJournal:
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
+        # Until this process ends.
+        hold(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
         self._failed = False
         self.found: Kept | None = None
         with contextlib.suppress(FileNotFoundError):

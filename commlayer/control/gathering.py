@@ -13,7 +13,7 @@ import msgspec
 from commlayer.control import homes
 from commlayer.control.audit import Audit
 from commlayer.control.meeting_store import MeetingStore
-from commlayer.control.messages import Ask, Attend, Attended, Kept
+from commlayer.control.messages import Ask, Attend, Attended, Kept, version
 
 log = logging.getLogger("commlayer")
 
@@ -27,7 +27,7 @@ class Gathering:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic) -> None:
-        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8)), MeetingStore()
+        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers = min_workers
         self._lock = threading.Lock()

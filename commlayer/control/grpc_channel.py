@@ -15,7 +15,7 @@ class Shown(NamedTuple):
 
 
 def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None, *, on_loop: bool = False) -> Any:
-    """Call config.quiet_forks() first where processes are forked. `on_loop`: one of grpc.aio, for the running loop."""
+    """Call config.quiet_grpc() first where processes are forked. `on_loop`: one of grpc.aio, for the running loop."""
     import grpc
 
     kind: Any = grpc

@@ -89,6 +89,7 @@ class Attendance:
         self._link = CoordinatorChannel(address, config.token, self._keys)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._answered = False
 
     def meet(self, wait_s: float) -> messages.Attended:
         """This home's ranks, once all homes are there. Refused, or DeadlineExceeded: the coordinator does not answer within
@@ -110,7 +111,7 @@ class Attendance:
                                            "that its address and port, and do firewalls let it through?", peer=peer)
                 line = f"waits for the coordinator at {self.address} to answer, for {join_s:g} s at most"
             else:
-                heard = now
+                heard, self._answered = now, True
                 if answer.error:
                     raise Refused(answer.error, peer=peer)
                 if answer.first != messages.ANY:
@@ -148,7 +149,8 @@ class Attendance:
             return
         self._closing.set()
         try:
-            self._link.call("Attend", msgspec.structs.replace(self.request, leave=reason), messages.Attended, 1.0)
+            if self._answered:
+                self._link.call("Attend", msgspec.structs.replace(self.request, leave=reason), messages.Attended, 1.0)
         except CommError as error:
             log.debug("left without notice: %s", error)
         if self._thread is not None:

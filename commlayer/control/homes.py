@@ -47,6 +47,8 @@ class Homes(Record, frozen=True):
     """Homes of a meeting that broke off, and why it did; and those that have left since the job began."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Ranks of homes that have left since the job began, and why nothing comes of them any more."""
+    version: str = ""
+    """Of the coordinator's software; empty: of whoever comes first."""
 
 
 def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
@@ -118,7 +120,7 @@ def _kept(former: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problem(state: Homes, asked: Attend) -> str:
-    if problem := incompatible(asked, next((h.asked.version for h in state.here.values()), "")):
+    if problem := incompatible(asked, state.version or next((h.asked.version for h in state.here.values()), "")):
         return problem
     if not state.workers:
         return "the coordinator does not know how many workers to wait for: start it with commlayer serve --workers N"

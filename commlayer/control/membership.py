@@ -262,7 +262,7 @@ def _conflict(request: Join, place: Place) -> str:
     other = place.join
     if place.rank == request.rank:
         return f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own"
-    if other.job != request.job:
+    if (other.job, other.gradients) != (request.job, request.gradients):
         return (f"trains another model than {place.peer} on {_who(other)}: names, shapes and order of the parameters must be "
                 "equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
@@ -278,8 +278,9 @@ def _completed(state: State) -> State:
     workers = [p for p in seated if p.join.kind == "worker"]
     members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
-    plan = workers[0].join.plan
-    return msgspec.structs.replace(state, view=View(1, members, servers, digest_of(plan)), plan=plan)
+    first = workers[0].join
+    view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients)
+    return msgspec.structs.replace(state, view=view, plan=first.plan)
 
 
 def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:

@@ -65,6 +65,8 @@ class Join(Record, frozen=True):
     """Of a worker: it can go on with those who are left when others die or leave."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
+    gradients: int = ANY
+    """Of a worker: as in View."""
 
 
 class Seat(Record, frozen=True):
@@ -238,12 +240,12 @@ def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:
 
 def worker(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
-    regroups: bool = False,
+    regroups: bool = False, gradients: int = ANY,
 ) -> Join:
     """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups)
+                sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups, gradients=gradients)
 
 
 def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
@@ -289,4 +291,20 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
-        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {one_line(error)}", peer=peer) from None
+        raise CorruptFrame(_other_version(data) or f"sent a {kind.__name__} that breaks the format: {one_line(error)}; where "
+                           f"versions differ, install the same everywhere (here {version()})", peer=peer) from None
+
+
+class _Said(msgspec.Struct):
+    """What can be read of a request of any version."""
+
+    version: str
+
+
+def _other_version(data: bytes) -> str:
+    try:
+        said = msgspec.msgpack.decode(data, type=_Said).version
+    except (*MALFORMED, RecursionError):  # what it does not know it passes over, as deep as that goes
+        return ""
+    remedy = "install the same version everywhere"
+    return "" if said == version() else f"runs commlayer {one_line(said)}, here {version()}: {remedy}"

@@ -19,8 +19,8 @@ from commlayer.errors import CorruptFrame
 from commlayer.transport import event_loop
 from commlayer.transport.grpc_stream import FRAME_OPTION
 
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+settings.quiet_grpc()
+import grpc  # noqa: E402  (after its settings, which it reads once)
 import grpc.aio  # noqa: E402
 
 log = logging.getLogger("commlayer")

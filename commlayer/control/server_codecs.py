@@ -15,6 +15,7 @@ from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.checkpoint import number, recall, remembered, tensor_of
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
+from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.random_keys import SERVER
 from commlayer.records import Bucket, Plan
@@ -29,8 +30,8 @@ SLACK_NBYTES = 16 << 20
 class CodecOps:
     """See transport.service.Ops."""
 
-    def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False) -> None:
-        """`weights`: what is summed are changes of weights."""
+    def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False, buffers: bool = False) -> None:
+        """`weights`: what is summed are changes of weights. `buffers`: it holds a model's buffers, whose mean is wanted."""
         self._codec, self._spec, self._bucket, self._job = codec, bucket.spec, bucket, job
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
@@ -38,6 +39,7 @@ class CodecOps:
         """What was summed is coded in."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.in_means = codec.keeps
+        self.means = buffers and of_means(codec)
         self._undone = 0
         self._alone: dict[int, Any] = {}
         """By round, an accumulator for one payload by itself."""
@@ -50,9 +52,7 @@ class CodecOps:
         self._codec.add(r, payload, acc, first=first)
 
     def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
-        """See Ops. For codecs that keep nothing and add up in float32: means of buffers."""
-        if self.in_means or self.rounds != 1:
-            raise ValueError(f"a payload that counts in a mean, of {self._codec}, whose payloads are parts of a sum")
+        """See Ops."""
         alone = self._by_itself(0, payload)
         if first or self._mean is None:
             self._mean = _Mean(np.zeros(self._spec.numel), 0.0, False)
@@ -163,13 +163,17 @@ def _norm(acc: Any) -> float:
     return norm if math.isfinite(norm) else float(np.linalg.norm(values.astype(np.float64)))  # squares may not be finite
 
 
-def ops_of(plan: Plan, server: int, before: Iterable[CodecOps] = (), worth: float = 1.0) -> dict[int, CodecOps]:
+def ops_of(
+    plan: Plan, server: int, before: Iterable[CodecOps] = (), worth: float = 1.0, *, gradients: int = -1,
+) -> dict[int, CodecOps]:
     """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements.
 
     `worth`: what a debt of then is now. Debts are parts of a sum, which so many workers' mean is a part of.
+    `gradients`: so many of the job's tensors are gradients, and those behind them are buffers; -1: there are none.
     """
     mine = (b for b in plan.buckets if b.served and b.server == server)
-    made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally) for b in mine}
+    made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally,
+                           buffers=b.path == "service" and 0 <= gradients <= b.slices[0].tensor) for b in mine}
     olds = list(before)
     for ops in made.values():
         # In other units they are worth another rate, or whatever an optimizer makes of them, which only workers know.

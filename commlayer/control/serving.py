@@ -116,7 +116,7 @@ class Serving:
         self._members, self._token = tuple(m.rank for m in view.members), token
         try:
             decoded = _checked_plan(former.plan if former else plan, view)
-            self._ops = ops_of(decoded, server)
+            self._ops = ops_of(decoded, server, gradients=view.gradients)
             core = self._core(decoded, server, former.generation if former else view.generation)
             if former is not None:
                 self._recall(core)
@@ -221,7 +221,8 @@ class Serving:
     def _go_over(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth)
+        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth,
+                                                  gradients=view.gradients)
         core = self._core(decoded, server, generation)
         try:
             self._write_down(core, plan, server, view)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 from commlayer import planner, records
@@ -56,15 +55,10 @@ def keys(folder: Path, now: float) -> KeysFolder:
     except (RecordError, OSError, ValueError) as error:
         return KeysFolder(str(folder), str(error), now=now)
     certificate, authority = (x509.load_pem_x509_certificate(data) for data in (mine.certificate, mine.ca))
-    purposes: Sequence[x509.ObjectIdentifier] = ()
-    try:
-        purposes = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except x509.ExtensionNotFound:
-        pass  # one that others made: OpenSSL takes it for both ends
     revoked = mine.revoked()
     return KeysFolder(
         str(folder), "", mine.me.name, now, _seconds(certificate.not_valid_after_utc), _seconds(authority.not_valid_after_utc),
-        bool(purposes) and x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes, mine.me.serial in revoked,
+        mine.dials_only, mine.me.serial in revoked,
         mine.list_number, len(revoked),
         tuple(name for name in (KEY, TOKEN, CA_KEY) if _open(folder / name)), (folder / CA_KEY).exists(),
     )

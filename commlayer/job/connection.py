@@ -19,7 +19,7 @@ from commlayer.control.embedded import Embedded
 from commlayer.control.leaving import end as end_part
 from commlayer.control.server_codecs import expected_nbytes
 from commlayer.control.uplink import Uplink
-from commlayer.errors import CommError
+from commlayer.errors import CommError, cause_of
 from commlayer.job.fault import FaultVerdict
 from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.plan_terms import PlanTerms
@@ -226,4 +226,4 @@ class Connection:
     def at_exit(self) -> None:
         """The end of a script that did not close: the exception that ended it is the reason that others hear."""
         error = getattr(sys, "last_value", None)
-        self.close("" if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
+        self.close("" if error is None else cause_of(error))

@@ -122,6 +122,7 @@ def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: b
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
         plan_digest=records.digest(made.plan), dials=dials, regroups=regroups,
+        gradients=sum(not tensor.buffer for tensor in job.tensors),
     ), config)
 
 

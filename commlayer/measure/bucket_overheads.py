@@ -50,7 +50,7 @@ class _Idle:
     """A server's codec that does nothing, so that what is left of its work is taking and sending. Results are zeros."""
 
     rounds = 1
-    in_means = False
+    in_means = means = False
 
     def __init__(self, spec: Spec) -> None:
         codec = identity()

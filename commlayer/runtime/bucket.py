@@ -10,6 +10,7 @@ import torch
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
+from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.sparse_results import Reads, reader_of
 from commlayer.errors import CorruptFrame
@@ -23,7 +24,6 @@ PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header and x itself."""
 SMALL_NUMEL = 1 << 14
 """Elements of a slice, on average, up to which a call for each costs more than a second pass over all."""
-IDENTITY = "identity()"
 
 
 class WorkerBucket(BucketDebts):
@@ -62,7 +62,7 @@ class WorkerBucket(BucketDebts):
         self.in_updates = not self.dense and in_updates(codec)
         self.in_means = not self.dense and codec.keeps
         """Whether gradients are coded as parts of the mean, so that what is owed is worth the same when weights change."""
-        self.means = self.served and self.buffer and str(codec) == IDENTITY
+        self.means = self.served and self.buffer and of_means(codec)
         """Whether a server makes the mean of what workers have, in place of a sum of parts (Flag.MEAN)."""
         self.spec = planned.spec
         self.layout = Layout(planned, job)

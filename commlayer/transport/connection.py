@@ -298,6 +298,7 @@ class Connection:
         except CommError as error:
             named = type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket)
             self.end(named, broken=isinstance(error, Damaged))
+            mailbox.bare(error)  # it may be what ended this one, which outlives this thread
         except OSError as error:
             self.end(self._lost(error), broken=True)
         except Exception as error:

@@ -16,8 +16,8 @@ from commlayer.transport import event_loop
 from commlayer.transport.grpc_stream import FRAME_OPTION, MESSAGE_NBYTES, GrpcStream
 from commlayer.transport.key_folder import Certified
 
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+settings.quiet_grpc()
+import grpc  # noqa: E402  (after its settings, which it reads once)
 import grpc.aio  # noqa: E402
 
 SERVICE, METHOD = "commlayer.Data", "Frames"

@@ -18,8 +18,8 @@ from commlayer import config as settings
 from commlayer.transport.credit import Seen
 from commlayer.transport.key_folder import Certified
 
-settings.quiet_forks()
-import grpc  # noqa: E402  (after the fork setting, which grpc reads once)
+settings.quiet_grpc()
+import grpc  # noqa: E402  (after its settings, which it reads once)
 import grpc.aio  # noqa: E402
 
 MESSAGE_NBYTES = 256 << 10

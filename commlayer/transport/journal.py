@@ -52,22 +52,32 @@ class Found(NamedTuple):
     places: tuple[int, ...]
 
 
+def hold(folder: Path, name: str, taken: str) -> int:
+    """Makes the folder, and holds the lock of that name in it, or without one that on itself, as long as the descriptor is
+    open. ValueError where the folder cannot be made, or, with `taken`, where somebody else holds the lock."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / name, (os.O_RDWR | os.O_CREAT if name else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ValueError(f"journal: {folder} cannot be made: {error.strerror}; name a folder that this user may write to") \
+            from None
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            if left:
+                time.sleep(TRY_S)
+    os.close(lock)
+    raise ValueError(f"journal: {folder} {taken}")
+
+
 class Folder:
     """Where one server keeps its journal. One process at a time: another one is refused while this holds it."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        for left in reversed(range(TRIES)):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if left:
-                    time.sleep(TRY_S)
-        os.close(self._lock)
-        raise ValueError(f"journal: {path} is in use by another server: give each server a folder of its own")
+        self._lock = hold(self.path, LOCK, "is in use by another server: give each server a folder of its own")
 
     @property
     def file(self) -> Path:

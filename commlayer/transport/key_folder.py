@@ -56,6 +56,8 @@ class Keys:
         self.folder = Path(folder)
         self._lock = threading.Lock()
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
+        self.dials_only = False
+        """Whether its certificate is for diallers alone, so that nobody takes what is served with it."""
         self.me = self._own()
         self._stamp = _stamp(self.folder / REVOKED)
         try:
@@ -94,6 +96,9 @@ class Keys:
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
                               f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
                               "--again`")
+        with contextlib.suppress(x509.ExtensionNotFound):  # one that others made: OpenSSL takes it for both ends
+            purposes = mine.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+            self.dials_only = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes
         return certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
 
     def revoked(self) -> frozenset[int]:

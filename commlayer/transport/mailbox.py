@@ -120,6 +120,12 @@ def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
         log.exception("a callback failed; callbacks must not raise, the link with %s goes on", _name(operation.peer))
 
 
+def bare(error: CommError) -> CommError:
+    """The same, to be kept: the frames that it came through would live as long, with the bodies and connections in them."""
+    error.__traceback__ = error.__context__ = None
+    return error
+
+
 class Mailbox:
     """Where a carrier puts arrivals and a transport asks for them. Any number of threads may call it.
 
@@ -172,8 +178,7 @@ class Mailbox:
     def end(self, reason: CommError, peer: int) -> None:
         """The connection is over: what arrived can still be received, what has not will not. The first reason stays."""
         with self._lock:
-            self._failed.setdefault(peer, reason)
-            reason = self._failed[peer]
+            reason = self._failed.setdefault(peer, bare(reason))
             operations = self._unpost(peer)
         for operation in operations:
             operation.fail(reason)
@@ -181,7 +186,7 @@ class Mailbox:
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         """Like end, for one peer or for all, and forgets what arrived."""
         with self._lock:
-            reason = self._failed.setdefault(peer, reason)
+            reason = self._failed.setdefault(peer, bare(reason))
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
                 self._forget(seq)
             operations = self._unpost(peer)

@@ -157,6 +157,9 @@ class Summation:
             raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
+        if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
+            said, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
+            raise _breach(message, f"{said} flag MEAN, and this bucket's is {known}")
         allowed = (1 + REPEATS) * ops.rounds * (ops.bound + OVERHEAD_NBYTES)
         taken = cell.taken[message.peer] = cell.taken.get(message.peer, 0) + len(message.body) + OVERHEAD_NBYTES
         if taken > allowed:
@@ -231,16 +234,13 @@ class Summation:
         try:
             if cell.watch is not None and not judged and cell.watch.holds(message, cell.round):
                 return False
-            first, mean = cell.summed == 0, bool(h.flags & Flag.MEAN)
-            if not first and mean != cell.mean:
-                raise ValueError("one of those whose sum this is sends a mean (flag MEAN), and another does not")
-            if mean:
-                cell.ops.weigh(message.body, h.weight, first)
+            if cell.ops.means:
+                cell.ops.weigh(message.body, h.weight, cell.summed == 0)
             else:
-                cell.ops.add(cell.round, message.body, cell.accs[cell.round], first)
+                cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
         except (CorruptFrame, ValueError) as error:
             raise _breach(message, str(error)) from None
-        cell.summed, cell.mean = cell.summed + 1, mean
+        cell.summed += 1
         cell.totals.add(h.total)
         cell.weight += h.weight
         cell.used |= h.used

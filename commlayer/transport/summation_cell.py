@@ -71,8 +71,6 @@ class Cell:
         self.abandoned = b""
         """Who broke the step off, and why."""
         self.summed = 0
-        self.mean = False
-        """Whether what has been added counts in a mean."""
         self.recalled = False
         """Whether a former process summed this, and nobody has contributed since."""
         if self.watch is not None:

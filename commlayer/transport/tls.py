@@ -40,6 +40,7 @@ _REASONS = {
     "WRONG_VERSION_NUMBER": "it speaks plain text, and here keys are set: set keys (COMMLAYER_KEYS) there, too",
     "UNSUPPORTED_PROTOCOL": "it speaks an older TLS than 1.3",
 }
+_FOR = {DATA: "data", CONTROL: "control calls"}
 _NO_TLS = frozenset(_REASONS) - {"PEER_DID_NOT_RETURN_A_CERTIFICATE"}
 _ALERTS = {
     "CERTIFICATE_REQUIRED": "it asks for a certificate",
@@ -94,8 +95,9 @@ class TlsSocket(socket.socket):
         self.peer = of_peer(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
             self._part(deadline)
-            raise Refused(f"{self.peer.name} speaks {self._tls.selected_alpn_protocol()!r} over TLS, expected "
-                          f"{self._protocol!r}: check the port")
+            what = _FOR.get(self._protocol, self._protocol)
+            raise Refused(f"{self.peer.name} speaks TLS there, but not for {what}: check the port (`commlayer serve` prints "
+                          "both; that of data is the coordinator's and 1)")
         if self.peer.serial in self._keys.revoked():
             self._part(deadline)
             raise Refused(_VERIFIED[_REVOKED])

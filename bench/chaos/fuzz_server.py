@@ -1,0 +1,42 @@
+"""What strangers and members fuzz, in a process of its own: a coordinator, and a summation server with its sockets.
+
+It tells where both listen, and lives until its standard input ends. Knows no damage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from bench.fuzz_targets import JOB, SECRET
+from commlayer import planner
+from commlayer.config import join_host, read_config
+from commlayer.control import server_codecs
+from commlayer.control.coordinator import Coordinator
+from commlayer.transport.hello import Hello
+from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_server import SumServer
+
+HONEST = 2
+"""Members whose sums must go on; all other ranks are let in, too, and may break whatever they can."""
+PLAN = planner.default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1024,
+                            cut_nbytes=4096)
+
+
+def main() -> None:
+    coordinator = Coordinator(read_config({"token": SECRET}), workers=HONEST + 1, servers=1)
+    core = Summation(0, 1, dict(server_codecs.ops_of(PLAN, 0)), server_codecs.senders_of(PLAN, HONEST))
+    transport = StreamTransport(Hello("job", SERVER_BASE), lambda _: "", Settings(secret=SECRET, resume=True))
+    said: dict[str, Any] = {"control": coordinator.address, "data": join_host(*transport.listen())}
+    server = SumServer(core, transport, range(SERVER_BASE), stall_s=60.0, recycle=transport.pool.give)
+    print(json.dumps(said), flush=True)
+    sys.stdin.read()
+    server.close()
+    coordinator.close()
+
+
+if __name__ == "__main__":
+    main()
