@@ -161,8 +161,7 @@ class HookState:
                                       forbids=_forbids if self.ways is None else self.ways.forbids,
                                       asked=self._asked if self.ways is None else self.ways.asked,
                                       optimizer=family_of(self._optimizer),
-                                      must={"wrapper": "DistributedDataParallel", "optimizer": "not given",
-                                            "sync": "step" if self.ways is None else str(self.ways.outer)})
+                                      must={"wrapper": "DistributedDataParallel", "optimizer": "not given"})
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
         self.connection.after_regroup.append(self._regroup)

@@ -192,7 +192,7 @@ def attach(
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim = Claim(parameters_of(model))
-        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(outer),
+        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync),
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)

@@ -38,7 +38,7 @@ class DDPWays:
         self, ddp: DistributedDataParallel, optimizer: Any, *, asked: Asked, forbids: Forbids, outer: Outer, deadline_s: float,
     ) -> None:
         self.asked, self.forbids = asked, forbids
-        self._ddp, self._optimizer, self.outer, self._deadline_s = ddp, optimizer, outer, deadline_s
+        self._ddp, self._optimizer, self._outer, self._deadline_s = ddp, optimizer, outer, deadline_s
         self._quiet: QuietDDP | None = None
         self._hooks: Hooks | None = None
 
@@ -48,10 +48,10 @@ class DDPWays:
         """`named`: the parameters by number."""
         self._connection, self._names = connection, [name for name, _ in named]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
-        connection.stepped = Stepped(self._parameters, self._optimizer, self.outer)
+        connection.stepped = Stepped(self._parameters, self._optimizer, self._outer)
         connection.terms.useless = useless_of(connection, None, clips=False)
         return ExchangeSchedule(
-            self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self.outer, connection=connection,
+            self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self._outer, connection=connection,
             observers=observers, deadline_s=self._deadline_s, share=self._share_buffers)
 
     def follow(self, loop: StepLoop, check: Callable[[], None]) -> None:

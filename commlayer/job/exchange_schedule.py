@@ -13,7 +13,7 @@ from torch import nn
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
-from commlayer.job.told_lengths import ToldLengths
+from commlayer.job.told_lengths import ToldLengths, lengths_of
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.plan_handover import owe
@@ -110,8 +110,7 @@ class ExchangeSchedule:
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
         self._forget()
-        if self._outer.matched and made.groups is not None:
-            self._lengths = ToldLengths(made, made.groups, plan.local_steps, self._deadline_s)
+        self._lengths = lengths_of(made, self._outer, plan.local_steps, self._deadline_s)
         made.local.go(plan.local_steps, **how, lengths=self._lengths)
 
     def _forget(self) -> None:

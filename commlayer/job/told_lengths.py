@@ -15,23 +15,45 @@ import torch
 
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
+from commlayer.optim import Outer
 from commlayer.runtime.initial_sync import align
 from commlayer.runtime.step import Regroup
+from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
 
 log = logging.getLogger("commlayer")
 
 
+def lengths_of(connection: Connection, outer: Outer, every: int, deadline_s: float) -> ToldLengths | None:
+    """For local steps of one plan; all ranks call it together. None unless all of them match lengths: optimizers may be of
+    different families."""
+    if connection.groups is None:
+        return None
+    try:
+        if not all(row[0] for row in gather(connection.groups, [int(outer.matched)])):
+            return None
+        made = ToldLengths(connection, connection.groups, every, deadline_s)
+        made.open()
+        return made
+    except CommError as error:
+        with contextlib.suppress(Regroup):  # then nobody tells anything under this plan
+            connection.broke(error)
+        return None
+
+
 class ToldLengths:
-    """Made on all ranks together, for local steps of one plan."""
+    """Of one plan."""
 
     def __init__(self, connection: Connection, groups: Groups, every: int, deadline_s: float) -> None:
         self._connection, self._deadline_s = connection, deadline_s
         self._channel = RowChannel(groups.members, deadline_s * every)
         self._rows = self._channel.rows("lengths of changes")
-        self._channel.open()  # here all come at once: the first of an exchange need not wait for the last
         self._error: CommError | None = None
+
+    def open(self) -> None:
+        """Where all come at once: the first of an exchange need not wait for the last."""
+        self._channel.open()
 
     def start(self, weight: float, square: float) -> None:
         try:

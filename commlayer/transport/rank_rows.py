@@ -42,7 +42,8 @@ class RowChannel:
     def open(self) -> None:
         """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
         if self._group is None:
-            self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+            with named("a group for rows"):
+                self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
 
     def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, list[torch.Tensor]]:
         """Begins to give everybody's row to all."""
