@@ -6,11 +6,12 @@ Made by job/start.py, moved to another plan by job/switch.py, closed by its sess
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,12 +27,15 @@ from commlayer.job.plan_terms import PlanTerms
 from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
+from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
 
 log = logging.getLogger("commlayer")
+
+T = TypeVar("T")
 
 
 class Waits(NamedTuple):
@@ -63,6 +67,10 @@ class Changes(Protocol):
 
     def go(self) -> None:
         """Behind Regroup: goes over to the view of those who are left. CommError if that fails."""
+        ...
+
+    def between(self, plan: Plan | None = None) -> None:
+        """The same between two steps, if members have gone. `plan`: goes over to that, which servers may know already."""
         ...
 
 
@@ -172,14 +180,36 @@ class Connection:
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
 
+    def hand_on(self, old: Worker, new: Worker) -> None:
+        """`new` goes on where `old` stopped, and owes what that owed."""
+        hand_over(old, new, *(() if self.stepped is None else (self.stepped.effect, self.stepped.rate)))
+
     def broke(self, error: CommError) -> None:
         """Something that ranks do together between steps: for good, and the error is raised; or since members have gone, and
         then it is left, Regroup is raised, and the next step goes on with those who are left."""
         assert self.worker is not None
-        if self.worker.error is None and self.members is not None and self.members.pending(self.waits.notice_s):
+        if self.worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
             raise Regroup from error
         self.worker.latch(error)
         self.worker.check()
+
+    def anew(self, act: Callable[[], T]) -> T:
+        """What all ranks do together between two steps; again, from its beginning, with those who are left if members go.
+
+        A collective that lacks one who is gone fails on all who are left, so all of them begin again.
+        """
+        while True:
+            try:
+                return act()
+            except Regroup:
+                assert self.members is not None
+            except Exception as error:
+                broken = error if isinstance(error, CommError) else error.__cause__
+                if self.members is None or not isinstance(broken, CommError):
+                    raise
+                with contextlib.suppress(Regroup):
+                    self.broke(broken)
+            self.members.between()
 
     def explain(self, error: BaseException) -> BaseException:
         """Who is to blame for it, as the coordinator knows soon."""

@@ -30,7 +30,6 @@ from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Forbids
 from commlayer.records import Plan, View
-from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world, members
@@ -82,8 +81,9 @@ class Regrouping:
             self._made.worker.now.wake()
 
     def pending(self, wait_s: float) -> bool:
-        until = time.monotonic() + wait_s
-        while self._newest.generation == self._view.generation and time.monotonic() < until:
+        until, worker = time.monotonic() + wait_s, self._made.worker
+        assert worker is not None
+        while self._newest.generation == self._view.generation and time.monotonic() < until and worker.error is None:
             time.sleep(0.05)
         return self._newest.generation != self._view.generation
 
@@ -95,7 +95,14 @@ class Regrouping:
             served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
             self._agree(worker, here if served else _never)
 
-    def go(self) -> None:
+    def between(self, plan: Plan | None = None) -> None:
+        old = self._made.worker
+        assert old is not None
+        if self.pending(0.0):
+            old.undone()
+            self.go(plan)
+
+    def go(self, plan: Plan | None = None) -> None:
         made = self._made
         old = made.worker
         assert old is not None
@@ -105,7 +112,7 @@ class Regrouping:
                     if self._agreed is None:
                         self._agree(old)
                         raise CommError("others have the step whole that was abandoned here", step=old.step)
-                    self._go_over(old)
+                    self._go_over(old, plan or old.plan)
                     return
                 except (_Newer, Regroup):
                     continue
@@ -172,9 +179,11 @@ class Regrouping:
         want = [(f"{key}/{m.rank}", m.rank) for m in view.members]
         own = f"{key}/{mine}"
         while True:
+            # Who hears of a newer view looks once more: what the dead have said before is there for all, or for none.
+            newer = self._newest is not view
             put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
             try:
-                found = desk.ask(min(until, time.monotonic() + LOOK_S), put=put, want=want).found
+                found = desk.ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer).found
             except CommError:
                 if self._newest is view and not self._hears_of(view):
                     raise
@@ -184,7 +193,7 @@ class Regrouping:
                 return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in found if row is not None]
             if here():
                 return []
-            if self._newest is not view:
+            if newer:
                 raise _Newer
             if time.monotonic() >= until:
                 late = [peer_name(rank) for (_, rank), row in zip(want, found, strict=True) if row is None]
@@ -200,7 +209,7 @@ class Regrouping:
 
     # ---- to the new view
 
-    def _go_over(self, old: Worker) -> None:
+    def _go_over(self, old: Worker, under: Plan) -> None:
         made, agreed = self._made, self._agreed
         assert made.uplink is not None
         assert agreed is not None
@@ -210,7 +219,7 @@ class Regrouping:
                             step=old.step)
         begin, ids = time.monotonic(), [m.rank for m in view.members]
         place, former = ids.index(made.id), self._view
-        plan = plan_of(old.plan, [former_place for former_place, m in enumerate(former.members) if m.rank in ids])
+        plan = plan_of(under, [former_place for former_place, m in enumerate(former.members) if m.rank in ids])
         generation = wire_generation(view)
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
         for number, server in enumerate(view.servers):
@@ -221,14 +230,14 @@ class Regrouping:
         self._new_world(view, ids, place)
         made.plan, made.terms.basis, made.terms.price = plan, None, None
         new = made.worker_for(plan, old.job, old.device, generation)
-        hand_over(old, new)
+        made.hand_on(old, new)
         new.units.regroup(sum(word.weight for word in words))
         made.uplink.adopt(view)
         made.follow(new)
         old.close()
         if made.uplink.resumed is not None:
             made.uplink.resumed.end(generation)
-        self._whole = -1
+        self._whole = self._bound = -1  # the same step is done again, and may break off again
         for act in made.after_regroup:
             act()
         self._say(old.step, former, view, time.monotonic() - begin)
