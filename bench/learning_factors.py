@@ -34,9 +34,9 @@ def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
     return learning_costs.rows(found, least_tasks=LEAST_TASKS)
 
 
-def with_outer(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
-    """As `rows`, of ways with DiLoCo's outer optimizer alone. No plan says such a one, so no planner is to look these up."""
-    return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == "diloco"})
+def with_outer(found: Mapping[Way, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
+    """As `rows`, of ways with that outer optimizer alone. No plan says such a one, so no planner is to look these up."""
+    return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == outer})
 
 
 class Foretold(NamedTuple):

@@ -63,10 +63,11 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
         lines += [f"One worker alone, with {NAMES[row.optimizer]}: {row.steps:.2f} times as many steps, cautiously "
                   f"{row.steps_high:.2f}; the median of {row.tasks} tasks in {row.runs} trainings.", ""]
     found = learning_factors.costs(curves)
-    if outer := learning_factors.with_outer(found):
-        lines += ["**With an outer optimizer**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
-                  "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-                  *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in outer), ""]
+    for name, outer in (("With an outer optimizer", "diloco"), ("With plain averages of changes", "plain")):
+        if others := learning_factors.with_outer(found, outer):
+            lines += [f"**{name}**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
+                      "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+                      *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in others), ""]
     told = learning_factors.held_out(found)
     heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
     lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",

@@ -91,6 +91,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     connection = session.inspect.connection
     assert connection.worker is not None
     auto = AutoPlan(connection, connection.worker.job, keep=True)
+    auto.start()
 
     def after_step(*_: object) -> None:
         auto.after_step()

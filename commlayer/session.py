@@ -29,7 +29,7 @@ from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged, refuse
 from commlayer.job.switch import switch as go_over
 from commlayer.job.ways import read_ways
-from commlayer.optim import Outer, family_of
+from commlayer.optim import Outer, family_of, usual
 from commlayer.records import Plan
 from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
 
@@ -150,7 +150,8 @@ def attach(
     `overlap`: "round" lets such an exchange run while the next `every` steps are taken. `fragments`: part by part, in turns.
     "forward", without `every`, lets backward() return at once and results come in until the next forward pass needs them, with
     the same weights bit for bit. `max_norm`: clips as the optimizer's step begins, as clip_grad_norm_ ahead of it would.
-    `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is.
+    `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is, except under
+    Adam and its like, where it is made as long as the changes that it is of (Outer(matched=True)).
     `exact`: keeps plan="auto" to averaged gradients in every step, whatever the links; otherwise it goes over to local steps
     where nothing else keeps up, and says so.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
@@ -165,7 +166,7 @@ def attach(
     with Start(model.process_group if ddp else process_group, first.device) as start:
         if sync != "step" and not isinstance(sync, Outer):
             raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
-        outer = sync if isinstance(sync, Outer) else Outer()
+        outer = sync if isinstance(sync, Outer) else usual(family_of(optimizer))
         read = read_config(config)
         check_quarantine(read.quarantine, scaler)
         check_model(model)

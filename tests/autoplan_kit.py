@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from commlayer.job.autoplan import decide_rank0
-from commlayer.job.autoplan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, Word
+from commlayer.job.autoplan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, TellPace, Word
 from commlayer.job.autoplan.candidate import Candidate
 from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
 from commlayer.job.autoplan.facts import (
@@ -21,6 +21,7 @@ from commlayer.job.autoplan.facts import (
     InForce,
     Meanwhile,
     Measured,
+    PaceTold,
     Planned,
     Refused,
     StepOver,
@@ -74,6 +75,8 @@ class Rank:
     def __init__(self, rank: int = 0, in_force: InForce = InForce(START), **setting: Any) -> None:
         self.state = begin(rank, **setting)
         self.in_force, self.now = in_force, 0.0
+        self.told_s = 0.0
+        """What all tell that their first steps take, whatever its own did."""
 
     def feed(self, fact: Fact) -> list[Action]:
         self.state, actions = decide(self.state, fact, self.now)
@@ -83,6 +86,8 @@ class Rank:
         """What is done behind the last of so many steps."""
         for _ in range(times):
             actions = self.feed(StepOver(self.state.step + 1, seconds, Meanwhile(self.in_force, news)))
+            if pick(actions, TellPace):
+                actions = [*actions, *self.feed(PaceTold(self.told_s))]
             news = ()
         return actions
 

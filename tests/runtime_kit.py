@@ -87,6 +87,41 @@ def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) ->
     return results
 
 
+class ToldRows:
+    """What ranks that are threads tell each other in turns, with a wait that ends."""
+
+    def __init__(self, world: int) -> None:
+        self._world, self._told = world, [list[tuple[float, ...]]() for _ in range(world)]
+        self._heard, self._news = [0] * world, threading.Condition()
+
+    def of(self, rank: int) -> Any:
+        return _ToldBy(self, rank)
+
+    def tell(self, rank: int, row: tuple[float, ...]) -> None:
+        with self._news:
+            self._told[rank].append(row)
+            self._news.notify_all()
+
+    def hear(self, rank: int) -> list[tuple[float, ...]]:
+        turn, self._heard[rank] = self._heard[rank], self._heard[rank] + 1
+        with self._news:
+            assert self._news.wait_for(lambda: all(len(told) > turn for told in self._told), 20.0)
+            return [told[turn] for told in self._told]
+
+
+class _ToldBy:
+    """One rank's end."""
+
+    def __init__(self, rows: ToldRows, rank: int) -> None:
+        self._rows, self._rank = rows, rank
+
+    def start(self, *row: float) -> None:
+        self._rows.tell(self._rank, row)
+
+    def read(self) -> list[tuple[float, ...]]:
+        return self._rows.hear(self._rank)
+
+
 def step(
     worker: Worker, gradients: list[torch.Tensor | None], deadline_s: float = 20.0, device: torch.device | None = None
 ) -> list[torch.Tensor | None]:

@@ -30,7 +30,7 @@ from commlayer.job.autoplan.actions import (
     TellPace,
     Word,
 )
-from commlayer.job.autoplan.decide import MEASURED_STEPS, SOON_S, SOON_STEPS, WARM_STEPS
+from commlayer.job.autoplan.decide import MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
 from commlayer.job.autoplan.facts import (
     Awaited,
     Due,
@@ -98,8 +98,8 @@ def test_steps_that_it_does_not_hear_of_are_none_of_those_that_it_waits_for(rank
     heard = [*range(101, 101 + WARM_STEPS + 1), *range(900, 900 + MEASURED_STEPS)]  # a warm-up, and a plan of somebody's
     for step in heard:
         if actions := made.feed(StepOver(step, 1.0, Meanwhile(made.in_force, ()))):
-            did[step] = actions
-    assert did == {100 + WARM_STEPS: [RecordSteps()], 900: [TellPace(1.0)], heard[-1]: [Measure()]}
+            did[step] = [*actions, *(made.feed(PaceTold(0.0)) if actions == [TellPace(1.0)] else [])]
+    assert did == {100 + WARM_STEPS: [TellPace(1.0), RecordSteps()], heard[-1]: [Measure()]}
     assert made.state.step == heard[-1]
 
 
@@ -107,8 +107,7 @@ def test_steps_that_it_does_not_hear_of_are_none_of_those_that_it_waits_for(rank
 def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
     made = Rank(rank)
     did = {step: actions for step in range(1, FIRST_PLANNING + 1) if (actions := made.step())}
-    assert did == {WARM_STEPS: [RecordSteps()], WARM_STEPS + 1 + SOON_STEPS: [TellPace(1.0)],
-                   WARM_STEPS + MEASURED_STEPS + 1: [Measure()]}
+    assert did == {WARM_STEPS: [TellPace(1.0), RecordSteps()], WARM_STEPS + MEASURED_STEPS + 1: [Measure()]}
     actions = made.feed(Measured(LINKS, 1.0))
     assert actions[:2] == [Pace(LINKS), Afresh()]
     assert said(actions) == "links carry 100/100 Mb/s up/down"
@@ -116,15 +115,22 @@ def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
     assert made.step() == [Hear()]
 
 
-@pytest.mark.parametrize(("step_s", "actions"), [(SOON_S, [Measure()]), (0.99 * SOON_S, [])])
-def test_slow_steps_are_measured_soon_and_by_all(step_s: float, actions: list[Action]) -> None:
+@pytest.mark.parametrize(("step_s", "then"), [(SOON_S, Measure()), (0.99 * SOON_S, RecordSteps())])
+def test_slow_steps_are_measured_soon_and_by_all(step_s: float, then: Action) -> None:
     """What counts is what all have heard, whatever this rank's own step took."""
     made = Rank(1)
-    assert made.step(0.1, times=WARM_STEPS + 1 + SOON_STEPS) == [TellPace(0.1)]
-    assert made.feed(PaceTold(step_s)) == actions
-    if actions:
-        made.feed(Measured(LINKS, step_s))
-        assert made.feed(PaceTold(step_s)) == [], "measured already"
+    made.told_s = step_s
+    assert made.step(0.1, times=WARM_STEPS) == [TellPace(0.1), then]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step_s", [SOON_S, 0.99 * SOON_S])
+def test_where_steps_are_slow_all_wait_for_the_first_plan_a_while(step_s: float, rank: int, keep: bool) -> None:
+    made = Rank(rank, keep=keep)
+    made.step(step_s, times=FIRST_PLANNING)
+    waits = step_s == SOON_S and not keep
+    assert pick(made.feed(Measured(LINKS, step_s)), AwaitPlan) == ([AwaitPlan(WAITED_STEPS * SOON_S)] if waits else [])
 
 
 def test_who_keeps_the_plan_hears_nothing() -> None:
@@ -140,7 +146,7 @@ def test_measuring_again_begins_with_the_next_step(rank: int) -> None:
     assert isinstance(made.state.phase, Warming)
     assert made.feed(Due()) == [], "rows that are told now would be read behind steps that are measured"
     did = [action for _ in range(MEASURED_STEPS + 2) for action in made.step()]
-    assert did == [RecordSteps(), TellPace(1.0), Measure()]
+    assert did == [RecordSteps(), Measure()]
     made.feed(Measured(LINKS, 1.0))
     assert isinstance(made.state.phase, Watching)
 
@@ -307,7 +313,9 @@ class Together:
     def act(self, actions: list[Action]) -> None:
         """What all ranks do together, and what they hear of it."""
         first = actions[0]
-        if isinstance(first, Measure):
+        if isinstance(first, TellPace):
+            self.all(PaceTold(sorted(self.seconds)[len(self.ranks) // 2]))
+        elif isinstance(first, Measure):
             self.all(Measured(self.links, 1.0))
         elif isinstance(first, Hear):
             rows, self.rows = self.rows, ()

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from runtime_kit import Rig, on_ranks, step
+from runtime_kit import Rig, ToldRows, on_ranks, step
 
 import bench.__main__ as program
 from bench import Unmeasurable, learning, learning_campaign, learning_run
-from bench.learning_run import LOOKS, OUTERS, Way, optimizer_of, plan_of, train
+from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
+from commlayer.measure.learning import outer_of
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.model_job import job_of
 
@@ -36,13 +37,14 @@ def over_loopback(way: Way) -> list[torch.Tensor]:
     plan = plan_of(way, TASKS[way.task](way.seed).model)
     if way.late:
         plan = structs.replace(plan, buckets=tuple(structs.replace(bucket, stale=True) for bucket in plan.buckets))
-    tasks = [TASKS[way.task](way.seed) for _ in range(way.workers)]
+    tasks, rows = [TASKS[way.task](way.seed) for _ in range(way.workers)], ToldRows(way.workers)
     with Rig(way.workers, "", plan=plan, of=job) as rig:
         def body(rank: int) -> list[torch.Tensor]:
             task, worker = tasks[rank], rig.workers[rank]
             parameters = list(task.model.parameters())
             optimizer, feed = optimizer_of(way, task.model, RATE), task.batches(rank, way.workers)
-            local = LocalSteps(parameters, way.every, OUTERS[way.outer], StepWeights(1.0, None), overlap=way.overlap == "round")
+            local = LocalSteps(parameters, way.every, outer_of(way), StepWeights(1.0, None), overlap=way.overlap == "round",
+                               lengths=rows.of(rank))
             for i in range(STEPS):
                 optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / learning_run.WARMUP)
                 loss = task.loss(task.model, next(feed))
@@ -86,6 +88,7 @@ def virtual(way: Way, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     {"codec": "int4()", "every": 4},
     {"codec": "topk(ratio=0.05)", "every": 2, "overlap": "round"},
     {"codec": "int4()", "every": 4, "outer": "diloco"},
+    {"codec": "int4()", "every": 4, "outer": "plain"},
 ], ids=lambda fields: " ".join(map(str, fields.values())))
 def test_what_it_trains_is_what_workers_train(
     fields: dict[str, Any], optimizer: str, monkeypatch: pytest.MonkeyPatch,
@@ -95,6 +98,15 @@ def test_what_it_trains_is_what_workers_train(
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     begin = TASKS["mlp"](0).model.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(mine, begin, strict=True))
+
+
+def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
+    """Under SGD what an exchange makes of the mean is what it always was, bit for bit."""
+    for optimizer, same in (("sgd", True), ("adam", False)):
+        way = Way("mlp", optimizer, "int4()", every=4)
+        assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
+    with pytest.raises(Unmeasurable, match="outer: got 'none', allowed: 'plain', 'diloco', or ''"):
+        train(structs.replace(way, outer="none"))
 
 
 @pytest.mark.parametrize("task", TASKS)

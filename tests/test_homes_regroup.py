@@ -113,6 +113,23 @@ def slow(session: Any) -> None:
     arrivals.arrived = late
 
 
+def unheard(session: Any, turn: int) -> None:
+    """In that turn no row of the others comes here, as if one had died on the way."""
+    from commlayer.errors import CommError
+
+    rows = session.inspect.connection.local._lengths._rows
+    read, count = rows.read, itertools.count(1)
+
+    def lost(*_: Any) -> list[list[float]]:
+        found = read(*_)
+        if next(count) != turn:
+            return found
+        time.sleep(SLOW_S)
+        raise CommError("a row is lost")
+
+    rows.read = lost
+
+
 def main(codec: str, how: str, ends: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -129,8 +146,11 @@ def main(codec: str, how: str, ends: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     put = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
     worlds, sums = [], []
-    rounds: dict[str, Any] = {"local": {"every": 2}, "round": {"every": 2, "overlap": "round"}}.get(how, {})
+    rounds: dict[str, Any] = {"round": {"every": 2, "overlap": "round"},
+                              "matched": {"every": 2, "sync": commlayer.optim.Outer(matched=True)}}.get(how, {})
     with commlayer.attach(wrapped, optimizer, plan=codec, **rounds) as session:
+        if how == "matched" and home == 1:
+            unheard(session, ODD // 2)
         for step in range(STEPS):
             if not end.begins(step):
                 break
@@ -290,6 +310,14 @@ def test_a_round_of_local_steps_is_exchanged_again_by_those_who_are_left(homes: 
     weights, pair = torch.tensor(told[0]["weights"]), [0, 1, 2]
     found = [torch.tensor(reference([3] * first + [2] * (STEPS - first), [pair, pair[1:]])) for first in range(2, 9, 2)]
     assert any(torch.allclose(weights, one, atol=1e-4) for one in found)
+
+
+def test_who_has_not_heard_how_long_changes_were_goes_on_from_the_same_weights_as_the_others(homes: Homes) -> None:
+    """One takes a mean as it is, the other makes it longer; behind the death both go on from what one of them has."""
+    told = survivors(started(homes, 3, 2, EXACT, "matched", f"0@{ODD}+0.0"), {0: KILLED})
+    assert told[0]["weights"] == told[1]["weights"]
+    assert all(one["worlds"][-1] == 2 for one in told)
+    assert all("had merged the last exchange differently" in "".join(one["said"]) for one in told)
 
 
 def test_what_is_owed_to_a_mean_of_three_is_paid_to_that_of_two(homes: Homes) -> None:

@@ -17,6 +17,7 @@ from commlayer.planner.search import layout_candidate
 from commlayer.planner.search import plan as planning
 from commlayer.planner.search.choices import ChoiceFound, Space, search
 from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation import turns
 from commlayer.planner.simulation.schedule import Schedule, schedule
 from commlayer.planner.simulation.timeline import simulate
 from commlayer.planner.tables import machines
@@ -69,15 +70,15 @@ def test_planning_unequal_nodes_simulates_few_of_them(monkeypatch: pytest.Monkey
         made_of.append(schedule(problem))
         return made_of[-1]
 
-    monkeypatch.setattr(layout_candidate, "schedule", counted)
+    monkeypatch.setattr(turns, "schedule", counted)
     cluster = unequal(32, 90e6, 110e6)
     made = plan(toy_job(), cluster)
     searched = [p for p in seen if len(p.lanes) < 32]
     written = [p for p in seen if len(p.lanes) >= 32]
     assert searched
     assert all(p.nodes <= EXACT for p in searched)
-    assert 1 <= len(written) <= 16
-    assert sum(len(p.task_line) for p in written) <= 0.6e6
+    assert 1 <= len(written) <= 20
+    assert sum(len(p.task_line) for p in written) <= 0.7e6
     assert sum(getattr(each, "begun", 0) for each in made_of) <= 0.5e6, "most of what is tried ends early"
     assert made.step_s == pytest.approx(simulate(made, toy_job(), cluster).step_s), "it is predicted for the nodes as they are"
 

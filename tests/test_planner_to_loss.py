@@ -241,9 +241,10 @@ def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimize
     structs.replace(FREE, max_local_steps=most, forward=forward) for most in (0, 1, 2, 6) for forward in (False, True)
 ])
 def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
-    for recipe in other_ways._recipes(Recipe(), policy, True, 64):
+    for recipe in other_ways._recipes(Recipe(), policy, True, 64, 64):
         overlap: Any = recipe.overlap
-        made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap)
+        made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap,
+                    fragments=recipe.fragments)
         assert verify_alone(made) == [], recipe
 
 

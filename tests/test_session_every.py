@@ -65,21 +65,35 @@ def scaler_of(how: str) -> Any:
     return torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaled" in how)
 
 
+def squares(tensors: Sequence[torch.Tensor]) -> float:
+    return sum(float(t.square().sum()) for t in tensors)
+
+
 def by_hand(how: str, every: int, shares: Sequence[Sequence[float]]) -> list[list[torch.Tensor]]:
-    """All workers in one process. `shares`: by round, what each one's changes count for. Behind each exchange."""
+    """All workers in one process; the mean of changes is as long as they are. `shares`: by round, what each one's count for.
+    Behind each exchange."""
     models = [Net() for _ in range(WORLD)]
     optimizers = [torch.optim.AdamW(m.groups()) for m in models]
     scalers, found = [scaler_of(how) for _ in models], []
+    starts = [p.detach().clone() for p in models[0].parameters()]
     for step in range(every * len(shares)):
         for rank, model in enumerate(models):
             stepped(model, optimizers[rank], scalers[rank], rank, step, how, contextlib.nullcontext)
         if step % every == every - 1:
             with torch.no_grad():
-                for row in zip(*([t for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()] for m in models),
-                               strict=True):
-                    mean = sum(s * t.double() for s, t in zip(shares[step // every], row, strict=True))
-                    for t in row:
-                        t.copy_(mean)
+                share = shares[step // every]
+                changes = [[p.double() - s for p, s in zip(m.parameters(), starts, strict=True)] for m in models]
+                means = [sum(s * c for s, c in zip(share, row, strict=True)) for row in zip(*changes, strict=True)]
+                own = sum(s * squares(each) for s, each in zip(share, changes, strict=True))
+                ratio = min((own / squares(means)) ** 0.5, sum(s * s for s in share) ** -0.5)
+                for start, mean, *row in zip(starts, means, *(m.parameters() for m in models), strict=True):
+                    start.add_(ratio * mean)
+                    for p in row:
+                        p.copy_(start)
+                for row in zip(*([b for b in m.buffers() if b.is_floating_point()] for m in models), strict=True):
+                    average = sum(s * b.double() for s, b in zip(share, row, strict=True))
+                    for b in row:
+                        b.copy_(average)
             found.append(tensors(models[0]))
     return found
 

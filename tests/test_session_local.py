@@ -79,7 +79,8 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def by_hand(steps: int, outer: Outer, shares: Sequence[float]) -> list[list[torch.Tensor]]:
-    """All workers in one process; what torch's SGD makes of the average of their changes. Behind each exchange."""
+    """All workers in one process; what torch's SGD makes of the average of their changes, made as long as these where the outer
+    optimizer says so. Behind each exchange."""
     models = [model_of() for _ in shares]
     inner = [torch.optim.Adam(m.parameters(), lr=0.01) for m in models]
     starts = [p.detach().clone() for p in models[0].parameters()]
@@ -93,9 +94,15 @@ def by_hand(steps: int, outer: Outer, shares: Sequence[float]) -> list[list[torc
         if step % H < H - 1:
             continue
         with torch.no_grad():
-            for number, start in enumerate(starts):
-                ends = [list(m.parameters())[number] for m in models]
-                start.grad = sum((w * (start - end) for w, end in zip(shares, ends, strict=True)), torch.zeros_like(start))
+            changes = [[start - end for start, end in zip(starts, m.parameters(), strict=True)] for m in models]
+            for start, *each in zip(starts, *changes, strict=True):
+                start.grad = sum((w * change for w, change in zip(shares, each, strict=True)), torch.zeros_like(start))
+            if outer.matched:
+                own = sum(w * squares(each) for w, each in zip(shares, changes, strict=True))
+                ratio = (own / squares([start.grad for start in starts])) ** 0.5
+                assert 1.1 < ratio < sum(w * w for w in shares) ** -0.5
+                for start in starts:
+                    start.grad *= ratio
             update.step()
             for model in models:
                 for p, start in zip(model.parameters(), starts, strict=True):
@@ -109,6 +116,10 @@ def by_hand(steps: int, outer: Outer, shares: Sequence[float]) -> list[list[torc
     return found
 
 
+def squares(tensors: Sequence[torch.Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors)
+
+
 def train(rank: int, address: str, how: dict[str, Any], uneven: bool) -> list[list[torch.Tensor]]:
     training = Training(rank, address, **how)
     if uneven:
@@ -119,13 +130,14 @@ def train(rank: int, address: str, how: dict[str, Any], uneven: bool) -> list[li
 
 
 @pytest.mark.parametrize(("how", "uneven"), [
-    ({}, False), ({"outer": NESTEROV}, True), ({"path": "allreduce", "outer": Outer(lr=0.5, momentum=0.5)}, False),
-], ids=["averages", "nesterov, uneven", "allreduce"])
+    ({}, False), ({}, True), ({"outer": Outer()}, False), ({"outer": NESTEROV}, True),
+    ({"path": "allreduce", "outer": Outer(lr=0.5, momentum=0.5)}, False), ({"path": "allreduce"}, True),
+], ids=["as long as changes", "the same, uneven", "averages", "nesterov, uneven", "allreduce", "allreduce, uneven"])
 def test_exchanges_equal_averaging_by_hand(how: dict[str, Any], uneven: bool) -> None:
     with Servers(WORLD, SERVERS if how.get("path") is None else 0) as servers:
         results = pool(WORLD).call(train, servers.address, how, uneven)
     shares = [(r + 1) / 6 for r in range(WORLD)] if uneven else [1 / WORLD] * WORLD
-    wanted = by_hand(3 * H, how.get("outer", Outer()), shares)
+    wanted = by_hand(3 * H, how.get("outer", Outer(matched=True)), shares)
     for step in range(3 * H):
         rows = [result[step] for result in results]
         same = all(torch.equal(a, b) for row in rows for a, b in zip(row, rows[0], strict=True))
@@ -181,7 +193,7 @@ def known_changes(rank: int, address: str, how: dict[str, Any]) -> tuple[torch.T
 @pytest.mark.parametrize("codec", ["topk(ratio=0.1)", "int8(block=64)"])
 def test_what_an_exchange_does_not_send_is_owed(codec: str) -> None:
     with Servers(WORLD, SERVERS) as servers:
-        results = pool(WORLD).call(known_changes, servers.address, {"codec": codec})
+        results = pool(WORLD).call(known_changes, servers.address, {"codec": codec, "outer": Outer()})
     put, owed = sum(r[0] for r in results), sum(r[2] for r in results)
     assert all(torch.equal(r[1], results[0][1]) for r in results)
     assert float(owed.abs().max()) > 0

@@ -19,8 +19,8 @@ from torch import nn
 import commlayer
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.model_job import job_of
 
 WORLD, H, TENSORS, SIZE = 2, 4, 4, 600

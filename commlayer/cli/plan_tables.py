@@ -162,7 +162,8 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
         yield f"because: {why.reason}"
         if why.runner_up:
             yield f"runner-up: {why.runner_up}: {with_runner_up(why)}"
-    what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange take"
+    turns = f" in {told.fragments} turns" if told.fragments > 1 else ""
+    what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange{turns} take"
     yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
            f"of which computing {ms(told.compute_s)}")
     if told.steps:

@@ -30,6 +30,11 @@ def forbidden_ways(connection: Connection) -> dict[str, str]:
     return {way: _asked_otherwise(connection, way) or terms.forbids(way) or terms.useless(way) for way in WAYS}
 
 
+def takes_fragments(connection: Connection) -> bool:
+    """Whether a planner may choose how many: the script has not, and members stay, so that an exchange need not be whole."""
+    return connection.terms.asked.fragments is None and connection.members is None
+
+
 def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
     """What would run, and gain nothing."""
 

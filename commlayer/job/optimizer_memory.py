@@ -52,7 +52,7 @@ class Stepped:
     def effect(self, number: int) -> float:
         """By how much a gradient of 1 makes that tensor's weights less, behind an exchange; 0 where that is no number."""
         optimizer, p = self._optimizer, self._parameters[number]
-        if type(optimizer) is not torch.optim.SGD or self._outer.momentum:
+        if type(optimizer) is not torch.optim.SGD or self._outer.momentum or self._outer.matched:
             return 0.0
         group = next((group for group in optimizer.param_groups if any(q is p for q in group["params"])), {})
         rate = float(group.get("lr", 0.0))

@@ -107,7 +107,8 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     laid = structs.replace(
         plan, local_steps=every, codes=asked.codes or plan.codes, overlap=asked.overlap or plan.overlap,
         fragments=asked.fragments or plan.fragments)
-    if every == plan.local_steps and laid.overlap == plan.overlap and laid.steps_locally == plan.steps_locally:
+    asked_of = ("local_steps", "overlap", "fragments", "steps_locally")
+    if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
         return laid
     # What was predicted is the time of a step that exchanges, and that waits for it.
     return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)

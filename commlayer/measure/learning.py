@@ -18,10 +18,11 @@ from commlayer import planner
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.measure.virtual_workers import VirtualWorkers
-from commlayer.optim import Outer
+from commlayer.optim import Outer, usual
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Plan, Record
-from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
+from commlayer.runtime.matched_length import Lengths
 from commlayer.runtime.model_job import job_of
 
 STEPS, LOOKS = 240, 30
@@ -29,8 +30,8 @@ WARMUP = 20
 """Steps over which the rate rises from nothing; from then on it stays, so that each step of a curve
 means the same: factors are read from the second half."""
 CUT_NBYTES = 1 << 16
-OUTERS = {"": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
-"""Plain averaging; and what DiLoCo takes, with Nesterov's momentum."""
+OUTERS = {"plain": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
+"""Plain averaging; and what DiLoCo takes, with Nesterov's momentum. Without a name: see `outer_of`."""
 
 
 class Way(Record, frozen=True):
@@ -51,7 +52,7 @@ class Way(Record, frozen=True):
     rate: float = 0.0
     """The optimizer's; 0: the task's own."""
     outer: str = ""
-    """What an exchange does with the mean change: one of `OUTERS`."""
+    """What an exchange does with the mean change: one of `OUTERS`; or "", what it does under that optimizer by itself."""
 
     @property
     def dense(self) -> Way:
@@ -61,6 +62,15 @@ class Way(Record, frozen=True):
     @property
     def updates(self) -> bool:
         return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
+
+
+def outer_of(way: Way) -> Outer:
+    """Without a name what attach() takes by itself. ValueError for a name that there is not."""
+    if not way.outer:
+        return usual("adam" if way.optimizer == "adam" else "sgd")
+    if way.outer not in OUTERS:
+        raise ValueError(f"outer: got {way.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's own")
+    return OUTERS[way.outer]
 
 
 class Task(NamedTuple):
@@ -178,8 +188,9 @@ class _Local:
         plan = plan_of(way, task.model)
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
         # An exchange that is brought in right behind its beginning is one that does not overlap with steps.
-        self._locals = [LocalSteps(list(model.parameters()), way.every, OUTERS[way.outer], StepWeights(1.0, None),
-                                   fragments=way.fragments, overlap=True) for model in self._models]
+        self._locals = [LocalSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
+                                   fragments=way.fragments, overlap=True, lengths=self._sums.lengths(rank))
+                        for rank, model in enumerate(self._models)]
 
     def step(self, batches: Sequence[Any], part: float) -> None:
         for model, optimizer, local, batch in zip(self._models, self._optimizers, self._locals, batches, strict=True):
@@ -213,9 +224,20 @@ class _Sums:
         self._tensors = [{s.tensor for bucket in turn for s in bucket.slices} for turn in self.turns]
         self._given: list[dict[int, torch.Tensor]] = [{} for _ in range(virtual.world)]
         self._mean: dict[int, torch.Tensor] = {}
+        self._telling: dict[int, tuple[float, float]] = {}
+        self.told: list[tuple[float, float]] = []
+        """By rank, what was told in the turn that is summed."""
 
     def worker(self, rank: int) -> Any:
         return _Rank(self, rank)
+
+    def lengths(self, rank: int) -> Lengths:
+        return _Told(self, rank)
+
+    def tell(self, rank: int, weight: float, square: float) -> None:
+        self._telling[rank] = weight, square
+        if len(self._telling) == self._virtual.world:
+            self.told = [self._telling.pop(each) for each in range(self._virtual.world)]
 
     def give(self, rank: int, tensor: int, change: torch.Tensor) -> None:
         self._given[rank][tensor] = change.clone()
@@ -238,12 +260,25 @@ class _Sums:
             target.copy_(self._mean[tensor])
 
 
+class _Told:
+    """What workers tell each other, as local steps of one see it."""
+
+    def __init__(self, sums: _Sums, rank: int) -> None:
+        self._sums, self._rank = sums, rank
+
+    def start(self, weight: float, square: float) -> None:
+        self._sums.tell(self._rank, weight, square)
+
+    def read(self) -> list[tuple[float, float]]:
+        return self._sums.told
+
+
 class _Rank:
     """One worker, as local steps see it."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank, self.turns = sums, rank, sums.turns
-        self.scale = self.rate = 1.0
+        self.scale = self.rate = self.weight = 1.0
 
     def ready(self, tensor: int, change: torch.Tensor) -> None:
         self._sums.give(self._rank, tensor, change)

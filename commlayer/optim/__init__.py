@@ -6,6 +6,7 @@ from commlayer.optim.family import family_of as family_of
 from commlayer.optim.lans import CLAN as CLAN
 from commlayer.optim.lans import LANS as LANS
 from commlayer.optim.outer import Outer as Outer
+from commlayer.optim.outer import usual as usual
 from commlayer.optim.sgd import SparseSGD as SparseSGD
 
-__all__ = ["CLAN", "LANS", "Outer", "SparseAdam", "SparseAdamW", "SparseSGD", "family_of"]
+__all__ = ["CLAN", "LANS", "Outer", "SparseAdam", "SparseAdamW", "SparseSGD", "family_of", "usual"]

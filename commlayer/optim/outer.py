@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from commlayer.optim.family import Family
+
 
 class Outer(msgspec.Struct, frozen=True):
     """SGD whose gradient is how far the workers have come on average, start minus end, since the last exchange.
@@ -19,6 +21,11 @@ class Outer(msgspec.Struct, frozen=True):
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = True
+    matched: bool = False
+    """Whether the average is first made as long as what workers have changed, by root mean square over them: at most the square
+    root of their number times as long as it is. Each worker's Adam takes steps of about one length whatever the noise in its
+    gradients, and the mean of such steps is too short; that of SGD's is right. It is what attach() takes by itself under Adam
+    and its like."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -30,3 +37,8 @@ class Outer(msgspec.Struct, frozen=True):
         """One that updates these tensors by their `.grad`."""
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(list(parameters), lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+
+
+def usual(family: Family) -> Outer:
+    """What is taken where nobody says: the average, as long as optimizers of that family need it."""
+    return Outer(matched=family == "adam")

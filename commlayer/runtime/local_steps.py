@@ -7,6 +7,8 @@ Overlapped, they go on at once. With s a worker's weights when an exchange began
 ahead of the next one: start becomes what the outer optimizer makes of start and the mean change, as ever, and w becomes
 start + (w - s). So each change is sent once, starts are the same on all workers, and weights differ by what has not been sent.
 
+Where the outer optimizer asks for it (Outer.matched), the mean of a turn is made as long as what ranks have changed in it.
+
 In fragments, a part of the buckets goes in each turn of a round, every H / fragments steps. It is merged in the next turn if
 exchanges overlap with steps, in its own otherwise.
 """
@@ -23,6 +25,7 @@ from torch import nn
 from commlayer.compressors.debts import Debt, pay
 from commlayer.optim import Outer
 from commlayer.records import Slice
+from commlayer.runtime.matched_length import Lengths, scale_of, square_of
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 
@@ -82,17 +85,23 @@ class _Sent(NamedTuple):
     ends: dict[int, torch.Tensor]
     """The tensors when it began, where steps go on meanwhile."""
 
+    def weights(self, count: int) -> list[int]:
+        """Those of the first `count` tensors."""
+        return [n for n in self.changes if n < count]
+
 
 class LocalSteps:
     """Of one model. How rounds go may change between two of them."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, regroup: Callable[[], Worker] = _stay,
+        overlap: bool = False, regroup: Callable[[], Worker] = _stay, lengths: Lengths | None = None,
     ) -> None:
-        """`regroup`: behind Regroup, gives the worker that goes on with those who are left."""
+        """`regroup`: behind Regroup, gives the worker that goes on with those who are left. `lengths`: None if this rank is
+        alone."""
         self._parameters, self.weights, self._regroup = parameters, weights, regroup
-        self.go(every, fragments=fragments, overlap=overlap)
+        self._matched = outer.matched
+        self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
         """Steps since the last exchange began."""
         self.starts = [_wide(p) for p in parameters]
@@ -107,9 +116,10 @@ class LocalSteps:
         self._sound: dict[int, bool] = {}
         """By tensor, whether what came back in this round was finite."""
 
-    def go(self, every: int, *, fragments: int, overlap: bool) -> None:
+    def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
         """From now on. Nothing is under way."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
+        self._lengths = lengths if self._matched else None
 
     def owe(self, debts: Sequence[Debt]) -> None:
         """What a plan that averaged gradients has left unpaid goes into the next step's, whatever the optimizer makes of it."""
@@ -204,6 +214,12 @@ class LocalSteps:
         self._turn = (self._turn + 1) % self._fragments
         if self._turn == 0:
             worker.complete([None] * len(tensors))
+        self._tell(worker, self._sent)
+
+    def _tell(self, worker: Worker, sent: _Sent) -> None:
+        """How long this rank's change is, while it is on its way."""
+        if self._lengths is not None:
+            self._lengths.start(worker.weight, square_of([sent.changes[n] for n in sent.weights(len(self.starts))]))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """The worker that goes on: another one where members have gone."""
@@ -218,12 +234,15 @@ class LocalSteps:
                 for n, change in sent.changes.items():
                     worker.ready(n, change)
                 worker.complete([None] * len(tensors))
+                self._tell(worker, sent)
+        told = [] if self._lengths is None else self._lengths.read()
         worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
-        weights = [n for n in sent.changes if n < len(self.starts)]
+        weights = sent.weights(len(self.starts))
         finite = all(bool(sent.changes[n].isfinite().all()) for n in weights)
         if finite:
+            scale = scale_of(told, square_of([sent.changes[n] for n in weights])) if told else 1.0
             for n in weights:
-                self.starts[n].grad = sent.changes[n]
+                self.starts[n].grad = sent.changes[n] if scale == 1 else sent.changes[n].mul_(scale)
             self._outer.step()
             self._outer.zero_grad()
         else:

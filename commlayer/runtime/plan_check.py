@@ -11,8 +11,8 @@ from commlayer.compressors import Codec, codec_of, parse, wrap
 from commlayer.compressors.reducing import adds_up, stands_alone
 from commlayer.compressors.twoway import answers
 from commlayer.planner.model import codec_fit, grammar, paths
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
-from commlayer.runtime.fragments import fragments_of
 
 
 def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:

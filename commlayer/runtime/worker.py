@@ -22,6 +22,7 @@ from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.observe import Recorder
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Job, Plan
 from commlayer.runtime.broken_step import broken_off
 from commlayer.runtime.bucket import WorkerBucket
@@ -30,7 +31,6 @@ from commlayer.runtime.ended_peers import Ended
 from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded_attribute import Forwarded
-from commlayer.runtime.fragments import fragments_of
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole

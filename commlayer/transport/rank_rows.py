@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class RowChannel:
     def open(self) -> None:
         """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
         if self._group is None:
-            self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+            with named("a group for rows"):
+                self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
 
     def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, list[torch.Tensor]]:
         """Begins to give everybody's row to all."""
@@ -83,9 +85,10 @@ class Rows:
         """What was started will not be read."""
         self._pending = None
 
-    def read(self, patience_s: float | None = None) -> list[list[float]]:
-        """The rows that were started last, in rank order."""
+    def read(self, patience_s: float | None = None,
+             failed: Callable[[], BaseException | None] = lambda: None) -> list[list[float]]:
+        """The rows that were started last, in rank order. What `failed` gives meanwhile is raised."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s))
+        pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s), failed)
         return [row.tolist() for row in self._all]

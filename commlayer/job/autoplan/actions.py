@@ -87,6 +87,9 @@ class StartPlanning(Record, frozen=True):
 class AwaitPlan(Record, frozen=True):
     """All ranks together: wait until rank 0 has planned, and hear whether it found a better plan. Answered by `Awaited`."""
 
+    most_s: float
+    """A search that takes longer goes on beside the training."""
+
 
 class Switch(Record, frozen=True):
     """All ranks together: go over to rank 0's candidate, which others do not know. Answered by `Switched` or `Refused`."""

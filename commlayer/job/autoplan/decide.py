@@ -52,8 +52,11 @@ from commlayer.records import digest
 WARM_STEPS = 2
 """They find thresholds, buffers and the forward order: their times are no model of later ones."""
 MEASURED_STEPS = 5
-SOON_STEPS, SOON_S = 1, 0.75
-"""Where steps take so long, so many are enough: the plan that shortens them is worth more than what others would tell."""
+SOON_S = 0.75
+"""Where the last of the first steps takes that long, it is enough: the plan that shortens steps is worth more than what others
+would tell."""
+WAITED_STEPS = 2
+"""For a plan all wait at most as long as so many steps take."""
 
 Decided = tuple[State, list[Action]]
 
@@ -70,8 +73,7 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
         case Meanwhile():
             return _meanwhile(state, fact)
         case PaceTold():
-            slow = isinstance(state.phase, Measuring) and fact.step_s >= SOON_S
-            return state, [Measure()] if slow else []
+            return (state, [Measure()]) if fact.step_s >= SOON_S else _record(state)
         case Measured():
             return _measured(state, fact, now)
         case Heard():
@@ -102,14 +104,19 @@ def _step_over(state: State, fact: StepOver) -> Decided:
             state, actions = _with(state, lead), [*actions, *more]
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
-        return structs.replace(state, phase=Measuring(state.step + MEASURED_STEPS + 1)), [*actions, RecordSteps()]
+        if state.links is None:  # of the first steps, which are recorded, too
+            return state, [*actions, TellPace(fact.seconds)]
+        state, more = _record(state)
+        return state, [*actions, *more]
     if isinstance(phase, Measuring) and state.step >= phase.until:
         return state, [*actions, Measure()]
-    if isinstance(phase, Measuring) and state.step == phase.until - MEASURED_STEPS + SOON_STEPS:
-        return state, [*actions, TellPace(fact.seconds)]
     if isinstance(phase, Watching) and not state.keep:
         return state, [*actions, Hear()]
     return state, actions
+
+
+def _record(state: State) -> Decided:
+    return structs.replace(state, phase=Measuring(state.step + MEASURED_STEPS + 1)), [RecordSteps()]
 
 
 def _later(state: State, step: int) -> State:
@@ -136,7 +143,9 @@ def _measured(state: State, fact: Measured, now: float) -> Decided:
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
     actions += [Say(f"links carry {spelled(_rates(fact.links))}")]
     recent = () if state.lead is None else state.lead.recent
-    return _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
+    state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
+    # A slow step that goes on beside the search costs more than the wait.
+    return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if fact.step_s >= SOON_S and not state.keep else actions
 
 
 # ---- rows that all ranks hear
@@ -198,13 +207,13 @@ def _probed(state: State, fact: Probed, now: float) -> Decided:
 
 
 def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: float, now: float) -> Decided:
-    """With the costs that are known, for other rates. All wait for it where that takes less than a step."""
+    """With the costs that are known, for other rates. All wait for it where that took less than a step before."""
     assert state.links is not None
     links = tuple(Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, state.links.links, strict=True))
     pace_s = 0.0 if state.lead is None else decide_rank0.pace_since(state.lead, state.links.watch.slow_s)
     state, actions = _plan_for(state, links, now)
     state, actions = _start_planning(state, actions, step_s, pace_s)
-    return state, [*actions, AwaitPlan()] if 0.0 < plan_s < step_s else actions
+    return state, [*actions, AwaitPlan(WAITED_STEPS * step_s)] if 0.0 < plan_s < step_s else actions
 
 
 def _plan_for(state: State, links: tuple[Link, ...], now: float) -> Decided:

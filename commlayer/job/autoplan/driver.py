@@ -57,6 +57,7 @@ from commlayer.job.autoplan.state import Proposing
 from commlayer.job.autoplan.step_reports import StepReports
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
+from commlayer.observe import InterfaceCounters
 from commlayer.planner.model.cluster import Policy
 from commlayer.records import Job
 from commlayer.transport.groups import Groups
@@ -73,7 +74,9 @@ def auto_of(connection: Connection) -> AutoPlan | None:
     single = groups is None or groups.world == groups.ranks_per_node
     if not connection.terms.auto or worker is None or groups is None or single or not worker.plan.servers:
         return None
-    return AutoPlan(connection, worker.job)
+    made = AutoPlan(connection, worker.job)
+    made.start()
+    return made
 
 
 class AutoPlan:
@@ -85,6 +88,7 @@ class AutoPlan:
         per_node = 1 if connection.groups is None else connection.groups.ranks_per_node
         self._state = begin(connection.rank, per_node=per_node, keep=keep)
         self._replanner = Replanner(connection)
+        self._meter: InterfaceCounters | None = None
         self._reports: StepReports | None = None
         self._thread: threading.Thread | None = None
         self._news: deque[Planned | SharesMoved] = deque()
@@ -97,6 +101,13 @@ class AutoPlan:
     def verdicts(self) -> list[ReplanVerdict]:
         """On rank 0: what each planning found."""
         return [] if self._state.lead is None else list(self._state.lead.verdicts)
+
+    def start(self) -> None:
+        """Ahead of the first step: where steps are slow, the second tells enough."""
+        if not self._state.keep and (meter := meter_of(self._connection)) is not None:
+            self._meter = meter
+            self._connection.on_close.append(meter.close)
+        self._record()
 
     def after_step(self, steps: int = 1) -> None:
         """`steps` have ended since the last time. CommError, latched in the worker, if another rank is gone."""
@@ -169,10 +180,7 @@ class AutoPlan:
                 if self._reports is not None:
                     self._reports.afresh()
             case RecordSteps():
-                assert made.worker is not None
-                made.worker.recorder.switch(on=True)
-                if self._state.lead is not None:
-                    self._replanner.start()
+                self._record()
             case TellPace():
                 groups = self._groups()
                 told = groups.gather_all(torch.tensor([action.step_s], dtype=torch.float64, device=groups.device))
@@ -189,21 +197,26 @@ class AutoPlan:
             case StartPlanning():
                 self._start_planning(action)
             case AwaitPlan():
-                self._await_plan()
+                self._await_plan(action.most_s)
             case Switch():
                 self._switch(action.candidate)
 
     # ---- actions
 
+    def _record(self) -> None:
+        assert self._connection.worker is not None
+        self._connection.worker.recorder.switch(on=True)
+        if self._state.lead is not None:
+            self._replanner.start()
+
     def _measure(self) -> None:
         made = self._connection
-        measurements = measured(made, self._job, self._probe_s)
+        measurements = measured(made, self._job, self._probe_s, None if self._meter is None else self._meter.look())
         self._replanner.measured(measurements)
         self._feed(Measured(tuple(links_of(made, measurements.rows)), measurements.step_s))
         if self._reports is None and not self._state.keep:
             assert made.rows is not None
-            self._reports = StepReports(made.rows.rows(), meter_of(made))
-            made.on_close.append(self._reports.close)
+            self._reports = StepReports(made.rows.rows(), self._meter)
 
     def _hear(self) -> None:
         assert self._reports is not None
@@ -238,10 +251,12 @@ class AutoPlan:
             why = f"{type(error).__name__}: {error}"
         self._news.append(Planned(order, found, why))
 
-    def _await_plan(self) -> None:
+    def _await_plan(self, most_s: float) -> None:
         groups = self._groups()
+        assert self._connection.rows is not None
+        self._connection.rows.open()  # which takes several round trips, while there is nothing else to do
         if self._thread is not None:
-            self._join()
+            self._thread.join(min(most_s, SEARCH_S))
             self._feed(self._meanwhile())
         found = self._state.lead is not None and isinstance(self._state.lead.phase, Proposing)
         told = torch.tensor([found], dtype=torch.int64, device=groups.device)

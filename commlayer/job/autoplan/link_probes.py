@@ -11,7 +11,8 @@ import torch
 from commlayer.config import host_port
 from commlayer.job.connection import Connection
 from commlayer.measure import link_rates
-from commlayer.observe import InterfaceCounters, counters_towards
+from commlayer.observe import InterfaceCounters, Throughput, counters_towards
+from commlayer.observe.link_watch import PAYLOAD
 from commlayer.planner.model.cluster import Link
 from commlayer.transport.groups import Groups
 
@@ -68,6 +69,14 @@ def probed(made: Connection, budget_s: float) -> Ways:
         down_bps = link_rates.rate(network, link_rates.DOWN, away, round_trip_s, down_s, patience_s, expected_bps=up_bps)
     # To the server and back, and from each machine to the network between them: four ways of about equal length.
     return up_bps, down_bps, round_trip_s / 4
+
+
+def at_least(ways: Ways, carried: Throughput | None) -> Ways:
+    """What a link was seen to carry in steps it can carry: a probe is short, and all nodes send at once in it."""
+    up_bps, down_bps, alpha_s = ways
+    if carried is None or not up_bps:  # there is no other node's server to ask
+        return ways
+    return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
 
 
 def gathered(made: Connection, row: RankMeasurement) -> list[RankMeasurement]:

@@ -11,7 +11,7 @@ from commlayer import loss_budget
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
 from commlayer.compressors import parse
-from commlayer.job.allowed_ways import allowed_ways
+from commlayer.job.allowed_ways import allowed_ways, takes_fragments
 from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
@@ -37,7 +37,7 @@ def policy_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> P
     return Policy(
         devices=("cpu",), optimizer=connection.terms.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
         # Late results put old averages in place of what has gathered in `.grad`, which scripts add up.
-        forward="forward" in ways, staleness=False,
+        forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
     )
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.job.autoplan.link_probes import RankMeasurement, gathered, probed
+from commlayer.job.autoplan.link_probes import RankMeasurement, at_least, gathered, probed
 from commlayer.job.connection import Connection
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
 from commlayer.measure.model_times import timing_of
-from commlayer.observe import RecordedStep
+from commlayer.observe import RecordedStep, Throughput
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker
 
@@ -46,8 +46,9 @@ class Measurements(NamedTuple):
         return median(row.step_s for row in self.rows)
 
 
-def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
-    """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together."""
+def measured(connection: Connection, job: Job, probe_s: float, carried: Throughput | None = None) -> Measurements:
+    """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together. `carried`: what
+    this node's link was seen to carry in those steps."""
     worker, groups = connection.worker, connection.groups
     assert worker is not None
     assert groups is not None
@@ -55,8 +56,8 @@ def measured(connection: Connection, job: Job, probe_s: float) -> Measurements:
     worker.recorder.switch(on=False)
     timing = timing_of(steps, len(job.tensors), worker.places)
     step_s = median(s.marks["end"] for s in steps)
-    row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *probed(connection, (1 - GROUPS_SHARE) * probe_s),
-                          connection.terms.weighed)
+    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s), carried)
+    row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):

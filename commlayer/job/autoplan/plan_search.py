@@ -17,7 +17,6 @@ from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.shares.comm_cost import communication
 from commlayer.job.ways import in_updates
-from commlayer.measure.link_rates import HEADROOM
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.option import DENSE
@@ -31,8 +30,10 @@ LEAVES = 0.75
 
 NEARLY = 0.03
 """A predicted step that is longer than the measured one by no more than this fraction is as good."""
-ROUNDS = 5
+ROUNDS = 6
 """Of bisection."""
+FASTER = 2.0
+"""Times the fastest node's measured rate up: no faster than this are nodes taken to send."""
 
 
 class SearchOrder(NamedTuple):
@@ -88,20 +89,21 @@ def search(order: SearchOrder) -> SearchResult:
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """With nodes that send as fast as the measured step needs at least: short probes, in which all nodes send at once, find too
-    little, never too much. Unchanged where they already do, or where no rate explains the step."""
+    """With nodes that all send as fast as the measured step needs at least: short probes, in which all nodes send at once, find
+    too little, never too much. Unchanged where they already do, or where no rate explains the step."""
 
-    def by(times: float) -> Cluster:
+    def sending(least_bps: float) -> Cluster:
         return structs.replace(cluster, nodes=tuple(
-            structs.replace(node, link=structs.replace(node.link, up_bps=times * node.link.up_bps)) for node in cluster.nodes))
+            structs.replace(node, link=structs.replace(node.link, up_bps=max(least_bps, node.link.up_bps)))
+            for node in cluster.nodes))
 
-    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(by(HEADROOM)) > measured_s:
+    low, high = min(node.link.up_bps for node in cluster.nodes), FASTER * max(node.link.up_bps for node in cluster.nodes)
+    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(sending(high)) > measured_s:
         return cluster
-    low, high = 1.0, HEADROOM
     for _ in range(ROUNDS):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if step_s(by(middle)) > measured_s else (low, middle)
-    return by(high)
+        low, high = (middle, high) if step_s(sending(middle)) > measured_s else (low, middle)
+    return sending(high)
 
 
 def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
@@ -147,7 +149,7 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple
         return plain, ""
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
-        how += ", exchanged while the next are taken"
+        how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next are taken"
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
     return other, "" if not exact(current) else (

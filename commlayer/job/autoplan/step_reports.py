@@ -76,7 +76,3 @@ class StepReports:
         rows = [StepReport(*row) for row in self._rows.read()]
         self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return rows
-
-    def close(self) -> None:
-        if self._meter is not None:
-            self._meter.close()

@@ -134,6 +134,8 @@ class Policy(Record, frozen=True):
     """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as were measured."""
     staleness: bool | None = None
     """Whether results may be used one step late; None: where it is not `exact`, and measured rows say what that costs."""
+    fragments: bool = True
+    """Whether a round's exchange may go in parts, of which each is merged by itself: not where workers may leave."""
     priority: bool = True
     """Forward order on the wire; else by readiness."""
     whole_tree: bool = False

@@ -4,6 +4,9 @@
 
 What is measured is given as measured, made monotone: a smaller ratio or more local steps never cost less. Between measured
 points it lies on a line over log(ratio) and log2(every). What nobody measured costs what its worst measured relatives do.
+
+Rows are of whole exchanges: waited for, or merged a round late. What is merged H / F steps late, in F fragments, lies so far
+between the two: measured lags of 3 and 5 of 16 steps are on that line (docs/decisions/0223-lag-of-a-fragment.md).
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ class Recipe(NamedTuple):
     overlap: str = ""
     late: bool = False
     workers: int = 4
+    fragments: int = 1
+    """In so many parts, one after the other, a round is exchanged."""
 
 
 class Excess(NamedTuple):
@@ -137,6 +142,8 @@ class _Tables:
         return found
 
     def _look(self, codec: str, recipe: Recipe) -> Excess:
+        if recipe.overlap == "round" and recipe.fragments > 1:
+            return self._sooner(codec, recipe)
         parts = places_of(codec, recipe.every)  # of a chain the worse counts
         place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
         known = {row.optimizer for row in self._rows if row.workers != ALONE}
@@ -144,6 +151,13 @@ class _Tables:
         each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked for part in parts]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
+
+    def _sooner(self, codec: str, recipe: Recipe) -> Excess:
+        """With each fragment merged H / fragments steps after it was sent: never more than what is merged a round late."""
+        whole = self.look(codec, recipe._replace(fragments=1))
+        waited = self.look(codec, recipe._replace(fragments=1, overlap=""))
+        return Excess(*(late - max(0.0, late - soon) * (1 - 1 / recipe.fragments)
+                        for late, soon in zip(whole, waited, strict=True)))
 
     def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
         key = optimizer, workers

@@ -41,7 +41,7 @@ class Excesses:
 
 def recipe_of(plan: Plan, cluster: Cluster, policy: Policy) -> Recipe:
     """How a plan's steps are taken, where no result is late."""
-    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks)
+    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments)
 
 
 def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:

@@ -12,7 +12,7 @@ from itertools import combinations, product, repeat
 from operator import getitem, mul
 from typing import NamedTuple
 
-from commlayer.planner.simulation.schedule import Schedule
+from commlayer.planner.simulation.schedule import Timed
 
 EQUAL = 1e-9
 """Prices that differ by less than this fraction are equal."""
@@ -33,7 +33,7 @@ RELAXED = 3
 class Space(NamedTuple):
     """What there is to choose from. Lists are by bucket, then by option."""
 
-    schedule: Schedule
+    schedule: Timed
     loss: Sequence[Sequence[float]]
     """Of the whole model's budget."""
     burden: Sequence[Sequence[float]]

@@ -8,27 +8,26 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar, cast
 
-import numpy as np
-
 from commlayer.codec_name import named
 from commlayer.planner.model.buckets import Sort
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES, SPREAD_NBYTES, spread
 from commlayer.planner.model.float64 import EXACT, unrounded
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.matrix_shapes import shaped
 from commlayer.planner.model.option import DENSE, Option
-from commlayer.planner.pricing.batched import alone_s, stack
+from commlayer.planner.pricing.hidden_links import hidden
 from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.problem import Load, Problem, flatten
+from commlayer.planner.pricing.problem import Load
 from commlayer.planner.pricing.steps_needed import weights
 from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, finest, priced, search
 from commlayer.planner.search.layout import Kind, Layout, Piece
+from commlayer.planner.search.option_prices import OptionPrices, loads_of
 from commlayer.planner.search.placement import assign
 from commlayer.planner.search.ways import Ways, free
-from commlayer.planner.simulation.computing import awaited, behind_s, locally, pace, tail
-from commlayer.planner.simulation.critical_path import critical
-from commlayer.planner.simulation.schedule import schedule
+from commlayer.planner.simulation.computing import behind_s, locally, pace, tail
+from commlayer.planner.simulation.turns import Round, turns_of
 from commlayer.records import Bucket, Job, Plan, Timing
 
 K = TypeVar("K")
@@ -98,7 +97,7 @@ class LayoutCandidate:
 
     def __init__(
         self, inputs: SearchInputs, ways: Ways, layout: Layout, recipe: Recipe | None = None,
-        useful: list[list[int]] | None = None,
+        useful: list[list[int]] | None = None, prices: OptionPrices | None = None,
     ) -> None:
         self.inputs, self.ways, self.layout, self.recipe = inputs, ways, layout, recipe or ways.recipe
         self.local_steps = self.recipe.every
@@ -108,8 +107,16 @@ class LayoutCandidate:
         self.found: ChoiceFound
         """The choice that emit() writes down."""
         self.useful = self._useful(ways) if useful is None else useful
-        self.space = self._space(ways, self.useful)
+        self._prices = prices or OptionPrices(ways, layout, self.useful)
         self._written: dict[tuple[int, ...], Written] = {}
+
+    def otherwise(self, recipe: Recipe) -> LayoutCandidate:
+        """The same with steps taken so."""
+        return LayoutCandidate(self.inputs, self.ways, self.layout, recipe, self.useful, self._prices)
+
+    @cached_property
+    def space(self) -> Space:
+        return self._space(self.ways, self.useful, self._prices)
 
     @property
     def fitted(self) -> bool:
@@ -170,6 +177,13 @@ class LayoutCandidate:
         finer = finest(self.space._replace(slack=FINEST), found)
         return finer if self.exact(finer) <= self.exact(found) * (1 + FINEST) else found
 
+    @cached_property
+    def hidden(self) -> LayoutCandidate:
+        """The same with links that carry what transfers can count on that are to hide."""
+        prices = self.ways.prices
+        ways = self.ways.at(Prices(hidden(self.inputs.cluster), prices.profile, prices.hosts, spread=prices.spread))
+        return LayoutCandidate(self.inputs, ways, self.layout, self.recipe, self.useful)
+
     def chosen(self, b: int) -> Option:
         return self.options[self.useful[b][self.found.choice[b]]]
 
@@ -178,7 +192,7 @@ class LayoutCandidate:
         prices = self.ways.prices
         ways = self.ways.at(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread))
         useful = self._useful(ways)
-        return search(self._space(ways, useful), self._starts(useful), width=1).step_s
+        return search(self._space(ways, useful, OptionPrices(ways, self.layout, useful)), self._starts(useful), width=1).step_s
 
     def exact_s(self, found: ChoiceFound) -> float:
         """Seconds of one step of what emit() would write; the search knows buckets that are spread over all servers."""
@@ -232,9 +246,8 @@ class LayoutCandidate:
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
             return Written(found.step_s / self.local_steps, parts)
         pieces = [part.piece for part in parts]
-        loads, _ = _loads(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
-        problem = self._problem(placed, loads, pieces)
-        return Written(schedule(problem).run([0] * len(parts)) / self.local_steps, parts)
+        loads, _ = loads_of(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
+        return Written(self._round(placed, loads, pieces).schedule.run([0] * len(parts)) / self.local_steps, parts)
 
     def emit(self) -> Plan:
         """The plan of the choice."""
@@ -248,7 +261,7 @@ class LayoutCandidate:
         served = any(self.options[part.option].served for part in parts)
         made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
                     "updates" if locally(self.recipe) else "gradients", cast(Overlap, self.recipe.overlap),
-                    hosts=self.hosts if served else ())
+                    self.recipe.fragments, hosts=self.hosts if served else ())
         return unrounded(made, job)
 
     def _parts(self, found: ChoiceFound, finely: int) -> list[CandidatePart]:
@@ -269,7 +282,7 @@ class LayoutCandidate:
             made += [CandidatePart(b, piece, option, host if each else ANY, 0)
                      for host, piece in enumerate(self.layout.cut(b, tuple(ends)))]
         served = [i for i, part in enumerate(made) if self.options[part.option].served]
-        weights = {i: made[i].piece.numel for i in served}
+        weights = {i: sum(self.ways.template(made[i].option).sent(made[i].piece.numel)) for i in served}
         for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
             made[i] = made[i]._replace(owner=owner)
         free = [i for i in served if made[i].server == ANY]
@@ -299,8 +312,8 @@ class LayoutCandidate:
         places = [{option: place for place, option in enumerate(mine)} for mine in useful]
         return [[of.get(option, 0) for of in places] for option in range(len(self.options))]
 
-    def _space(self, ways: Ways, useful: list[list[int]]) -> Space:
-        loads, held_s = _loads(ways, [[(option, 0, 0) for option in mine] for mine in useful], self.layout.pieces)
+    def _space(self, ways: Ways, useful: list[list[int]], prices: OptionPrices) -> Space:
+        loads, held_s = prices.loads
         extra, losses = ways.under(self.recipe)
         counts = self._counts
         loss, excess = ([[of[o] * part for o in mine] for mine, part in zip(useful, counts, strict=True)]
@@ -308,71 +321,36 @@ class LayoutCandidate:
         codes = [CODES * (option.codec != DENSE) for option in self.options]
         burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, held_s, strict=True)]
-        problem = self._problem(ways, loads, self.layout.pieces)
-        made_schedule = schedule(problem)
-
-        def held_up(choice: Sequence[int]) -> set[int]:
-            _, starts, ends = made_schedule.trace(list(choice))
-            return critical(problem, choice, starts, ends)
-
-        return Space(made_schedule, loss, burden, held_up, self._classes(useful), self.inputs.policy.max_loss, SLACK,
+        made = self._round(ways, loads, self.layout.pieces)
+        return Space(made.schedule, loss, burden, made.critical, self._classes(useful), self.inputs.policy.max_loss, SLACK,
                      excess=excess if ways.steps_count else None)
 
-    @property
+    @cached_property
     def least_price(self) -> float:
         """No choice's price is lower, as far as is known."""
-        return self.least_s * (1 + self.space.least_excess)
+        extra, _ = self.ways.under(self.recipe)
+        return self.least_s * (1 + sum([min([extra[o] for o in mine]) * part
+                                        for mine, part in zip(self.useful, self._counts, strict=True)]))
 
     @cached_property
     def least_s(self) -> float:
-        """No bucket is through sooner than alone from when the first node has it, and no step before computing."""
-        job, timing = self.inputs.job, self.inputs.timing
-        nodes = self.ways.prices.groups
-        paces = pace(job, timing, [piece.slices for piece in self.layout.pieces], nodes, self.recipe)
-        behind = self._behind(self.layout.pieces) or [0.0] * len(self.layout.pieces)
-        ends = [max(each.work_s for each in paces)]
-        for options, buckets in _alike(self.useful):
-            numels = np.array([float(self.layout.sizes[b]) for b in buckets])
-            alone = np.min([alone_s(self.ways.template(option), numels) for option in options], axis=0)
-            ends += [min(each.ready_s[b] for each in paces) + float(s) + behind[b] for b, s in zip(buckets, alone, strict=True)]
-        return max(ends) + tail(timing, nodes, self.recipe)
+        """No bucket is through sooner than alone from when the first node has it, and no step, or turn, before computing."""
+        return sum(self._least_s(places) for places in fragments_of(self.layout.pieces, self.recipe.fragments))
 
-    def _behind(self, pieces: Sequence[Piece]) -> list[float]:
-        return behind_s(self.inputs.timing, [piece.urgency for piece in pieces], self.ways.prices.groups, self.recipe)
+    def _least_s(self, places: Sequence[int]) -> float:
+        """Of what goes in one turn."""
+        pieces, nodes, timing = [self.layout.pieces[b] for b in places], self.ways.prices.groups, self.inputs.timing
+        paces = pace(self.inputs.job, timing, [piece.slices for piece in pieces], nodes, self.recipe)
+        behind = behind_s(timing, [piece.urgency for piece in pieces], nodes, self.recipe) or [0.0] * len(pieces)
+        alone = [self._prices.alone_s[b] for b in places]
+        ends = [min(each.ready_s[i] for each in paces) + alone[i] + behind[i] for i in range(len(pieces))]
+        return max([*ends, *[each.work_s for each in paces]]) + tail(timing, nodes, self.recipe)
 
     @cached_property
     def _counts(self) -> list[float]:
         """What each bucket's codec counts for."""
         return weights(self.inputs.job, [piece.slices for piece in self.layout.pieces], self.inputs.profile.energy)
 
-    def _problem(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Problem:
+    def _round(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Round:
         job, timing, _, _, policy = self.inputs
-        nodes = ways.prices.groups
-        if behind := self._behind(pieces):
-            loads = awaited(loads, behind)
-        return flatten(loads, pace(job, timing, [piece.slices for piece in pieces], nodes, self.recipe),
-                       tail_s=tail(timing, nodes, self.recipe), priority=policy.priority)
-
-
-def _loads(
-    ways: Ways, useful: Sequence[Sequence[tuple[int, int, int]]], pieces: Sequence[Piece],
-) -> tuple[list[Load], list[list[float]]]:
-    """By bucket, and the seconds on lanes of each of its options; those with the same options are priced together.
-
-    What is useful is an option with a server and an owner.
-    """
-    made: dict[int, tuple[Load, list[float]]] = {}
-    for options, buckets in _alike(useful):
-        stacked = stack([ways.template(*option) for option in options], np.array([float(pieces[b].numel) for b in buckets]))
-        for b, seconds, latency, held_s in zip(buckets, stacked.seconds, stacked.latency, stacked.held_s, strict=True):
-            made[b] = Load(stacked.shapes, seconds, latency, pieces[b].urgency), held_s
-    loads, held = zip(*[made[b] for b in range(len(pieces))], strict=True) if pieces else ((), ())
-    return list(loads), list(held)
-
-
-def _alike(useful: Sequence[Sequence[K]]) -> list[tuple[tuple[K, ...], list[int]]]:
-    """Buckets by their options."""
-    alike: dict[tuple[K, ...], list[int]] = {}
-    for b, mine in enumerate(useful):
-        alike.setdefault(tuple(mine), []).append(b)
-    return list(alike.items())
+        return Round(turns_of(job, timing, pieces, loads, ways.prices.groups, self.recipe, priority=policy.priority))

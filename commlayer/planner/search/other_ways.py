@@ -1,16 +1,18 @@
 """How else steps could be taken: local steps, coded updates, overlapped exchanges, late results. Knows no codecs.
 
-Each is searched with the buckets and servers of the plain plan that was found, and must be worth leaving it.
+Each is searched with the buckets and servers of the plain plan that was found, and must be worth leaving it. A round that
+overlaps may go in fragments, as many as its buckets make: that costs fewer steps, but each turn has latencies of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer.planner.model.cluster import Policy, Profile
+from commlayer.planner.model.fragments import most_fragments
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
@@ -44,17 +46,27 @@ def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, P
     freely = not policy.exact and entry.ways.steps_count
     if freely if policy.staleness is None else policy.staleness:
         kept += [late for late in _late(plain) if late.loss <= policy.max_loss]
-    tried = [LayoutCandidate(entry.inputs, entry.ways, entry.layout, recipe)
-             for recipe in _recipes(entry.recipe, policy, freely, measured_local_steps(entry.inputs.profile))]
+    anew, most = LayoutCandidate(entry.inputs, entry.ways, entry.layout), measured_local_steps(entry.inputs.profile)
+    parts = most_fragments(entry.layout.pieces) if policy.fragments else 1
+    tried = [(anew.hidden if recipe.overlap == "round" else anew).otherwise(recipe)
+             for recipe in _recipes(entry.recipe, policy, freely, most, parts)]
     # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
     able = [each for each in tried if each.least_price / each.local_steps < plain.price * (1 - WORTH) and each.kept_budget]
-    quick = sorted(able, key=lambda each: each.exact(each.quick))
+    worth = FINEST if entry.ways.steps_count else WORTH
+    quick = sorted(_near(able, min(each.shortest for each in kept), worth), key=lambda each: each.exact(each.quick))
     kept += [_made(each, min((each.quick, each.searched), key=each.exact)) for each in quick[:SEARCHED]]
     kept += [_made(each, each.quick) for each in quick[SEARCHED:]]
-    worth = FINEST if entry.ways.steps_count else WORTH
     near = min(each.shortest for each in kept) * (1 + worth)  # of what was made finer already, the slack is not given twice
     chosen = min((each for each in kept if each.price <= near), key=lambda each: each.excess)  # of equal ones the first
     return chosen.entry, chosen.plan
+
+
+def _near(able: Iterable[LayoutCandidate], least: float, worth: float) -> Iterator[LayoutCandidate]:
+    """Those that can be among the nearly equal ones; `least`: the lowest price so far."""
+    for each in sorted(able, key=lambda each: each.least_price / each.local_steps):
+        if each.least_price / each.local_steps <= least * (1 + worth):
+            least = min(least, each.exact(each.quick))
+            yield each
 
 
 def _made(entry: LayoutCandidate, found: ChoiceFound) -> Found:
@@ -67,14 +79,15 @@ def measured_local_steps(profile: Profile) -> int:
     return max((row.every for row in profile.learning), default=1)
 
 
-def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int) -> list[Recipe]:
-    """Those that the policy allows, the plainest first; `most`: local steps, where it does not say."""
+def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int, parts: int) -> list[Recipe]:
+    """Those that the policy allows, the plainest first; `most`: local steps, where it does not say; `parts`: fragments."""
     found = [plain._replace(overlap="forward")] if policy.forward else []
     if freely:
         found += [plain._replace(codes="updates")]  # a round of one step has nothing to run beside
     for every in local_steps(policy.max_local_steps or (most if freely else 1)):
         found += [plain._replace(codes="updates", every=every)]
-        found += [] if not freely else [plain._replace(codes="updates", every=every, overlap="round")]
+        whole = plain._replace(codes="updates", every=every, overlap="round")
+        found += [whole._replace(fragments=count) for count in fragments(every, parts)] if freely else []
     return found
 
 
@@ -85,6 +98,15 @@ def local_steps(most: int) -> list[int]:
     """
     doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
     return [*doubled, most] if most > 1 else []
+
+
+def fragments(every: int, most: int) -> list[int]:
+    """
+    >>> fragments(8, 64), fragments(12, 64), fragments(64, 5)
+    ([1, 2, 4, 8], [1, 2, 4], [1, 2, 4])
+    """
+    doubled = (2**i for i in range(1, every.bit_length()))
+    return [1, *(count for count in doubled if count <= most and every % count == 0)]
 
 
 def _late(plain: Found) -> Iterator[Found]:

@@ -2,7 +2,8 @@
 
 In the plain way a step begins with its forward pass, and its end waits for all results; then the optimizer steps. What ranks
 exchange of steps of their own is ready when the last of them is over. Under overlap="round" that travels beside as many steps
-as it is of, so a period is as long as the longer of the two. Under overlap="forward" results travel beside the next forward
+as it is of, so a period is as long as the longer of the two. In fragments all that is of a turn: a part of the buckets, and the
+steps from one turn to the next. Under overlap="forward" results travel beside the next forward
 pass, and a bucket's is waited for where that first needs it: a period is told from one backward pass to the next, which
 begins when all results are in and what was computed behind each of them is over.
 """
@@ -21,14 +22,15 @@ from commlayer.records import Job, Slice, Timing
 def pace(
     job: Job, timing: Timing, groups: Sequence[tuple[Slice, ...]], nodes: Sequence[Group], recipe: Recipe = Recipe(),
 ) -> tuple[Pace, ...]:
-    """When each kind of node has which bucket's gradient, or change of weights, and is through with computing."""
+    """When each kind of node has which bucket's gradient, or change of weights, and is through with computing. `groups`: what
+    goes at once; in fragments, what goes in one turn."""
     step_s = timing.forward_s + timing.backward_s + timing.update_s
     if recipe.overlap == "round":
-        ready, work_s = [0.0] * len(groups), recipe.every * step_s
+        ready, work_s = [0.0] * len(groups), recipe.every // recipe.fragments * step_s
     elif recipe.overlap == "forward":
         ready, work_s = [buckets.readiness(job, slices) for slices in groups], step_s
     elif locally(recipe):
-        work_s = recipe.every * step_s
+        work_s = recipe.every // recipe.fragments * step_s
         ready = [work_s] * len(groups)
     else:
         work_s = timing.forward_s + timing.backward_s

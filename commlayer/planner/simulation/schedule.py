@@ -11,14 +11,11 @@ from commlayer.planner.pricing.problem import Problem
 from commlayer.planner.simulation.reference_simulator import Twin
 
 
-class Schedule(Protocol):
+class Timed(Protocol):
     """Seconds of a step for a choice: of each bucket, one of its options by number."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
         """Infinity if sure to be above `limit`."""
-
-    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
-        """Also when each task starts and ends, by step and then by task in the order of buckets."""
 
     def sweep(
         self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
@@ -31,6 +28,13 @@ class Schedule(Protocol):
         `now_s`: what the choice takes as it is, if that is known. `most`, up to 8: only so many, the shortest, are of use, and
         others may be infinity. `only`: options that count; others are infinity. `enough`: so short a step is as good as any.
         """
+
+
+class Schedule(Timed, Protocol):
+    """Of all that goes at once."""
+
+    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
+        """Also when each task starts and ends, by step and then by task in the order of buckets."""
 
 
 class PortableSchedule:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from itertools import islice
 
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.pricing.hidden_links import hidden
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of
+from commlayer.planner.pricing.problem import load_of
 from commlayer.planner.pricing.steps_needed import recipe_of
 from commlayer.planner.pricing.template import Template
-from commlayer.planner.simulation.computing import awaited, begun_s, behind_s, pace, tail
+from commlayer.planner.simulation.computing import begun_s
 from commlayer.planner.simulation.schedule import schedule
+from commlayer.planner.simulation.turns import Round, Turn, turns_of
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
 
@@ -51,28 +53,34 @@ def simulate(
     prices: Prices | None = None, spans: bool = True,
 ) -> Timeline:
     """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them, or under
-    overlap="round" goes on beside them.
+    overlap="round" goes on beside them; in fragments, of all of a round's turns, one after the other.
 
     `prices`: of the cluster with the plan's servers, where they are at hand. Without `spans` it knows buckets alone.
     """
-    problem, templates, paces, before_s = _lay_out(plan, job, cluster, profile, policy, prices)
-    step_s, starts, ends = schedule(problem).trace([0] * len(templates))
-    total = len(starts) // problem.steps
-    at, begun = 0, 0.0
-    if problem.steps > 1:
-        # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
-        at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(templates))
-    begun -= before_s
-    times = iter(zip(starts[at:], ends[at:], strict=True))
-    ready = [max(p.ready_s[b] for p in paces) + before_s for b in range(len(templates))]
+    turns, templates, before_s = _lay_out(plan, job, cluster, profile, policy, prices)
+    step_s = compute_s = 0.0
+    ready = [before_s] * len(templates)
     done = list(ready)
     made = []
-    for b in problem.order:
-        tasks = problem.option_tasks[problem.bucket_options[b] + 1] - problem.option_tasks[problem.bucket_options[b]]
-        each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)][: len(templates[b].steps)]
-        done[b] = max([done[b], *[end_s for _, end_s in each]])
-        made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
-    compute_s = max(p.work_s for p in paces) + problem.tail
+    for places, problem, paces in turns:
+        turn_s, starts, ends = schedule(problem).trace([0] * len(places))
+        total = len(starts) // problem.steps
+        at, begun = 0, 0.0
+        if problem.steps > 1:
+            # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
+            at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(places))
+        begun -= before_s + step_s
+        times = iter(zip(starts[at:], ends[at:], strict=True))
+        for place in problem.order:
+            b = places[place]
+            option = problem.bucket_options[place]
+            tasks = problem.option_tasks[option + 1] - problem.option_tasks[option]
+            each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)][: len(templates[b].steps)]
+            ready[b] += max(p.ready_s[place] for p in paces) + step_s
+            done[b] = max([ready[b], *[end_s for _, end_s in each]])
+            made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
+        step_s += turn_s
+        compute_s += max(p.work_s for p in paces) + problem.tail
     return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(made))
 
 
@@ -85,27 +93,24 @@ def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, 
 
 def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
     """Seconds of one step, without the timeline; of what an exchange costs, each of the steps that share it bears its part."""
-    problem, templates, _, _ = _lay_out(plan, job, cluster, profile, policy)
-    return schedule(problem).run([0] * len(templates)) / plan.local_steps
+    turns, templates, _ = _lay_out(plan, job, cluster, profile, policy)
+    return Round(turns).schedule.run([0] * len(templates)) / plan.local_steps
 
 
 def _lay_out(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
-) -> tuple[Problem, list[Template], tuple[Pace, ...], float]:
+) -> tuple[list[Turn], list[Template], float]:
     """Also what the step's forward pass took before the problem begins."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    prices = prices or Prices(cluster, profile, hosts_of(plan, cluster))
+    prices = prices or Prices(hidden(cluster) if plan.overlap == "round" else cluster, profile, hosts_of(plan, cluster))
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
     recipe = recipe_of(plan, cluster, policy)
-    paces = pace(job, timing, [bucket.slices for bucket in plan.buckets], prices.groups, recipe)
     loads = [
         load_of([each.way(bucket.numel)], urgent(timing, bucket.slices), bucket.stale)
         for each, bucket in zip(templates, plan.buckets, strict=True)
     ]
-    if behind := behind_s(timing, [load.urgency for load in loads], prices.groups, recipe):
-        loads = awaited(loads, behind)
-    made = flatten(loads, paces, tail_s=tail(timing, prices.groups, recipe), priority=policy.priority)
-    return made, templates, paces, begun_s(timing, prices.groups, recipe)
+    turns = turns_of(job, timing, plan.buckets, loads, prices.groups, recipe, priority=policy.priority)
+    return turns, templates, begun_s(timing, prices.groups, recipe)
 
 
 def per_step(timeline: Timeline, local_steps: int) -> float:

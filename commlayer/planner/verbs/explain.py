@@ -28,6 +28,8 @@ class Explanation(Record, frozen=True):
     codec_steps: float = 0.0
     codec_steps_high: float = 0.0
     """The same if the whole model were sent as this bucket is."""
+    fragments: int = 1
+    """Of the round, which are exchanged one after the other."""
 
 
 def explain(
@@ -42,7 +44,7 @@ def explain(
     return Explanation(
         found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
         timeline.compute_s, plan.local_steps, tuple(spans), plan.steps, plan.steps_high,
-        *_alone(found, plan, cluster, profile, policy),
+        *_alone(found, plan, cluster, profile, policy), plan.fragments,
     )
 
 

@@ -90,6 +90,7 @@ def way_of(made: Plan) -> str:
     """How a plan's steps are taken, in a few words; nothing for the plain way."""
     parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
     parts += [made.overlap] if made.overlap else []
+    parts += [f"fragments={made.fragments}"] if made.fragments > 1 else []
     late = sum(b.numel for b in made.buckets if b.stale) / max(1, sum(b.numel for b in made.buckets))
     return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
 
