@@ -214,11 +214,11 @@ class StepLoop:
 
     def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
         """See Session.drain. The parameters in order of their numbers."""
-        worker = self.connection.worker
+        if self._schedule is not None and self.connection.worker is not None:
+            self._schedule.drain()
+        worker = self.connection.worker  # behind the exchange: it is another one where a member died in it
         if worker is None:
             return False
-        if self._schedule is not None:
-            self._schedule.drain()
         self._units(worker)
         return hand_out(worker, parameters)
 
