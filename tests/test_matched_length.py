@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from commlayer.runtime.fragments import fragments_of
 from runtime_kit import Rig, ToldRows, on_ranks
 from torch import nn
 
 from commlayer.optim import Outer, usual
 from commlayer.planner import default_plan
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Job, TensorInfo
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.matched_length import scale_of, square_of

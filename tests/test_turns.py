@@ -187,8 +187,9 @@ def test_a_sweep_over_turns_finds_what_running_each_choice_does(seed: int) -> No
 
 def test_a_slow_link_takes_rounds_in_fragments_and_a_fast_one_none() -> None:
     free = Policy(exact=False, optimizer="sgd")
-    made = {bps: plan(SMALL, at(bps), measured(at(bps)), free) for bps in (1e7, 1e10)}
-    slow, fast = made[1e7], made[1e10]
+    near = structs.replace(at(1e10), nodes=tuple(
+        structs.replace(node, link=structs.replace(node.link, alpha_s=1e-5)) for node in at(1e10).nodes))
+    slow, fast = (plan(SMALL, machines, measured(machines), free) for machines in (at(1e7), near))
     assert slow.overlap == "round"
     assert slow.fragments > 1
     assert slow.local_steps % slow.fragments == 0
