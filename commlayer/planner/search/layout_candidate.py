@@ -213,8 +213,12 @@ class LayoutCandidate:
         if found.choice not in self._written:
             best = self._cut(found, self._parts(found, SHARED))
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
+                tried = {len(best.parts)}
                 for finely in (*FINER, self._finest):
                     parts = self._parts(found, finely)
+                    if len(parts) in tried:  # then they are the same
+                        continue
+                    tried.add(len(parts))
                     enough_s = best.seconds * (1 - PARTS_WORTH * math.log2(len(parts) / len(best.parts)))
                     # Parts cost their coders something each, which mostly tells already that fewer are better.
                     if len(parts) > len(best.parts) and self._coded_s(parts) / self.local_steps < enough_s:
