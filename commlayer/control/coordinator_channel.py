@@ -66,27 +66,31 @@ class CoordinatorChannel:
         self._channel = grpc_channel.opened(address, options(address) + apart, shown(keys))
         self._asker = Asker(secret, self._send, _unproved, fingerprint(keys))
         self._seen: Certified | None = None
-        self._connected = self._anew = False
+        self._connected, self._times, self._looked = False, 0, 0
         if keys is not None:
             self._channel.subscribe(self._changed)
 
     def _changed(self, state: Any) -> None:
         """gRPC connects anew by itself, and checks by the CA alone: whose certificate it is then nobody has looked at."""
         ready = state is grpc.ChannelConnectivity.READY
-        self._anew = self._anew or (self._connected and not ready)
+        self._times += self._connected and not ready
         self._connected = ready
 
     def look(self, timeout_s: float) -> bool:
         """By a connection of our own: whether somebody answers with a certificate of this job's that nobody has revoked, else
         Refused with the reason."""
-        self._anew = False
-        self._seen = check(self.address, self.keys, time.monotonic() + timeout_s)
-        self._anew = self._seen is None
-        return self._seen is not None
+        # Of the connection that there was before: one that is lost meanwhile, by whichever thread, is looked at again, and one
+        # that was refused is refused to every call.
+        times = self._times
+        self._looked = -1
+        self._seen = seen = check(self.address, self.keys, time.monotonic() + timeout_s)
+        if seen is not None:
+            self._looked = times
+        return seen is not None
 
     def _heed(self, timeout_s: float) -> None:
         peer = f"coordinator {self.address}"
-        if self._anew and not self.look(timeout_s):
+        if self._looked != self._times and not self.look(timeout_s):
             raise PeerLost("not reachable: nobody answers there", peer=peer)
         if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
             raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer)

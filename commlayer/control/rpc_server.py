@@ -28,6 +28,9 @@ log = logging.getLogger("commlayer")
 MAX_CALLS = 1024
 """Under way at once, each member's stream among them; more are told to come again. With MAX_NBYTES it bounds what strangers can
 make this process hold."""
+WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
+"""What one call or stream may have in flight: a link of 1 Gb/s and 30 ms. gRPC's own guess grows with what strangers send, by
+100 MB and more on a busy machine."""
 START_S = 30.0
 STOP_S = 0.5
 Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
@@ -54,7 +57,7 @@ class Host:
         self._server = grpc.aio.server(
             # Without the first a second coordinator could share the port and split the job.
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_NBYTES),
-                     ("grpc.max_send_message_length", MAX_REPLY_NBYTES), FRAME_OPTION,
+                     ("grpc.max_send_message_length", MAX_REPLY_NBYTES), FRAME_OPTION, *WINDOW,
                      # Streams may be silent for as long as a step takes, and their ends ask meanwhile.
                      ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.keepalive_time_ms", 20_000),
                      ("grpc.keepalive_timeout_ms", 20_000)],
