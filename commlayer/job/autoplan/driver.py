@@ -60,6 +60,7 @@ from commlayer.job.switch import switch
 from commlayer.observe import InterfaceCounters
 from commlayer.planner.model.cluster import Policy
 from commlayer.records import Job
+from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
 
 log = logging.getLogger("commlayer")
@@ -259,9 +260,7 @@ class AutoPlan:
             self._thread.join(min(most_s, SEARCH_S))
             self._feed(self._meanwhile())
         found = self._state.lead is not None and isinstance(self._state.lead.phase, Proposing)
-        told = torch.tensor([found], dtype=torch.int64, device=groups.device)
-        groups.broadcast_all(told).wait(time.monotonic() + groups.timeout_s)
-        self._feed(Awaited(bool(told)))
+        self._feed(Awaited(bool(gather(groups, [found])[0][0])))
 
     def _switch(self, candidate: Candidate | None) -> None:
         made = self._connection
