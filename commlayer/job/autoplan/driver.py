@@ -119,6 +119,8 @@ class AutoPlan:
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
         step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
+        if self._meter is not None and not self._ended:
+            self._meter.look()  # what went over the link up to here, the start of the job among it, was no step's
         if self._reports is not None:
             self._reports.step(step_s)
         self._busy = True  # a change of plans first catches up with exchanges that are due
