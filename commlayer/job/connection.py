@@ -85,6 +85,7 @@ class Connection:
     rank, world, groups, members           connect(), regroup.py
     plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
+    matched                                switch(), told_lengths.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
@@ -112,6 +113,8 @@ class Connection:
         """What its plans have to heed."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
+        self.matched: bool | None = None
+        """Whether all ranks make means of changes as long as the changes; None: they have not told each other yet."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""

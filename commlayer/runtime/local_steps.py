@@ -121,6 +121,11 @@ class LocalSteps:
         self.every, self._fragments, self._overlap = every, fragments, overlap
         self._lengths = lengths if self._matched else None
 
+    @property
+    def tells(self) -> bool:
+        """Whether ranks tell each other how long their changes are. The same on all of them."""
+        return self._lengths is not None
+
     def owe(self, debts: Sequence[Debt]) -> None:
         """What a plan that averaged gradients has left unpaid goes into the next step's, whatever the optimizer makes of it."""
         for number, p in enumerate(self._parameters):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from commlayer.transport.relayed_group import NAME, RelayedGroup
@@ -73,6 +74,14 @@ def _make(world: _World, rank: int) -> None:
     _worlds.append(world)
     dist.init_process_group(NAME, store=PrefixStore(world.name, world.store), rank=rank, world_size=len(world.ids),
                             timeout=datetime.timedelta(seconds=world.timeout_s))
+
+
+def allow(group: Any, timeout: datetime.timedelta) -> None:
+    """So long may collectives take that begin in it from now on."""
+    if isinstance(group, RelayedGroup):
+        group.allow(timeout.total_seconds())
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def desk() -> Desk:
