@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from commlayer.transport import pacing
 from commlayer.transport.hello import Hello
 from commlayer.transport.pacing import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
@@ -77,6 +78,28 @@ def test_who_sends_at_once_shares_and_who_is_alone_has_all(pairs: list[tuple[soc
     assert {cap(sock) for sock in (a, b, c)} == {UNLIMITED}
     pacer.begins(a)
     assert cap(a) == UNLIMITED
+
+
+def control(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.mark.parametrize(("bps", "left", "leaves"), [
+    (pacing.SLOW_BPS / 2, True, True), (pacing.SLOW_BPS * 2, True, False), (pacing.SLOW_BPS / 2, False, False)])
+def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
+    pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch, bps: float, left: bool, leaves: bool,
+) -> None:
+    """The machine's own stands for BBR, which not every kernel has; every kernel has Reno."""
+    (sock, _), (other, _), _ = pairs
+    other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    used, pacer = control(sock), Pacer()
+    monkeypatch.setattr(pacing, "LEFT", (used,) if left else ())
+    monkeypatch.setattr(pacing, "TAKEN", (b"none of this name", b"reno"))
+    pacer.follow(bps)
+    for one in (sock, other):
+        pacer.begins(one)
+    assert (control(sock), control(other)) == (b"reno" if leaves else used, b"reno")
+    assert cap(sock) == int(SLACK * bps / 8), "it is paced all the same"
 
 
 def test_a_connection_that_is_gone_takes_no_part(pairs: list[tuple[socket.socket, socket.socket]]) -> None:

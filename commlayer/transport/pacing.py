@@ -20,6 +20,12 @@ SO_MAX_PACING_RATE = 47
 """Linux; Python has no name for it."""
 UNLIMITED, LEAST, MOST = -1, 1 << 12, 2**31 - 1
 """Bytes a second, as the kernel takes them; 0 would stop a connection."""
+SLOW_BPS = 50e6
+"""On slower links connections that are paced leave BBR. A burst there is few round trips long. Whenever BBR has looked for the
+shortest round trip, every ten seconds, it has forgotten the link's rate over such bursts, and takes seconds to find it."""
+LEFT, TAKEN = (b"bbr",), (b"cubic", b"reno")
+"""Congestion controls, as the kernel spells them; of the latter the first that this process may use."""
+NAME_NBYTES = 16
 
 
 class Pacer:
@@ -42,7 +48,10 @@ class Pacer:
         if not self._bps:
             return
         with self._lock:
-            self._capped.setdefault(sock, UNLIMITED)
+            if sock not in self._capped:
+                self._capped[sock] = UNLIMITED
+                if self._bps < SLOW_BPS:
+                    _calm(sock)
             busy = [one for one in self._capped if one is sock or waiting_nbytes(one) > MUCH_NBYTES]
             each = min(MOST, max(LEAST, int(SLACK * self._bps / 8 / len(busy))))
             for one in busy:
@@ -66,3 +75,14 @@ class Pacer:
         except OSError:
             pass  # the connection is ending
         self._capped[sock] = nbytes_s
+
+
+def _calm(sock: socket.socket) -> None:
+    """Once on each connection; it stays so."""
+    for name in TAKEN:
+        try:
+            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in LEFT:
+                return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+        except OSError:
+            pass  # it may not be used here, or the connection is ending
