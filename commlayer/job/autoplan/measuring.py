@@ -54,7 +54,8 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     worker.recorder.switch(on=False)
     timing = timing_of(steps, len(job.tensors), worker.places)
     step_s = median(s.marks["end"] for s in steps)
-    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, seen, len(steps) * step_s), seen and seen.carried)
+    steps_s = (len(steps) + 1) * step_s  # the one in which recording began was seen, too
+    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, seen, steps_s), seen and seen.carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
