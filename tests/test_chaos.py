@@ -20,7 +20,7 @@ import pytest
 from msgspec import msgpack
 from typer.testing import CliRunner
 
-from commlayer.chaos import cluster, kept, oracle, verdict
+from commlayer.chaos import cluster, oracle, verdict
 from commlayer.chaos.campaign import Campaign, Row, summary
 from commlayer.chaos.cluster import Cluster, Evidence, all_free
 from commlayer.chaos.dealing import dealt, trial
@@ -172,51 +172,6 @@ def test_a_run_counts_once_for_each_kind_of_finding_and_what_was_not_seen_counts
         "lost_or_doubled": 1, "watched_runs": 1, "contributions": 7, "went_on": 1, "violations": 1}
     assert told["recovery_p95_s"] == pytest.approx(rows[0].verdict.recovery_s)
     assert rows[1].told()["contributions"] is None
-
-
-def test_a_campaign_in_pieces_makes_each_run_once_and_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[int] = []
-
-    def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
-        for seed in seeds:
-            made.append(seed)
-            wanted = trial(seed, faults)
-            found = evidence(struck_s=0.0) if seed % 2 else evidence(off=math.nan)  # neither is a number in all formats
-            yield Row(wanted, judged("cut", found), found)
-
-    monkeypatch.setattr(Campaign, "run", run)
-    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
-    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    file, told = tmp_path / "runs", tmp_path / "runs.json"
-
-    def piece(runs: int, *more: str) -> Any:
-        chosen = ["--faults", "cut,slow-link", "--seed", "4", "--runs", str(runs), "--resume", str(file), *more]
-        found = CliRunner().invoke(app, ["chaos", *chosen, "--json", str(told)])
-        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-        return found
-
-    for _ in range(3):
-        assert piece(5, "--seconds", "1e-9").exit_code == 1
-    assert made == [4, 5, 6]
-    piece(5)
-    assert made == [4, 5, 6, 7, 8]
-    pieces = json.loads(told.read_text())
-    file.unlink()
-    piece(5)
-    assert made[5:] == made[:5]
-    assert json.loads(told.read_text()) == pieces
-    assert [row["seed"] for row in pieces["rows"]] == [4, 5, 6, 7, 8]
-    assert (pieces["summary"]["asked"], pieces["summary"]["violations"]) == (5, 3)
-    with pytest.raises(ValueError, match="holds cut of seed 8, which is not asked for"):
-        kept.Kept(file, range(4, 8), ("cut", "slow-link"))
-    with pytest.raises(ValueError, match="holds cut of seed 4, which is not asked for"):
-        kept.Kept(file, range(4, 9), ("slow-link", "cut"))
-    with pytest.raises(ValueError, match="its runs were made without hosts of the lab"):
-        kept.Kept(file, range(4, 9), ("cut", "slow-link"), hosts=True)
-    file.write_bytes(b"{}")
-    with pytest.raises(ValueError, match="it is not what an earlier piece has written"):
-        kept.Kept(file, range(4, 9), ("cut", "slow-link"))
 
 
 # ---- frames seen from outside
