@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from commlayer.files import write_whole
@@ -68,7 +69,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
         numeric = all(isinstance(row.get(key, 0), int | float) for row in rows)
         made.add_column(key, justify="right" if numeric else "left")
     for row in rows:
-        made.add_row(*(cell(row[key]) if key in row else "" for key in columns))
+        made.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # lines of processes have brackets
     return made
 
 

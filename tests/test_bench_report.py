@@ -50,6 +50,12 @@ def test_the_table_shows_every_column_and_value() -> None:
         assert word in out.getvalue()
 
 
+def test_what_a_process_said_is_shown_as_it_is() -> None:
+    said, out = "[/a/pair.h:311] Connect timeout [none]", io.StringIO()
+    report.show("trial", {"rows": [{"lines": [said]}], "summary": {}}, Console(file=out))
+    assert said in out.getvalue()
+
+
 def test_an_unknown_name_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert front.main(["speed"]) == 2
     said = capsys.readouterr().err

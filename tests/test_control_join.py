@@ -211,6 +211,24 @@ def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) 
     server.leave()
 
 
+@pytest.mark.parametrize(("lives", "named"), [(False, "server 0"), (True, "worker 0")])
+def test_who_gives_a_server_up_first_is_not_named_in_its_place(lives: bool, named: str, opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    failures = Failures()
+    with ThreadPoolExecutor(1) as pool:
+        request = messages.server("127.0.0.1:1")
+        serving = pool.submit(client.join, coordinator.address, request, quick(), Failures())
+        first, second = join_all(coordinator.address, 2, [Failures(), failures])
+        server = serving.result(WAIT_S)
+    opened.extend((server, second))
+    if not lives:
+        server.close()  # without a word, so it is missed much later than the other worker is told of
+    first.leave("PeerLost: server 0: connection lost, and it could not be reached again")
+    assert failures.came.wait(WAIT_S)
+    assert [error.peer for error in failures.errors] == [named]
+
+
 class Warnings(logging.Handler):
     """Collects what the package warns of, to be waited for."""
 

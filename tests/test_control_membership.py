@@ -237,6 +237,50 @@ def test_an_orderly_leave_is_not_a_loss() -> None:
     assert membership.heartbeat(state, "w0", 15.0)[1].lost == (), "it owes no heartbeats any more"
 
 
+def heard(state: State, token: str, now: float) -> list[str]:
+    """Whom that one hears of, as it names the first of them."""
+    pulse = membership.heartbeat(state, token, now)[1]
+    return [gone.peer for gone in (*pulse.lost, *pulse.left)]
+
+
+WITHOUT_SERVER = "PeerLost: server 1: connection lost, and it could not be reached again"
+
+
+def test_who_leaves_because_of_another_is_told_of_once_it_is_known_whether_that_one_lives() -> None:
+    """The first to miss a server would else be named by all who have not missed it yet."""
+    began = ticked(running(3, servers=2), 0.0, 1.0)
+    state = membership.leave(beat(began, "w0", "w1", "s0", now=9.5), "w2", WITHOUT_SERVER)
+    assert heard(state, "w0", 9.6) == []
+    assert heard(beat(state, "s0", now=9.7), "w0", 9.8) == [], "that another one lives says nothing"
+    stopped, _ = membership.heartbeat(state, "s1", 9.7, Heartbeat("s1", parent="stopped"))
+    assert heard(stopped, "w0", 9.8) == [], "nor does its machine"
+    dead = ticked(state, 2.0, 10.0)
+    assert heard(dead, "w0", 11.1) == ["server 1", "worker 2"]
+    lives = beat(state, "s1", now=9.7)
+    assert heard(lives, "w0", 9.8) == ["worker 2"], "so it was its own link"
+    assert heard(after(state, server(1))[0], "w0", 9.8) == ["worker 2"], "it was started again"
+    assert heard(beat(lives, "s1", now=9.9), "s0", 10.0) == ["worker 2"]
+    assert heard(membership.leave(state, "s1", "an error of its own"), "w0", 9.7) == ["server 1", "worker 2"]
+
+
+def test_who_leaves_because_of_one_that_left_waits_for_the_same_news() -> None:
+    state = membership.leave(running(3), "w2", "PeerLost: server 0: connection lost")
+    state = membership.leave(state, "w1", "it had an error: worker 2: left the job: PeerLost: server 0: connection lost")
+    assert heard(state, "w0", 1.0) == []
+    assert heard(beat(state, "s0", now=1.0), "w0", 1.1) == ["worker 1", "worker 2"]
+
+
+@pytest.mark.parametrize("reason", ["finished", "KeyboardInterrupt", "ValueError: no room", "PeerLost: server 7: no such one",
+                                    "PeerLost: worker 2: itself", "PeerLost: coordinator 10.0.0.1:1: no answer"])
+def test_who_leaves_because_of_nobody_is_told_of_at_once(reason: str) -> None:
+    assert heard(membership.leave(running(3), "w2", reason), "w0", 0.1) == ["worker 2"]
+
+
+def test_who_leaves_because_of_one_that_is_known_to_be_lost_is_told_of_at_once() -> None:
+    state = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
+    assert heard(membership.leave(state, "w1", "PeerLost: server 0: no heartbeat"), "w0", 10.1) == ["server 0", "worker 1"]
+
+
 def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
     state = ticked(running(3), 0.0, 3.0)
     state = membership.tick(state, 600.0, DEAD_AFTER_S)

@@ -29,6 +29,7 @@ def main(how: str, fail_on: int) -> None:
     from torch.utils.data import DataLoader
 
     import commlayer
+    from commlayer.transport.rank_rows import RowChannel
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -37,6 +38,8 @@ def main(how: str, fail_on: int) -> None:
     together = {"plan": "auto", "config": {"ranks_per_node": torch.distributed.get_world_size()}}
     apart = {"plan": commlayer.compressors.parse("topk(ratio=0.1)")}
     stages = {"plan": staged(model)} if how == "staged" else {}
+    if how == "rows" and rank == fail_on:
+        RowChannel.open = end  # type: ignore[method-assign]
     session = commlayer.attach(model, **stages or (together if how == "allreduce" else apart))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)
@@ -50,7 +53,11 @@ def main(how: str, fail_on: int) -> None:
             if step == 3:
                 tell(pid=os.getpid(), embedded=[child.pid for child in session.inspect.connection.embedded])
             if step == 10 and rank == fail_on:
-                raise ValueError("the script's own mistake")
+                end()
+
+
+def end(*_: Any) -> None:
+    raise ValueError("the script's own mistake")
 
 
 def staged(model: Any) -> Any:
@@ -89,9 +96,10 @@ def last_line(errors: str) -> str:
     return found[-1]
 
 
-@pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0)], ids=["module", "ddp, on the host of the server"])
+@pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0), ("rows", 1)],
+                         ids=["module", "ddp, on the host of the server", "where the first row is told"])
 def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
-    with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS) as run:
+    with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS | {"drift_steps": 5}) as run:
         servers = begin(run)
         results = run.ended(END_S)
         assert all(code == 1 for code, _ in results), results

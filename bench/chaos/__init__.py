@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from bench.lab import LabUnavailable
 from bench.report import Result
 from commlayer.chaos.campaign import Campaign, Row, summary
 from commlayer.chaos.dealing import dealt
+from commlayer.chaos.kept import Kept
+from commlayer.chaos.table import screen, table
 from commlayer.errors import CommError
 
 RUNS, QUICK_RUNS = 300, 21
@@ -33,8 +36,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
     parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
     parser.add_argument("--seed", type=int, default=0, help="where to begin")
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop schedules or soak then; with --resume schedules go on")
-    parser.add_argument("--resume", type=Path, default=None, metavar="FILE", help="where the schedules that were made are kept")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop then; with --resume runs and schedules go on")
+    parser.add_argument("--resume", type=Path, default=None, metavar="FILE",
+                        help="where schedules, or real runs and nothing else, are kept that were made")
 
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
@@ -50,8 +54,9 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     names = tuple(args.faults.split(",")) if args.faults else allowed
     if unknown := [name for name in names if name not in allowed]:
         raise Unmeasurable(f"--faults: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
-    result = _real(range(args.seed, args.seed + (args.runs or (QUICK_RUNS if quick else RUNS))), names, on_hosts=args.hosts)
-    if args.hosts or result.get("code", 0) > 1:
+    seeds = range(args.seed, args.seed + (args.runs or (QUICK_RUNS if quick else RUNS)))
+    result = _real(seeds, names, args.resume, args.seconds or math.inf, on_hosts=args.hosts)
+    if args.hosts or args.resume is not None or result.get("code", 0) > 1:
         return result
     simulated = schedules.run(asked)
     figures = {f"schedules.{name}": value for name, value in simulated["summary"].items()}
@@ -68,13 +73,20 @@ def _check(args: argparse.Namespace) -> None:
         raise Unmeasurable(f"--resume {path}: {what}; name a file in a folder that exists")
 
 
-def _real(seeds: range, names: Sequence[str], *, on_hosts: bool) -> Result:
+def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: float, *, on_hosts: bool) -> Result:
     """Runs that were made before something went wrong stay; Unmeasurable where there are none."""
-    rows: list[Row] = []
+    try:
+        kept = Kept(resume, seeds, names, hosts=on_hosts)
+    except ValueError as reason:
+        raise Unmeasurable(str(reason)) from None
+    rows, until = kept.rows, time.monotonic() + limit_s
     code, said = 0, {}
     try:
         with hosts.campaign() if on_hosts else Campaign() as campaign:
-            rows.extend(campaign.run(seeds, names))  # one by one, so those before an error stay
+            for row in campaign.run(kept.left, names):
+                kept.add(row)
+                if time.monotonic() > until:
+                    break
     except (LabUnavailable, CommError) as reason:
         if not rows:
             raise Unmeasurable(str(reason)) from None
@@ -84,6 +96,7 @@ def _real(seeds: range, names: Sequence[str], *, on_hosts: bool) -> Result:
             raise
         code, said = 130, {"ended_by": "broken off"}
     code = code or int(not all(row.right for row in rows))
+    screen().print(table(rows))
     return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": summary(rows, len(seeds)) | said, "code": code}
 
 

@@ -114,7 +114,8 @@ def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
         "watched_runs": len(watched), "contributions": sum(watched),
         "lost_or_doubled": sum(row.has("contributions") for row in rows),
         "lost_samples": sum(row.verdict.lost_samples for row in rows),
-        "recovery_p95_s": p95(healed), "restarted_recovery_p95_s": p95(restarted), "stop_p95_s": p95(stopped),
+        "recovery_p50_s": quantile(healed, 0.5), "recovery_p95_s": p95(healed),
+        "restarted_recovery_p95_s": p95(restarted), "stop_p95_s": p95(stopped),
         "wall_p95_s": p95([row.evidence.wall_s for row in rows]),
         "wall_max_s": round(max((row.evidence.wall_s for row in rows), default=0.0), 3),
     }
@@ -125,5 +126,13 @@ def p95(values: Sequence[float]) -> float | None:
     >>> p95([3.0, 1.0, 2.0])
     3.0
     """
+    return quantile(values, 0.95)
+
+
+def quantile(values: Sequence[float], part: float) -> float | None:
+    """
+    >>> quantile([3.0, 1.0, 2.0], 0.5)
+    2.0
+    """
     ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 3) if ordered else None
+    return round(ordered[min(len(ordered) - 1, int(part * len(ordered)))], 3) if ordered else None

@@ -12,20 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
-from commlayer.chaos.campaign import Row, p95
+from commlayer.chaos.campaign import Row, p95, quantile
 from commlayer.chaos.faults import FAULTS
 from commlayer.files import write_whole
 
 NONE = "-"
+PIPE_WIDTH = 118
+
+
+def screen() -> Console:
+    """Standard output; a pipe has no width of its own."""
+    made = Console(highlight=False, markup=False)
+    return made if made.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
 def table(rows: Sequence[Row]) -> Table:
     made = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     made.add_column("fault")
     made.add_column("what it is")
-    for name in ("runs", "went on", "stopped,\nnamed", "wrong", "again at work\nor stopped, p95", "run,\np95"):
+    for name in ("runs", "went on", "stopped,\nnamed", "wrong", "again at work\nor stopped, p50", "p95", "run,\np95"):
         made.add_column(name, justify="right")
     for name in [name for name in FAULTS if any(row.trial.fault == name for row in rows)]:
         mine = [row for row in rows if row.trial.fault == name]
@@ -34,7 +42,8 @@ def table(rows: Sequence[Row]) -> Table:
         stopped = len(mine) - wrong - on
         times = [row.verdict.recovery_s for row in mine if not math.isnan(row.verdict.recovery_s)]
         made.add_row(name, FAULTS[name].what, str(len(mine)), *(str(n) if n else NONE for n in (on, stopped, wrong)),
-                     seconds(p95(times)), seconds(p95([row.evidence.wall_s for row in mine])), style="red" if wrong else "")
+                     seconds(quantile(times, 0.5)), seconds(p95(times)), seconds(p95([row.evidence.wall_s for row in mine])),
+                     style="red" if wrong else "")
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from commlayer.chaos.campaign import Row
 
-PIPE_WIDTH = 118
 TOLD_EVERY_S = 20.0
 """A line into a pipe, so that nobody takes it for stuck."""
 
@@ -30,6 +30,10 @@ def chaos(
     faults: Annotated[str, typer.Option(help="Only these, with commas between; `list` tells which there are.",
                                         metavar="NAMES")] = "",
     json: Annotated[Path | None, typer.Option("--json", help="Write every run there, too.", metavar="FILE")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Keep runs there, and make only those that are not.",
+                                                metavar="FILE")] = None,
+    seconds: Annotated[float, typer.Option(help="Begin no run after so long; with --resume the rest is for the next time. "
+                                           "0: no limit.", min=0.0)] = 0.0,
 ) -> None:
     """Kill, stop, cut and corrupt small jobs on this machine, and check what they keep.
 
@@ -46,11 +50,12 @@ def chaos(
     if unknown := [name for name in names if name not in dealt()]:
         raise ValueError(f"--faults: got {unknown[0]!r}, allowed: {', '.join(dealt())}")
     check_json(json)
+    check_json(resume)
     if sys.platform != "linux":
         raise ValueError("chaos: it needs Linux, whose loopback has an address for each link")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        wrong = _run(range(seed, seed + (runs or 2 * len(dealt()))), names, json)
+        wrong = _run(range(seed, seed + (runs or 2 * len(dealt()))), names, json, resume, seconds or math.inf)
     except CommError as error:
         typer.echo(f"commlayer chaos: {error}", err=True)
         raise typer.Exit(2) from None
@@ -61,20 +66,22 @@ def chaos(
         raise typer.Exit(1)
 
 
-def _run(seeds: range, faults: tuple[str, ...], path: Path | None) -> bool:
+def _run(seeds: range, faults: tuple[str, ...], path: Path | None, resume: Path | None, limit_s: float) -> bool:
     """Whether one is wrong. What there is is shown and written however it ends."""
-    from rich.console import Console
-
     from commlayer.chaos.campaign import Campaign
+    from commlayer.chaos.kept import Kept
+    from commlayer.chaos.table import screen
 
-    console = Console(highlight=False, markup=False)
-    console = console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
+    console = screen()
     begin = told_s = time.monotonic()
-    rows: list[Row] = []
+    kept = Kept(resume, seeds, faults)
+    rows = kept.rows
     try:
         with Campaign() as campaign:
-            for row in campaign.run(seeds, faults):
-                rows.append(row)
+            for row in campaign.run(kept.left, faults):
+                kept.add(row)
+                if time.monotonic() > begin + limit_s:
+                    break
                 if console.is_terminal or time.monotonic() > told_s + TOLD_EVERY_S:
                     told_s = time.monotonic()
                     console.print(f"{len(rows)} of {len(seeds)} runs, {sum(not r.right for r in rows)} wrong ",

@@ -165,9 +165,10 @@ class Membership:
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
 
 
-def first_cause(lost: Sequence[PeerLost]) -> PeerLost:
+def first_cause(lost: Sequence[CommError]) -> CommError:
     """Of several that are heard of at once, one that did not go because another of them did."""
-    return next((one for one in lost if not any(f"{other.peer}: " in one.what for other in lost if other is not one)), lost[0])
+    return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
+                lost[0])
 
 
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,

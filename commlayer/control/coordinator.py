@@ -144,7 +144,8 @@ class Coordinator:
         """Workers that have died, or left with an error, and how they did. Who has finished may still go on beside the job."""
         with self._lock:
             return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
-                    if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))}
+                    if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
+                    and not membership.unjudged(self._state, p)}
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
         caller = self._port.caller(peer)

@@ -26,6 +26,7 @@ from commlayer.control.messages import (
     Told,
     digest_of,
     incompatible,
+    names,
     version,
 )
 from commlayer.records import Member, Record, ServerInfo, View
@@ -53,6 +54,8 @@ class Place(Record, frozen=True):
     """Its machine is there, and says that it does nothing."""
     missed_by: tuple[str, ...] = ()
     """Tokens of those whose data connection with it was ended by its machine."""
+    blames: str = ""
+    """Of one that has left because of another that is here: that one, until it is heard again."""
 
     @property
     def here(self) -> bool:
@@ -92,7 +95,7 @@ def join(state: State, request: Join, now: float) -> Taken:
     if place is not None:
         if not place.here:
             return Taken(state, Seat(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
-        state = _with(state, msgspec.structs.replace(place, seen_s=now))
+        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now)), place)
         return Taken(state, _seat(state, place))
     problem = _problem(state, request)
     if problem:
@@ -120,12 +123,12 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         state = _with(state, place)
     elif place.here:
         place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped")
-        state = _with(state, place)
+        state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
     others = [p for t, p in sorted(state.places.items()) if t != token]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
-    left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left)
+    left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
     return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state), view=state.view if newer else None)
 
@@ -146,13 +149,30 @@ def told(state: State, request: About, time_s: float) -> Told:
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
-    """An orderly end. Before the view is complete it frees the seat."""
+    """An orderly end, or an error's. Before the view is complete it frees the seat."""
     place = state.places.get(token)
     if place is None or not place.here:
         return state
     if state.view is None:
         return _without(state, {token})
-    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges))
+    named = [p for t, p in state.places.items() if t != token and names(reason, p.peer)]
+    first = min(named, key=lambda p: reason.index(f"{p.peer}: "), default=None)
+    blames = "" if first is None else first.peer if first.here else first.blames
+    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blames=blames))
+
+
+def unjudged(state: State, place: Place) -> bool:
+    """Whether it has left because of one of whom nobody knows yet whether that is lost, or only the way between the two: it is
+    told of once that one is heard again or dead. Else the first to miss somebody would be named in that one's place."""
+    return bool(place.blames) and any(p.here and p.peer == place.blames for p in state.places.values())
+
+
+def _lives(state: State, place: Place) -> State:
+    """It is heard, so whoever has left because of it has left for a reason of its own."""
+    for p in list(state.places.values()):
+        if p.blames == place.peer:
+            state = _with(state, msgspec.structs.replace(p, blames=""))
+    return state
 
 
 def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:

@@ -282,6 +282,15 @@ def incompatible(asked: Join | Attend, version: str) -> str:
     return ""
 
 
+def names(reason: str, peer: str) -> bool:
+    """Whether an end for that reason is one because of that peer: errors begin with whom they are about, and reasons hold them.
+
+    >>> names("PeerLost: server 1: connection lost", "server 1"), names("it met server 1", "server 1")
+    (True, False)
+    """
+    return f"{peer}: " in reason
+
+
 def pack(record: Record) -> bytes:
     return msgspec.msgpack.encode(record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from commlayer.control.client import first_cause
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.pending import GROUP
@@ -33,7 +34,8 @@ class FaultVerdict:
         elif error.peer.startswith("server"):
             self._heard.wait(notice_s)
         if self.error is not None:
-            return self.error
+            # Who was told of may have met the same loss first, and have left with it.
+            return self.error if error.peer in ("", GROUP) else first_cause((self.error, error))
         if error.peer == GROUP and link.embedded and not link.coordinated:
             silent = f"the coordinator {link.address} that it hosts no longer answers"
             return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)

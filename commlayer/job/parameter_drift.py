@@ -114,10 +114,14 @@ class ParameterDrift:
         now = time.perf_counter()
         self._costs_s.append(self._cost_s)
         cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # what else the machine does only adds
-        self._rows.start(float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
-                         *map(float, self._digests.take()))
+        row = (float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
+               *map(float, self._digests.take()))
         self._began, self._cost_s, self._place = now, 0.0, 0
         self._steps = self._places = 0
+        try:
+            self._rows.start(*row)  # the first one makes a group, which lacks whoever is gone
+        except CommError as error:
+            self._connection.broke(error)
 
     def _hear(self) -> None:
         worker = self._connection.worker

@@ -215,9 +215,9 @@ class Controller:
         self._rows = channel.rows()
         from_step, shares = sampler.announced
         line = self._line or Line(1.0)
-        self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
-                                    self._line is not None, line.slope_s, line.intercept_s))
         with self._explained():
+            self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
+                                        self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in self._rows.read()]
         return decide.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
                             every=self._every, opening=self._opening, lbb=self._mode == "lbb")

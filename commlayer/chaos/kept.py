@@ -1,0 +1,59 @@
+"""The runs of a campaign in a file, so that one that is made in pieces goes on where it stopped. Makes no run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from commlayer.chaos.campaign import Row
+from commlayer.chaos.dealing import trial
+from commlayer.files import write_whole
+from commlayer.records import MALFORMED
+
+
+class _File(msgspec.Struct):
+    """`hosts`: its runs were made on hosts of the lab."""
+
+    hosts: bool
+    rows: list[Row]
+
+
+class Kept:
+    """`rows`: all that were made, those of earlier pieces first. Without a path they are kept here alone.
+
+    ValueError where the file holds other things than runs of these seeds and faults.
+    """
+
+    def __init__(self, path: Path | None, seeds: Sequence[int], faults: Sequence[str], *, hosts: bool = False) -> None:
+        self._path, self._hosts = path, hosts
+        self.rows: list[Row] = []
+        if path is not None and path.exists():
+            self.rows = _read(path, hosts=hosts)
+        asked = {seed: trial(seed, faults) for seed in seeds}
+        for row in self.rows:
+            if asked.get(row.trial.seed) != row.trial:
+                raise ValueError(f"--resume {path}: holds {row.trial.fault} of seed {row.trial.seed}, which is not asked for: "
+                                 "give the seed, the faults and no fewer runs than before, or another file")
+        made = {row.trial.seed for row in self.rows}
+        self.left = [seed for seed in seeds if seed not in made]
+        """Seeds without a run, as of the beginning."""
+
+    def add(self, row: Row) -> None:
+        """Written down at once, without what has been judged already: the next run may be broken off."""
+        small = row.evidence._replace(stepped=[], began=(), replayed=(), lines="\n".join(row.tail))
+        self.rows.append(row._replace(evidence=small))
+        if self._path is not None:
+            write_whole({self._path: msgspec.msgpack.encode(_File(self._hosts, self.rows))})
+
+
+def _read(path: Path, *, hosts: bool) -> list[Row]:
+    try:
+        found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+    except MALFORMED as error:
+        raise ValueError(f"--resume {path}: it is not what an earlier piece has written ({error})") from None
+    if found.hosts != hosts:
+        where = "on hosts of the lab" if found.hosts else "without hosts of the lab"
+        raise ValueError(f"--resume {path}: its runs were made {where}: name another file")
+    return found.rows

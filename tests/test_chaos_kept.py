@@ -1,0 +1,67 @@
+"""A campaign of chaos in pieces: what is made stays, is made once, and belongs to what is asked for. No run is real here."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from commlayer.chaos.campaign import Campaign, Row
+from commlayer.chaos.cluster import Evidence
+from commlayer.chaos.dealing import trial
+from commlayer.chaos.kept import Kept
+from commlayer.chaos.reports import Ended, Finding
+from commlayer.chaos.verdict import Verdict
+from commlayer.cli.main import app
+
+
+def test_a_campaign_in_pieces_makes_each_run_once_and_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
+        for seed in seeds:
+            made.append(seed)
+            wanted = trial(seed, faults)
+            said = Verdict("goes on", (Finding("left", "a file"),) * (seed % 2), 0.5 if seed % 2 else math.nan, 40, 0)
+            ended = [Ended(40, 1.0), None]
+            yield Row(wanted, said, Evidence([[], []], ended, 1, 0.0, 1.5, (), None, 3, (), (), math.nan, "a line"))
+
+    monkeypatch.setattr(Campaign, "run", run)
+    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
+    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    file, told = tmp_path / "runs", tmp_path / "runs.json"
+
+    def piece(runs: int, *more: str) -> Any:
+        chosen = ["--faults", "cut,slow-link", "--seed", "4", "--runs", str(runs), "--resume", str(file), *more]
+        found = CliRunner().invoke(app, ["chaos", *chosen, "--json", str(told)])
+        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+        return found
+
+    for _ in range(3):
+        piece(5, "--seconds", "1e-9")
+    assert made == [4, 5, 6]
+    assert piece(5).exit_code == 1
+    assert made == [4, 5, 6, 7, 8]
+    pieces = json.loads(told.read_text())
+    file.unlink()
+    piece(5)
+    assert made[5:] == made[:5]
+    assert json.loads(told.read_text()) == pieces
+    assert [row["seed"] for row in pieces["rows"]] == [4, 5, 6, 7, 8]
+    assert (pieces["summary"]["asked"], pieces["summary"]["violations"]) == (5, 2)
+    with pytest.raises(ValueError, match="holds cut of seed 8, which is not asked for"):
+        Kept(file, range(4, 8), ("cut", "slow-link"))
+    with pytest.raises(ValueError, match="holds cut of seed 4, which is not asked for"):
+        Kept(file, range(4, 9), ("slow-link", "cut"))
+    with pytest.raises(ValueError, match="its runs were made without hosts of the lab"):
+        Kept(file, range(4, 9), ("cut", "slow-link"), hosts=True)
+    file.write_bytes(b"{}")
+    with pytest.raises(ValueError, match="it is not what an earlier piece has written"):
+        Kept(file, range(4, 9), ("cut", "slow-link"))
