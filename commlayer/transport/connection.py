@@ -260,7 +260,7 @@ class Connection:
         pacer, sock = self._paced
         if frame.header.kind in _PROBES:
             pacer.lift(sock)
-        elif frame.nbytes > INLINE_NBYTES:
+        elif frame.nbytes > pacer.least_nbytes:
             pacer.begins(sock)
 
     def _next(self) -> _Item | None:

@@ -20,6 +20,8 @@ SO_MAX_PACING_RATE = 47
 """Linux; Python has no name for it."""
 UNLIMITED, LEAST, MOST = -1, 1 << 12, 2**31 - 1
 """Bytes a second, as the kernel takes them; 0 would stop a connection."""
+LARGE_NBYTES, SLOWLY_NBYTES = 64 << 10, 4 << 10
+"""Of a frame from which on a connection is paced; the latter on slow links, where many small ones fill a queue, too."""
 SLOW_BPS = 50e6
 """On slower links connections that are paced leave BBR. A burst there is few round trips long. Whenever BBR has looked for the
 shortest round trip, every ten seconds, it has forgotten the link's rate over such bursts, and takes seconds to find it."""
@@ -34,12 +36,15 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bps = 0.0
+        self.least_nbytes = LARGE_NBYTES
+        """Frames that are larger begin to send much."""
         self._capped: dict[socket.socket, int] = {}
 
     def follow(self, bps: float) -> None:
         """From now on the link carries that; 0: nobody knows."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
+            self.least_nbytes = SLOWLY_NBYTES if bps < SLOW_BPS else LARGE_NBYTES
             for sock in list(self._capped):
                 self._lift(sock)
 
