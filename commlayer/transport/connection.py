@@ -260,7 +260,9 @@ class Connection:
         pacer, sock = self._paced
         if frame.header.kind in _PROBES:
             pacer.lift(sock)
-        elif frame.nbytes > pacer.least_nbytes:
+            return
+        pacer.sends(sock)
+        if frame.nbytes > INLINE_NBYTES:
             pacer.begins(sock)
 
     def _next(self) -> _Item | None:

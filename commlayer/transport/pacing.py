@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import weakref
 
 from commlayer.transport.credit import waiting_nbytes
 
@@ -20,11 +21,9 @@ SO_MAX_PACING_RATE = 47
 """Linux; Python has no name for it."""
 UNLIMITED, LEAST, MOST = -1, 1 << 12, 2**31 - 1
 """Bytes a second, as the kernel takes them; 0 would stop a connection."""
-LARGE_NBYTES, SLOWLY_NBYTES = 64 << 10, 4 << 10
-"""Of a frame from which on a connection is paced; the latter on slow links, where many small ones fill a queue, too."""
-SLOW_BPS = 50e6
-"""On slower links connections that are paced leave BBR. A burst there is few round trips long. Whenever BBR has looked for the
-shortest round trip, every ten seconds, it has forgotten the link's rate over such bursts, and takes seconds to find it."""
+SLOW_BPS = 20e6
+"""On slower links connections leave BBR. A burst there is few round trips long. Whenever BBR has looked for the shortest round
+trip, every ten seconds, it has forgotten the link's rate over such bursts, and takes seconds to find it."""
 LEFT, TAKEN = (b"bbr",), (b"cubic", b"reno")
 """Congestion controls, as the kernel spells them; of the latter the first that this process may use."""
 NAME_NBYTES = 16
@@ -36,27 +35,28 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bps = 0.0
-        self.least_nbytes = LARGE_NBYTES
-        """Frames that are larger begin to send much."""
+        self._calmed = weakref.WeakSet[socket.socket]()
         self._capped: dict[socket.socket, int] = {}
 
     def follow(self, bps: float) -> None:
         """From now on the link carries that; 0: nobody knows."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
-            self.least_nbytes = SLOWLY_NBYTES if bps < SLOW_BPS else LARGE_NBYTES
             for sock in list(self._capped):
                 self._lift(sock)
+
+    def sends(self, sock: socket.socket) -> None:
+        """Something goes out there now."""
+        if 0.0 < self._bps < SLOW_BPS and sock not in self._calmed:
+            self._calmed.add(sock)
+            _calm(sock)
 
     def begins(self, sock: socket.socket) -> None:
         """Much goes out there now."""
         if not self._bps:
             return
         with self._lock:
-            if sock not in self._capped:
-                self._capped[sock] = UNLIMITED
-                if self._bps < SLOW_BPS:
-                    _calm(sock)
+            self._capped.setdefault(sock, UNLIMITED)
             busy = [one for one in self._capped if one is sock or waiting_nbytes(one) > MUCH_NBYTES]
             each = min(MOST, max(LEAST, int(SLACK * self._bps / 8 / len(busy))))
             for one in busy:
@@ -83,7 +83,7 @@ class Pacer:
 
 
 def _calm(sock: socket.socket) -> None:
-    """Once on each connection; it stays so."""
+    """For good."""
     for name in TAKEN:
         try:
             if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in LEFT:
