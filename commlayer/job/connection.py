@@ -9,7 +9,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
+from commlayer.transport import home_world
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
 
@@ -66,6 +67,20 @@ class Changes(Protocol):
         ...
 
 
+class Giving(Protocol):
+    """replica.py."""
+
+    def given(self, made: Connection, plan: Plan) -> bytes: ...
+
+
+class Joined(NamedTuple):
+    """What a rank that joins is given beside weights, buffers and the optimizer's state."""
+
+    notes: Mapping[str, str]
+    local: Mapping[str, torch.Tensor]
+    """As LocalSteps.snapshot."""
+
+
 class Connection:
     """What a session holds on to. `worker` is None where there is nobody to average with.
 
@@ -79,6 +94,9 @@ class Connection:
     local                                  exchange_schedule.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
+    notes                                  added to by whoever trains beside the session
+    passes, lets_in, fresh                 step_loop.py, exchange_schedule.py
+    replica, joined                        start.py
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
     after_regroup                          added to by whoever must act when members have gone
@@ -104,6 +122,19 @@ class Connection:
         """What its plans have to heed."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
+
+        self.replica: Giving | None = None
+        """What who joins is given here. None where nobody can be taken in."""
+        self.joined: Joined | None = None
+        """What this rank was given, where it has joined a running job."""
+        self.fresh = False
+        """Whether it has, and its first step is still to come."""
+        self.lets_in = True
+        """Whether members may join in the exchange at hand."""
+        self.passes = 0
+        """Training steps since the job began, the same on all ranks, those that were dropped among them."""
+        self.notes: dict[str, Callable[[], str]] = {}
+        """What who trains beside the session has to tell its like on a rank that joins, by name."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
@@ -139,6 +170,16 @@ class Connection:
         that was abandoned has one, too. Under local steps each exchange counts as one.)
         """
         return 0 if self.worker is None else self.worker.counters.steps
+
+    def given(self, plan: Plan) -> bytes:
+        """What this rank gives to who joins, under the plan that then stands."""
+        assert self.replica is not None
+        return self.replica.given(self, plan)
+
+    def begun(self) -> None:
+        """The first step behind joining is whole: the script may do all that it does elsewhere."""
+        self.fresh = False
+        home_world.release()
 
     def stats(self) -> dict[str, float]:
         if self.worker is None:

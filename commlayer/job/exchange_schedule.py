@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,18 +59,36 @@ class ExchangeSchedule:
         if self.local is None:
             return False
         self.local.count(scale)
+        self._connection.passes += 1
         return True
+
+    def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Takes part, with nothing, in the exchange in which the others have let this rank in. `given`: what they gave."""
+        assert self.local is not None
+        self.local.join(given, self._worker, self._buffers(), self._deadline_s * self.local.every)
+        self._over()
 
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
-        if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
-            self._drained()
+        with self._closed():
+            if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
+                self._drained()
 
     def settle(self) -> None:
         """Brings in what is under way. All ranks call it behind the same step."""
         if self.local is not None and self.local.under_way:
-            self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
+            with self._closed():
+                self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._drained()
+
+    @contextlib.contextmanager
+    def _closed(self) -> Iterator[None]:
+        """Who joins would not know what is brought in here: it waits for the next exchange."""
+        self._connection.lets_in, before = False, self._connection.lets_in
+        try:
+            yield
+        finally:
+            self._connection.lets_in = before
 
     def detach(self) -> None:
         """No more exchanges."""
@@ -111,10 +129,13 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._share()
-            with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
-                for observer in self._observers:
-                    observer.after_exchange()
+            self._over()
+
+    def _over(self) -> None:
+        self._share()
+        with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
+            for observer in self._observers:
+                observer.after_exchange()
 
     def _regroup(self) -> Worker:
         """Members have gone from the exchange under way."""
