@@ -74,11 +74,12 @@ class Giving(Protocol):
 
 
 class Joined(NamedTuple):
-    """What a rank that joins is given beside weights, buffers and the optimizer's state."""
+    """What a rank that joins is given, for when it is needed."""
 
-    notes: Mapping[str, str]
     local: Mapping[str, torch.Tensor]
     """As LocalSteps.snapshot."""
+    restore: Callable[[], None]
+    """Puts the optimizer's state in place again."""
 
 
 class Connection:
@@ -94,7 +95,6 @@ class Connection:
     local                                  exchange_schedule.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
-    notes                                  added to by whoever trains beside the session
     passes, lets_in, fresh                 step_loop.py, exchange_schedule.py
     replica, joined                        start.py
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
@@ -133,8 +133,6 @@ class Connection:
         """Whether members may join in the exchange at hand."""
         self.passes = 0
         """Training steps since the job began, the same on all ranks, those that were dropped among them."""
-        self.notes: dict[str, Callable[[], str]] = {}
-        """What who trains beside the session has to tell its like on a rank that joins, by name."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""

@@ -63,10 +63,9 @@ class ExchangeSchedule:
         return True
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Takes part, with nothing, in the exchange in which the others have let this rank in. `given`: what they gave."""
+        """The others have let this rank in, in an exchange. `given`: what they gave."""
         assert self.local is not None
-        self.local.join(given, self._worker, self._buffers(), self._deadline_s * self.local.every)
-        self._over()
+        self.local.join(given)
 
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
@@ -129,13 +128,13 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._over()
-
-    def _over(self) -> None:
-        self._share()
-        with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
-            for observer in self._observers:
-                observer.after_exchange()
+            if (made := self._connection).fresh and made.joined is not None:
+                made.joined.restore()  # the optimizer has made a step of its own
+                made.begun()
+            self._share()
+            with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
+                for observer in self._observers:
+                    observer.after_exchange()
 
     def _regroup(self) -> Worker:
         """Members have gone from the exchange under way."""

@@ -59,7 +59,7 @@ def enter(
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
             fits = functools.partial(check, workers=len(view.members))
-            told, plan, local = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s).take(
+            told, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s).take(
                 functools.partial(replica.take, check=fits))
             break
         except Newer:
@@ -67,7 +67,8 @@ def enter(
     made.uplink.adopt(view)
     new_world(made, config, home, view)
     made.plan, made.terms.auto = plan, told.automatic
-    made.joined, made.fresh, made.passes = Joined(told.notes, local), True, told.passes
+    made.joined, made.fresh = Joined(local, restore), True
+    made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
     worker = made.worker_for(plan, job, device, wire_generation(view))
     worker.step, worker.counters.steps = told.step, told.counted
     worker.units.regroup(sum(word.weight for word in ready))
@@ -75,7 +76,7 @@ def enter(
     made.follow(worker)
     made.say(f"joined the running job as worker {made.id}, with weights, buffers and optimizer's state of its workers, "
              f"{time.monotonic() - begin:.1f} s after it had come; this is rank {made.rank} of {made.world}, in step "
-             f"{told.passes}")
+             f"{made.passes}")
 
 
 def _check_givers(view: View, mine: int, link: Uplink) -> None:

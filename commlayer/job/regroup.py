@@ -217,6 +217,7 @@ class Regrouping:
         joined = [peer_name(rank) for rank in new_in(view, former)]
         parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
                  for who, what in ((gone, "gone"), (joined, "taken in")) if who]
+        parts = parts or ["who was to be taken in is gone"]
         lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
         what = (f"step {step}: {' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after "
                 f"all had come to this step{lost}; this is rank {made.rank} of {made.world} now")

@@ -7,7 +7,7 @@ Knows models and optimizers; not how bytes travel. No pickle: safetensors, and p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import safetensors.torch
@@ -45,8 +45,17 @@ class Given(Record, frozen=True):
     state: Any = None
     """Of the optimizer."""
     scaler: dict[str, Any] = msgspec.field(default_factory=dict)
-    notes: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of who trains beside the session, by name: see Connection.notes."""
+
+
+class Taken(NamedTuple):
+    """What is in place now."""
+
+    told: Given
+    plan: Plan
+    local: dict[str, torch.Tensor]
+    """For when local steps are made."""
+    restore: Callable[[], None]
+    """Puts the optimizer's state in place again."""
 
 
 class Replica:
@@ -69,8 +78,7 @@ class Replica:
                 plan=records.encode(plan), step=worker.step, counted=worker.counters.steps, passes=made.passes,
                 automatic=made.terms.auto, optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
-                scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
-                notes={name: note() for name, note in made.notes.items()})
+                scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {})
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             # Those of now are a forward pass ahead, each rank's own.
             agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
@@ -90,8 +98,8 @@ class Replica:
 
     # ---- who takes
 
-    def take(self, data: bytes, check: Callable[[Plan], None]) -> tuple[Given, Plan, dict[str, torch.Tensor]]:
-        """Puts it in place; the tensors of local steps are for when these are made. ValueError for what does not fit."""
+    def take(self, data: bytes, check: Callable[[Plan], None]) -> Taken:
+        """Puts it in place. ValueError for what does not fit."""
         size = int.from_bytes(data[:8], "little")
         try:
             told = msgspec.msgpack.decode(data[8 : 8 + size], type=Given)
@@ -112,13 +120,17 @@ class Replica:
             if name not in tensors or tensors[name].shape != tensor.shape:
                 raise ValueError(f"joins a running job: {name} is of shape {tuple(tensor.shape)} here, and "
                                  f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(_whole(told.state, tensors))
+
+        def restore() -> None:
+            if self._optimizer is not None:
+                self._optimizer.load_state_dict(_whole(told.state, tensors))
+
+        restore()
         if self._scaler is not None and told.scaler:
             self._scaler.load_state_dict(_whole(told.scaler, tensors))
         for name, tensor in there.items():
             tensor.data.copy_(tensors[name])
-        return told, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
+        return Taken(told, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -142,7 +154,7 @@ def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The reverse."""
     if isinstance(value, dict):
         if TENSOR in value:
-            return tensors[value[TENSOR]]
+            return tensors[value[TENSOR]].clone()
         if TUPLE in value:
             return tuple(_whole(inner, tensors) for inner in value[TUPLE])
         return {key: _whole(inner, tensors) for key, inner in value.items()}

@@ -118,7 +118,6 @@ class StepLoop:
         """Where this rank has joined a running job whose steps are local."""
         if self._schedule is not None and self.local and self.connection.joined is not None:
             self._schedule.join_round(self.connection.joined.local)
-            self.connection.begun()
 
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
         """A plan has come into force. `starts`: what ranks have alike in place of weights, where these differ."""
