@@ -136,7 +136,8 @@ def _enter(
         check_plan(plan, job, workers, 1, device, forbids, reachable=False)
 
     enter(made, job, device, replica, messages.worker(
-        job.digest(), made.id, 0, node=made.id, dials=True, regroups=True, alike=alike), config, met.launch.home, check)
+        job.digest(), made.id, 0, node=made.id, dials=True, regroups=True, alike=alike,
+        gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
 
 
 def _join(
