@@ -34,6 +34,9 @@ FIRST: tuple[dict[str, Any], ...] = (
 ROUND: dict[str, Any] = {"overlap": "round"}
 LONG: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n} | how for n in (32, 64) for how in (ROUND, DENSE))
 """Rounds so long that a run of 240 steps has few of them."""
+COARSE: tuple[dict[str, Any], ...] = tuple({"codec": TOP(ratio), "every": n} | how
+                                           for n in (16, 64) for ratio in (0.1, 0.01) for how in (ROUND, DENSE))
+"""What is left to the slowest links."""
 OUTER: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n, "outer": "diloco"} | how for n, how in (
     (32, DENSE), (16, DENSE), (64, DENSE), (32, ROUND), (4, DENSE)))
 SECOND: tuple[dict[str, Any], ...] = (
@@ -48,7 +51,6 @@ SECOND: tuple[dict[str, Any], ...] = (
     {"codec": "randomk(ratio=0.01)"},
     {"codec": TOP(0.03)},
     {"codec": TOP(0.003)},
-    {"codec": TOP(0.01), "every": 16},
     {"every": 16},
     {"codec": INT4, "every": 16, "overlap": "round"},
     {"codec": TOP(0.01), "late": True},
@@ -85,13 +87,14 @@ SEEDS = 3
 def campaign() -> Iterator[Way]:
     yield from _everywhere((*FIRST, ALONE), 0)
     yield from _everywhere(LONG, 0)
+    yield from _everywhere(COARSE, 0)
     yield from _everywhere(OUTER, 0)
     yield from _everywhere(SECOND, 0)
     yield from _everywhere(FIRST, 1)
     yield from _everywhere(tuple(way | {"workers": n} for n in (8, 2) for way in CROWDS), 0)
     yield from rates()
     for seed in range(1, SEEDS):
-        yield from _everywhere((*FIRST, ALONE, *LONG, *OUTER, *SECOND), seed)
+        yield from _everywhere((*FIRST, ALONE, *LONG, *COARSE, *OUTER, *SECOND), seed)
 
 
 def rates() -> Iterator[Way]:

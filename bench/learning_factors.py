@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from msgspec import structs
 from bench import Unmeasurable
 from bench.learning_run import Way
 from commlayer.measure import learning_costs
-from commlayer.measure.learning_costs import MOST, Cost, Curve, cost, key_of, told
+from commlayer.measure.learning_costs import MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 
 __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "cost", "costs", "held_out", "rows", "with_outer"]
@@ -93,11 +93,3 @@ def _of_task(found: Mapping[Way, Cost], task: str, optimizer: str) -> dict[Way, 
 
 def _recipe(way: Way) -> Recipe:
     return Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers)
-
-
-def alone(curves: Mapping[Way, Curve]) -> Iterable[tuple[Way, Cost]]:
-    """What one worker costs by itself, against four."""
-    for way, curve in curves.items():
-        together = structs.replace(way, workers=4)
-        if way.workers == 1 and together in curves:
-            yield way, cost(curve, curves[together])

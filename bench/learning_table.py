@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import sys
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -17,7 +17,8 @@ from bench.learning_factors import Foretold
 from bench.learning_run import Way
 from bench.learning_store import Store
 from commlayer.files import write_whole
-from commlayer.planner.model.learning import LearningRow
+from commlayer.measure import learning_costs
+from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 
 PAGE = report.ROOT / "docs" / "learning.md"
@@ -29,6 +30,7 @@ def table(store: Store, date: str) -> LearningTable:
     """Of the trainings that the code as it is would repeat."""
     curves = learning.current(store)
     rows = learning_factors.rows(learning_factors.costs(curves))
+    rows += learning_costs.alone_rows(curves, least_tasks=learning_factors.LEAST_TASKS)
     if not rows:
         raise Unmeasurable(f"{store.path} has no combination that was measured on {learning_factors.LEAST_TASKS} tasks: "
                            "run python -m bench learning first")
@@ -54,14 +56,12 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
     for optimizer, name in NAMES.items():
         lines += [f"**{name}**", "", "| way | steps | cautious | loss | cautious | tasks | runs |",
                   "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
-        mine = [row for row in made.rows if row.optimizer == optimizer]
+        mine = [row for row in made.rows if row.optimizer == optimizer and row.workers != ALONE]
         mine.sort(key=lambda row: (row.late, row.overlap, row.every, row.codes, row.steps))
         lines += [*map(_figures, mine), ""]
-    alone = [(way, one.steps) for way, one in learning_factors.alone(curves)]
-    for optimizer, name in NAMES.items():
-        if each := sorted(steps for way, steps in alone if way.optimizer == optimizer):
-            factor = f"{median(each):.2f} times as many steps, the median of {len(each)} trainings"
-            lines += [f"One worker alone, with {name}: {factor}.", ""]
+    for row in (row for row in made.rows if row.workers == ALONE):
+        lines += [f"One worker alone, with {NAMES[row.optimizer]}: {row.steps:.2f} times as many steps, cautiously "
+                  f"{row.steps_high:.2f}; the median of {row.tasks} tasks in {row.runs} trainings.", ""]
     found = learning_factors.costs(curves)
     if outer := learning_factors.with_outer(found):
         lines += ["**With an outer optimizer**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
@@ -71,6 +71,10 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
     heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
     lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
               *map(_foretold, told)]
+    if told:
+        lines += ["", f"The mean rank correlation is {fmean(one.rank_correlation for one in told):.2f}, that of the cautious "
+                  f"figures {fmean(one.cautious_rank for one in told):.2f}; the median error of the factor is "
+                  f"{median(one.error for one in told):.0%}."]
     return "\n".join(lines)
 
 

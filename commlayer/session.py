@@ -34,7 +34,6 @@ from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of
 from commlayer.records import Plan
 from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
-from commlayer.runtime.step import Regroup
 
 log = logging.getLogger("commlayer")
 
@@ -234,10 +233,7 @@ def switch(session: Session, plan: Plan) -> None:
 
 
 def _switch(connection: Connection, plan: Plan) -> None:
-    try:
-        go_over(connection, plan)
-    except Regroup as error:  # who is left goes on under the plan of before
-        raise error.__cause__ or error from None
+    go_over(connection, plan, asked=True)
     connection.terms.auto = False  # a plan that somebody asked for is kept
     assert connection.worker is not None
     connection.worker.recorder.switch(on=False)

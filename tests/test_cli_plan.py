@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from commlayer.cli import plan_tables
 from commlayer.cli.main import run
 from commlayer.planner import builtin, plan
 from commlayer.planner.model.cluster import Policy
-from commlayer.planner.verbs.baselines import beside
+from commlayer.planner.model.learning import ALONE
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.baselines import beside, by_itself
 from commlayer.planner.verbs.diff import Change, Difference, diff
 from commlayer.planner.verbs.explain import explain
 from commlayer.planner.verbs.text_formats import cluster_from_line
-from commlayer.planner.verbs.whatif import what_if
+from commlayer.planner.verbs.whatif import Curve, what_if
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
@@ -140,6 +143,29 @@ def test_a_plan_stands_beside_what_it_has_to_beat() -> None:
             if told:
                 assert told.points[0].local_steps > 1
                 assert f"H={told.points[0].local_steps}" in said
+                assert told.points[0].fp16_s > told.points[0].plan_s
+                assert all(word in said for point in told.points for word in (*point.way.split(), *point.codec.split()))
+
+
+def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> None:
+    job, machines = builtin("lstm"), cluster_from_line("4xrtx3060@3Mb")
+    policy = Policy(exact=False, optimizer="adam")
+    shipped = profile_from_tables(machines)
+    slow = structs.replace(shipped, learning=tuple(
+        structs.replace(row, steps=5.0, steps_high=5.0) if row.workers == ALONE else row for row in shipped.learning))
+    own, together = (by_itself(job.timing, machines, costs, policy)[0] for costs in (shipped, slow))
+    assert own.steps == next(row.steps for row in shipped.learning if row.workers == ALONE and row.optimizer == "adam")
+    assert together.steps == 1.0, "everybody's batch is sooner than five times as many steps"
+    assert own.step_s < together.step_s
+    point, = what_if(job, machines, shipped, policy, bandwidths=[3e6]).points
+    assert point.alone_s == own.to_loss_s
+    assert point.lead == pytest.approx(own.to_loss_s / point.to_loss_s), "a gain is over the best of what there is"
+    console = Console(width=120, file=io.StringIO(), highlight=False)
+    for part in plan_tables.curve(Curve("bandwidth", (point,)), 120):
+        console.print(part)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("one machine alone is sooner there than this plan: 3 Mb/s" in out) is (own.to_loss_s < point.to_loss_s)
+    assert all(word in out for word in ("DDP fp16", "alone", f"{1e3 * own.to_loss_s:.1f}"))
 
 
 def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
@@ -341,3 +367,18 @@ def test_changes_that_are_alike_share_a_row() -> None:
     assert ["3", "a[b]", "fp16()", "over", "service", "int8()", "over", "service"] in rows
     assert ["servers", "1", "2"] in rows
     assert [row[0] for row in rows if row and row[0] in "13"] == ["3", "1"]
+
+
+def test_a_budget_that_keeps_a_better_plan_out_names_it_and_the_budget_that_would_do(commlayer) -> None:
+    asked = ("plan", "make", "lstm", "--nodes", "4xrtx3060@10Mb", "--exact", "--optimizer", "sgd")
+    points = [{"codec": "topk", "ratio": 0.01, "penalty": 0.2}, {"codec": "int8", "ratio": 1.0, "penalty": 0.1}]
+    Path("loss.json").write_text(json.dumps({"points": points}))
+    _, out, _ = commlayer(*asked, "--max-loss", "0.01", "--loss", "loss.json")
+    assert "but max_loss would not be kept" in " ".join(out.split())
+    _, out, _ = commlayer(*asked, "--max-loss", "0.01")
+    told = re.search(r"--max-loss is what holds it up: plain steps with topk\S+ would take (\S+) ms .*; --max-loss (\S+) ",
+                     " ".join(out.split()))
+    assert told is not None
+    _, out, _ = commlayer(*asked, "--max-loss", told[2])
+    assert "holds it up" not in out
+    assert told[1] in out, "that plan"

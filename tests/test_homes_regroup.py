@@ -158,21 +158,27 @@ def main(codec: str, how: str, ends: str) -> None:
             optimizer.zero_grad()
         session.drain()
         applied = [-p.detach().double() for p in model.parts]
-        owed = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
-        undone = made.worker.undone()
-        for bucket in made.worker.buckets:
-            for debt in bucket.debts():
-                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
-        if made.rank == 0:
-            for bucket in made.plan.buckets:
-                state = load(made.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
-                residuals = [x.view(-1) for name, x in state.items() if "residual" in name]
-                for debt in (d for x in residuals for d in spread(bucket.slices, 0, x)):
-                    owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
+        owed = owed_of(made)
         told = {"home": home, "worlds": worlds, "rank": dist.get_rank(), "sums": sums, "said": session.inspect.decisions(),
                 "weights": flat(applied), "put": flat(put), "owed": flat(owed), "steps": made.steps,
                 "calls": model.calls.item()}
     print(json.dumps(told), flush=True)
+
+
+def owed_of(made: Any) -> list[torch.Tensor]:
+    """Between two steps, by this worker, and on rank 0 by the servers."""
+    owed = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    undone = made.worker.undone()
+    for bucket in made.worker.buckets:
+        for debt in bucket.debts():
+            owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
+    if made.rank == 0:
+        for bucket in made.plan.buckets:
+            state = load(made.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
+            residuals = [x.view(-1) for name, x in state.items() if "residual" in name]
+            for debt in (d for x in residuals for d in spread(bucket.slices, 0, x)):
+                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
+    return owed
 
 
 def sampled(how: str, ends: str) -> None:

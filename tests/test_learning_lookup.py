@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.planner.model.cluster import Line, Profile
-from commlayer.planner.model.learning import FIELDS, NONE, Excess, LearningRow, Recipe, excess
+from commlayer.planner.model.learning import ALONE, FIELDS, NONE, Excess, LearningRow, Recipe, alone, excess
 from commlayer.planner.pricing.steps_needed import Excesses
 from commlayer.planner.tables.learning import rows as shipped_rows
 
@@ -55,6 +55,18 @@ def test_what_was_measured_is_given_as_measured() -> None:
 def test_dense_gradients_cost_nothing() -> None:
     for codec in ("identity()", "fp16()", "error_feedback(fp16())"):
         assert excess(TABLE, codec, Recipe()) == NONE == Excess(0.0, 0.0, 0.0, 0.0)
+
+
+def test_what_one_needs_by_itself_is_no_way_and_grows_with_how_many_it_is_against() -> None:
+    table = (*TABLE, row("identity()", 0.9, workers=ALONE), row("identity()", 2.0, workers=ALONE, optimizer="sgd"))
+    for codec, recipe in (("int4()", Recipe(workers=1)), ("identity()", Recipe(workers=1)), ("identity()", Recipe("sgd"))):
+        assert excess(table, codec, recipe) == excess(TABLE, codec, recipe)
+    assert alone(table, "adam", 4) == pytest.approx(1.9)
+    assert alone(table, "sgd", 4) == pytest.approx(3.0)
+    assert alone(table, "", 4) == pytest.approx(1.9), "the least that plans of either have to beat"
+    assert alone(table, "adam", 16) == pytest.approx(1.9**2)
+    assert alone(table, "adam", 1) == 1.0
+    assert alone(TABLE, "adam", 4) == 0.0, "nobody knows"
 
 
 def test_without_rows_nothing_is_known() -> None:

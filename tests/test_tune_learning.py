@@ -34,24 +34,27 @@ def task(seed):
         while True:
             x = torch.randn(8, 6, generator=drawn)
             yield x, x @ truth
+            {ends}
 
     def loss(model, batch):
         return {loss}
 
     def validation(model):
         with torch.no_grad():
-            return float(nn.functional.mse_loss(model(held), held @ truth))
+            return {held}
 
     return {made}
 """
 WHOLE = "dict(model=model, optimizer=lambda m: torch.optim.{optimizer}(m.parameters(), lr=0.02), batches=batches, loss=loss, " \
         "validation=validation)"
+HELD = "float(nn.functional.mse_loss(model(held), held @ truth))"
 LOSS = "nn.functional.mse_loss(model(batch[0]), batch[1])"
 
 
-def task_file(folder: Path, optimizer: str = "AdamW", *, extra: str = "", loss: str = LOSS, made: str = WHOLE) -> Path:
+def task_file(folder: Path, optimizer: str = "AdamW", *, extra: str = "", loss: str = LOSS, made: str = WHOLE, held: str = HELD,
+              ends: str = "") -> Path:
     path = folder / "mine.py"
-    path.write_text(TASK.format(extra=extra, loss=loss, made=made.format(optimizer=optimizer)), "utf-8")
+    path.write_text(TASK.format(extra=extra, loss=loss, made=made.format(optimizer=optimizer), held=held, ends=ends), "utf-8")
     return path
 
 
@@ -76,10 +79,12 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
     made = read(out)
     assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in made.rows] == [
         ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 2, ""),
-        ("adam", "updates", "int4()", 2, "round")]
+        ("adam", "updates", "int4()", 2, "round"), ("adam", "gradients", "identity()", 1, "")]
+    assert [row.workers for row in made.rows] == [0, 0, 0, 0, 1]
+    assert "one worker by itself" in said
     assert made.provenance.tasks[0].startswith("your proxy: ")
-    assert made.provenance.runs == 5
-    assert f"4 rows in {out}" in said
+    assert made.provenance.runs == 6
+    assert f"5 rows in {out}" in said
     code, said, errors = told(["plan", "make", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
@@ -125,6 +130,9 @@ def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path)
 
 @pytest.mark.parametrize(("task", "more", "line"), [
     ({"extra": "nn.BatchNorm1d(16), "}, [], "has running statistics (1.running_mean), which virtual workers do not average"),
+    ({"held": "None"}, [], "mine.py: validation returned NoneType, needed is one number"),
+    ({"held": "model(held)"}, [], "mine.py: validation returned Tensor of 128, needed is one number"),
+    ({"ends": "return"}, [], "mine.py: the batches of rank 0 ended after 1, needed are batches without end"),
     ({"loss": "None"}, [], "returned NoneType as its loss, needed is one number with a gradient"),
     ({"made": "dict(model=model)"}, [], "KeyError: 'optimizer'; needed is a function of a seed that returns a dict of model, "),
     ({"optimizer": "Rprop"}, [], "its optimizer is of no family that tables have; allowed: SGD, Adam and their like"),

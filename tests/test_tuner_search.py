@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -118,8 +119,10 @@ def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
 
 
 def test_a_dense_run_that_fails_ends_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the dense run failed.*KeyError: 'loss'"):
-        search_for(tmp_path, lambda _: {"seconds": 1.0}, Engine(SPACE, 0))
+    for wrong in ({"seconds": 1.0}, None, {"seconds": 1.0, "loss": None}, [1.0]):
+        said = re.escape(f"the proxy returned {wrong!r}, needed is a dict such as {{\"seconds\": 3.1, \"loss\": 0.142}}")
+        with pytest.raises(ValueError, match=f"the dense run failed.*: {said}"):
+            search_for(tmp_path, lambda _, wrong=wrong: wrong, Engine(SPACE, 0))
     trials = search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
     assert [t.error for t in trials] == [""] * 3, "once the proxy is mended, the same command goes on with a dense run"
     assert trials[0].settings["codec"] == DENSE

@@ -22,6 +22,9 @@ Proxy = Callable[[Settings], Mapping[str, Any]]
 STEEP = 50.0
 """How a loss over the budget counts: one per cent more as half as much time again."""
 
+NEEDED = 'needed is a dict such as {"seconds": 3.1, "loss": 0.142}'
+LONGEST = 80
+"""Letters told of what a proxy returned."""
 DENSE_FAILED = "the dense run failed, with which all others are compared"
 
 
@@ -49,10 +52,13 @@ def first(space: SearchSpace) -> Settings:
 def run(proxy: Proxy, settings: Settings) -> TuningTrial:
     """One trial; settings under which the proxy breaks are bad settings, not the end."""
     try:
-        found = proxy(spelled(settings))
-        seconds, loss = float(found["seconds"]), float(found["loss"])
+        found: Any = proxy(spelled(settings))
     except Exception as error:
         return TuningTrial(settings, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
+    try:
+        seconds, loss = float(found["seconds"]), float(found["loss"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return TuningTrial(settings, 0.0, 0.0, f"the proxy returned {repr(found)[:LONGEST]}, {NEEDED}")
     if not (0 < seconds < math.inf and math.isfinite(loss)):
         return TuningTrial(settings, 0.0, 0.0, f"got {seconds} s and loss {loss}, allowed: finite numbers, seconds above 0")
     return TuningTrial(settings, seconds, loss)

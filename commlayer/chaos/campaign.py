@@ -76,8 +76,9 @@ class Campaign:
             yield self.one(trial(seed, faults or dealt()))
 
     def one(self, wanted: Trial) -> Row:
-        plain = self._plain_of(wanted.setting)
         found = self._ran(wanted)
+        # The bits are those of plain text; where members go, those of a replay.
+        plain = found if wanted.setting.least else self._plain_of(wanted.setting._replace(keys=False))
         return Row(wanted, verdict.judge(wanted, found, plain), found)
 
     def _plain_of(self, setting: Setting) -> Evidence:
@@ -105,9 +106,11 @@ def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
     return {
         "asked": asked, "runs": len(rows), "violations": len(rows) - len(right),
         "went_on": sum(outcome == "goes on" for outcome in right),
+        "went_on_without": sum(outcome.startswith("goes on without") for outcome in right),
         "stopped_named": sum(outcome.startswith("stops, naming") for outcome in right),
         "never_fired": sum(row.has("never fired") for row in rows),
         "digest_mismatches": sum(row.has("weights") for row in rows),
+        "over_tls": sum(row.trial.setting.keys for row in rows),
         "watched_runs": len(watched), "contributions": sum(watched),
         "lost_or_doubled": sum(row.has("contributions") for row in rows),
         "lost_samples": sum(row.verdict.lost_samples for row in rows),

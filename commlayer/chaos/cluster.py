@@ -23,9 +23,11 @@ from commlayer.chaos import oracle, processes
 from commlayer.chaos.faults import FAULTS, FULL_NBYTES
 from commlayer.chaos.processes import Started
 from commlayer.chaos.proxy import Link, Proxy
-from commlayer.chaos.reports import Ended, Finding, Stepped, Task
+from commlayer.chaos.reports import Began, Ended, Finding, Stepped, Task
 from commlayer.chaos.trials import STEPS, Trial
 from commlayer.chaos.wire import Seen
+from commlayer.config import home_environment
+from commlayer.control import authority
 from commlayer.errors import CommError
 
 HERE, THERE, CONTROL = "127.0.0.1", "127.0.0.2", "127.0.1.{}"
@@ -36,6 +38,9 @@ TOKEN = "of-a-chaos-run"
 POLL_S = 0.02
 AHEAD = 10
 """So many steps behind the one at which a fault is to strike workers wait for it, so that it does not come too late."""
+MEET_S = 20.0
+FROM_LAUNCHER = "COMMLAYER_HOME", "COMMLAYER_JOIN", "COMMLAYER_MIN_WORKERS"
+"""Of what a launcher's worker gets; its other settings are those of this process, which no run has."""
 LINGER_S = 4.0
 """How long servers may take to end behind the job."""
 PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
@@ -64,6 +69,10 @@ class Evidence(NamedTuple):
     off: float
     """By how much what was applied in the end is not what was put in; nan where not all have finished."""
     lines: str
+    began: Sequence[Sequence[Began]] = ()
+    """By worker, where they may be lost."""
+    replayed: Sequence[str] = ()
+    """Of the same: the digests that the steps should have."""
 
 
 class Cluster:
@@ -85,6 +94,8 @@ class Cluster:
         self.controls: list[Link] = []
         self.workers: list[Started] = []
         self.servers: list[Started] = []
+        self._homes: list[Started] = []
+        """The launchers of the workers, where these are homes."""
         self._coordinator: Started | None = None
         self._strangers: list[socket.socket] = []
         self._marks: dict[int, int] = {}
@@ -94,6 +105,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
             self.folder = stack.enter_context(processes.scratch())
+            if self.setting.keys:
+                authority.init(self.folder / "keys")
             stack.callback(self._end_processes)
             self._ports = self._free_ports()
             self._make_links(stack)
@@ -101,6 +114,8 @@ class Cluster:
                 self._coordinator = self._serving("coordinator", full=self._fault.full)
             for number in range(self.setting.servers):
                 self.servers.append(self._serving(f"server-{number}", number, full=self._fault.full))
+            if self.setting.least:
+                self._homes += [self._home(rank) for rank in range(self.setting.workers)]
             for rank in range(self.setting.workers):
                 self.workers.append(self._worker(rank))
             self._open = stack.pop_all()
@@ -136,9 +151,14 @@ class Cluster:
             stack.callback(proxy.close)
         for number in range(self.setting.servers):
             port = self._data_port(number)
-            stack.callback(Proxy((THERE, port), (HERE, port), self.links, self.seen).close)
+            whose = None if self.watched or self.setting.carrier == "grpc" else self._whose
+            stack.callback(Proxy((THERE, port), (HERE, port), self.links, self.seen, whose=whose).close)
         for link in dict.fromkeys((*self.links, *self.controls)):
             stack.callback(link.close)
+
+    def _whose(self, address: tuple[str, int]) -> int:
+        """Which worker has that end of a connection."""
+        return processes.owner_of(address, [worker.process.pid for worker in self.workers])
 
     def _serving(self, name: str, number: int = -1, *, full: bool = False, off_s: float = 0.0) -> Started:
         common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there, *self.more]
@@ -148,20 +168,50 @@ class Cluster:
         else:
             arguments = ["--port", str(self._ports[0]), "--workers", str(self.setting.workers),
                          "--servers", str(self.setting.servers), *(["--no-server"] if self.setting.apart else [])]
-        environ = {f"COMMLAYER_{key.upper()}": str(value) for key, value in self.waits.items()}
-        environ |= {"COMMLAYER_TOKEN": TOKEN, "COMMLAYER_CARRIER": self.setting.carrier}
+            arguments += ["--min-workers", str(self.setting.least)] if self.setting.least else []
+        environ = self._environ(name) | {"COMMLAYER_CARRIER": self.setting.carrier}
         return Started(processes.serve, [*arguments, *common], off_s, environ=environ, lines=self.folder / f"{name}.lines",
                        most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
+
+    def _environ(self, name: str) -> dict[str, str]:
+        waits = {f"COMMLAYER_{key.upper()}": str(value) for key, value in self.waits.items()}
+        return waits | {"COMMLAYER_TOKEN": TOKEN, "COMMLAYER_KEYS": self._keys_of(name)}
+
+    def _home(self, rank: int) -> Started:
+        join = {"COMMLAYER_JOIN": f"{self._join(rank)}:{self._ports[0]}", "COMMLAYER_JOIN_DEADLINE_S": "20"}
+        return Started(processes.attend, rank, environ=self._environ(f"worker-{rank}") | join,
+                       lines=self.folder / f"home-{rank}.lines", inside=self._inside(1 + rank))
+
+    def _in_home(self, rank: int) -> dict[str, str]:
+        """What its launcher gives to that worker, when all have met."""
+        home = self._homes[rank]
+        if not home.pipe.poll(MEET_S):
+            raise CommError(f"the homes have not met within {MEET_S:g} s:\n{self._lines()}", peer="chaos")
+        launch, nodes, least = home.pipe.recv()
+        made = home_environment(launch, nodes, {"join": f"{self._join(rank)}:{self._ports[0]}", "min_workers": str(least)})
+        others = [name for name in made if name.startswith("COMMLAYER_") and name not in FROM_LAUNCHER]
+        return self._environ(f"worker-{rank}") | {name: value for name, value in made.items() if name not in others}
 
     def _worker(self, rank: int) -> Started:
         settings: dict[str, Any] = self.waits | {
             "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": bool(self.more), "token": TOKEN,
+            "keys": self._keys_of(f"worker-{rank}"),
             "join_deadline_s": 20.0, "ranks_per_node": 1, "fuse_nbytes": 2048, "cut_nbytes": 4096,
             "carrier": self.setting.carrier, "drift_steps": 10, "servers": "one" if self.setting.servers == 1 else "each"}
         task = Task(rank, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
-                    str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at else 0)
-        return Started(processes.train, task, environ={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface},
+                    str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at else 0,
+                    self.setting.least)
+        environ = self._in_home(rank) if self.setting.least else {}
+        environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
+        return Started(processes.train, task, environ=environ,
                        lines=self.folder / f"worker-{rank}.lines", inside=self._inside(1 + rank))
+
+    def _keys_of(self, name: str) -> str:
+        """That node's folder, if there are any: the same when it is started again."""
+        if not self.setting.keys:
+            return ""
+        place = self.folder / "keys" / authority.NODES / name
+        return str(place if place.exists() else authority.add(self.folder / "keys", name))
 
     def _join(self, rank: int) -> str:
         """Where that worker finds the coordinator."""
@@ -173,8 +223,8 @@ class Cluster:
 
     @property
     def watched(self) -> bool:
-        """Whether a proxy sees the frames: under gRPC it sees none that it could read."""
-        return self.setting.carrier == "tcp"
+        """Whether a proxy reads the frames: under gRPC, or TLS, it could not, and where homes go weights say something else."""
+        return self.setting.carrier == "tcp" and not self.setting.keys and not self.setting.least
 
     # ---- for those who strike
 
@@ -216,15 +266,21 @@ class Cluster:
         """Until all workers that can have ended, or `limit_s` have passed. `strike` is called once, and counts its hits."""
         begin = time.monotonic()
         stepped: list[list[Stepped]] = [[] for _ in self.workers]
+        began: list[list[Began]] = [[] for _ in self.workers]
         ended: list[Ended | None] = [None] * len(self.workers)
-        struck, struck_s = 0, 0.0
+        struck, struck_s, waiting = 0, 0.0, set(range(len(self._homes)))
         while time.monotonic() < begin + limit_s:
             for rank, worker in enumerate(self.workers):
                 for said in worker.told():
                     if isinstance(said, Stepped):
                         stepped[rank].append(said)
+                    elif isinstance(said, Began):
+                        began[rank].append(said)
                     else:
                         ended[rank] = said
+                if rank in waiting and (ended[rank] is not None or worker.silent):
+                    waiting.remove(rank)
+                    self._homes[rank].order("finished" if ended[rank] else "a worker of this home has ended")
             if not struck_s and any(steps and steps[-1].step >= self.trial.at for steps in stepped):
                 time.sleep(self.trial.after_s)
                 for worker in self.workers:
@@ -244,7 +300,23 @@ class Cluster:
         seen = self.seen
         return Evidence(stepped, ended, shots, struck_s, wall_s, tuple(seen.faults),
                         seen.contributions if self.watched else None, seen.repeats if self.watched else None,
-                        left, files, self.off(), self._lines())
+                        left, files, self.off(), self._lines(), began, self._replayed(began, stepped))
+
+    def _replayed(self, began: Sequence[Sequence[Began]], stepped: Sequence[Sequence[Stepped]]) -> list[str]:
+        """The digests of the same steps in another process, by plain means over those who took part in each."""
+        whole = max(stepped, key=len)
+        if not self.setting.least or not whole:
+            return []
+        used = [{said.step: said.samples for said in row} for row in began]
+        steps = [[used[rank][step.step] for rank in step.members] for step in whole]
+        made = Started(processes.replay, self.setting.workers, steps,
+                       environ={"OMP_NUM_THREADS": "1"}, lines=self.folder / "replay.lines")
+        try:
+            return list(made.pipe.recv()) if made.pipe.poll(MEET_S) else []
+        except EOFError:
+            return []
+        finally:
+            made.end()
 
     def _lost(self, rank: int) -> bool:
         """Whether that worker will never say anything more."""
@@ -273,7 +345,7 @@ class Cluster:
                          for line in path.read_text(errors="replace").splitlines())
 
     def _end_processes(self) -> None:
-        for one in (*self.workers, *self.servers, *([self._coordinator] if self._coordinator else [])):
+        for one in (*self.workers, *self._homes, *self.servers, *([self._coordinator] if self._coordinator else [])):
             one.end()
         for stranger in self._strangers:
             stranger.close()

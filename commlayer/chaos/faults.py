@@ -11,16 +11,26 @@ FULL_NBYTES = 8 << 10
 """A file that may not get larger than this is what a full disk is: no journal fits."""
 
 
-def _any(_: Setting) -> bool:
-    return True
+def _any(setting: Setting) -> bool:
+    return not setting.least
 
 
 def _apart(setting: Setting) -> bool:
     return setting.apart
 
 
+def _without_keys(setting: Setting) -> bool:
+    """Certificates are judged by the clock, of which gRPC takes the system's."""
+    return setting.apart and not setting.keys
+
+
 def _over_tcp(setting: Setting) -> bool:
-    return setting.carrier == "tcp"
+    return setting.carrier == "tcp" and not setting.least
+
+
+def _homes(setting: Setting) -> bool:
+    """Of whom some may go."""
+    return setting.least > 0
 
 
 class Fault(NamedTuple):
@@ -60,9 +70,12 @@ FAULTS: dict[str, Fault] = {
     "slow-link": Fault("every piece of data is late", "worker", heals=False),
     "flip-bits": Fault("bits of data are flipped on the way", "worker", _over_tcp),
     "flip-control": Fault("bits of control messages are flipped on the way", "worker"),
-    "clock-jump": Fault("SIGKILL, and started again with a clock hours to a year off", "server", _apart, says=OTHER_CLOCK),
+    "clock-jump": Fault("SIGKILL, and started again with a clock hours to a year off", "server", _without_keys,
+                        says=OTHER_CLOCK),
     "full-disk": Fault("no room for journals", "server", full=True, heals=False, says=NO_ROOM),
     "full-disk-later": Fault("SIGKILL, and started again without room for a journal", "server", says=NO_ROOM),
     "strangers": Fault("connections that say nothing, or nonsense", "server", heals=False),
+    "kill-home": Fault("SIGKILL of a home, and enough are left", "worker", _homes, ends=True),
+    "kill-homes": Fault("SIGKILL of two homes, and too few are left", "worker", _homes, ends=True),
 }
 """By the names that `commlayer chaos --faults` takes."""

@@ -31,6 +31,9 @@ RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
     "freeze-worker": lambda trial: (_named(trial),),
     "isolate-worker": lambda trial: (_named(trial),),
     "lose-server": lambda trial: (_named(trial),),
+    # Homes that may go are done without, as long as enough are left.
+    "kill-home": lambda trial: (Outcome("goes on without", (trial.victim,)),),
+    "kill-homes": lambda trial: (Outcome("stops, naming", tuple(f"worker {number}" for number in trial.victims)),),
 }
 
 

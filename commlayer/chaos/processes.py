@@ -13,15 +13,16 @@ import os
 import resource
 import runpy
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from commlayer.chaos.clock import jump
 from commlayer.chaos.reports import Task
-from commlayer.config import take_environment
+from commlayer.config import Launch, read_config, take_environment
 from commlayer.errors import CommError
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
@@ -108,6 +109,26 @@ def train(pipe: Any, task: Task) -> None:
     training.train(pipe, task)
 
 
+def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+    """See training.replay."""
+    from commlayer.chaos import training
+
+    training.replay(pipe, workers, steps)
+
+
+def attend(pipe: Any, place: int) -> None:
+    """What `commlayer launch` does beside its worker, which who hears of its seat starts; until it is told how that ended."""
+    from commlayer.control import messages
+    from commlayer.control.home import Attendance
+
+    config = read_config()
+    attendance = Attendance(config.join, config, messages.attend(1, place), lambda line: print(line, file=sys.stderr))
+    seat = attendance.meet(START_S)
+    pipe.send((Launch(seat.first, seat.world, 0, 1, seat.node, seat.node, attendance.request.home), seat.nodes,
+               seat.min_workers))
+    attendance.close(pipe.recv())
+
+
 def serve(pipe: Any, arguments: list[str], off_s: float) -> None:
     """`commlayer serve`, whose clock is off by so much."""
     if off_s:
@@ -116,6 +137,20 @@ def serve(pipe: Any, arguments: list[str], off_s: float) -> None:
         os.dup2(nowhere.fileno(), 1)
     sys.argv = ["commlayer", "serve", *arguments]
     runpy.run_module("commlayer", run_name="__main__")
+
+
+def owner_of(address: tuple[str, int], pids: Sequence[int | None]) -> int:
+    """Which of these processes, by its place, has the end of a TCP connection that is there; -1: none of them."""
+    at = f"{int.from_bytes(socket.inet_aton(address[0]), 'little'):08X}:{address[1]:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    known = {f"socket:[{row[9]}]" for row in rows if row[1] == at}
+    for place, pid in enumerate(pids):
+        with contextlib.suppress(OSError):  # it may have ended, and files are closed meanwhile
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path) in known:
+                        return place
+    return -1
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from commlayer.chaos.wire import Seen, Stretch
 
@@ -114,19 +114,22 @@ class Link:
 
 
 class Proxy:
-    """Before one address. `rank`: whose connections these are; else their first frame says so."""
+    """Before one address. `rank`: whose connections these are; else `whose` says so, by the address of their other end, or if
+    nobody does their first frame."""
 
-    def __init__(self, listen: Address, target: Address, links: list[Link], seen: Seen, rank: int = -1) -> None:
-        self._target, self._links, self._seen, self._rank = target, links, seen, rank
+    def __init__(self, listen: Address, target: Address, links: list[Link], seen: Seen, rank: int = -1,
+                 whose: Callable[[Address], int] | None = None) -> None:
+        self._target, self._links, self._seen, self._rank, self._whose = target, links, seen, rank, whose
         self._nobody = Link(random.Random(0))
         self._listener = socket.create_server(listen, backlog=128)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         for near, far in accepted(self._listener, self._target):
-            link = self._links[self._rank] if self._rank >= 0 else self._nobody
+            rank = self._rank if self._whose is None else self._whose(near.getpeername())
+            link = self._links[rank] if rank >= 0 else self._nobody
             link.add(near, far)
-            stretch = Stretch(self._seen) if self._rank < 0 else None
+            stretch = Stretch(self._seen) if self._rank < 0 and self._whose is None else None
             over: list[int] = []
             for way in (UP, DOWN):
                 threading.Thread(target=self._pump, args=(way, near, far, link, stretch, over), daemon=True).start()

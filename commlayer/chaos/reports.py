@@ -24,15 +24,26 @@ class Task(NamedTuple):
     told_every: int = 1
     waits_at: int = 0
     """Behind that step it waits for an order, if there was none yet."""
+    least: int = 0
+    """As Setting has it."""
+
+
+class Began(NamedTuple):
+    """Ahead of a step, where workers may be lost in it: what it will use."""
+
+    step: int
+    epoch: int
+    samples: tuple[int, ...]
 
 
 class Stepped(NamedTuple):
-    """After a step."""
+    """After a step. `members`: those who took part in it, where that may change."""
 
     step: int
     digest: str
     samples: tuple[int, ...]
     at_s: float
+    members: tuple[int, ...] = ()
 
 
 class Finding(NamedTuple):

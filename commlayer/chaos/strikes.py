@@ -27,6 +27,14 @@ def kill_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return cluster.workers[trial.number].signal(signal.SIGKILL)
 
 
+def kill_homes(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    struck = 0
+    for number in trial.victims:
+        struck += cluster.workers[number].signal(signal.SIGKILL)
+        time.sleep(chance.uniform(0.0, 0.2))
+    return struck
+
+
 def stop_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return _paused(cluster.workers[trial.number], chance)
 
@@ -188,4 +196,6 @@ STRIKES: dict[str, Strike] = {
     "full-disk": fill_disk,
     "full-disk-later": fill_disk_later,
     "strangers": call_as_strangers,
+    "kill-home": kill_worker,
+    "kill-homes": kill_homes,
 }

@@ -30,7 +30,7 @@ def table(rows: Sequence[Row]) -> Table:
     for name in [name for name in FAULTS if any(row.trial.fault == name for row in rows)]:
         mine = [row for row in rows if row.trial.fault == name]
         wrong = sum(not row.right for row in mine)
-        on = sum(row.right and row.verdict.outcome == "goes on" for row in mine)
+        on = sum(row.right and row.verdict.outcome.startswith("goes on") for row in mine)
         stopped = len(mine) - wrong - on
         times = [row.verdict.recovery_s for row in mine if not math.isnan(row.verdict.recovery_s)]
         made.add_row(name, FAULTS[name].what, str(len(mine)), *(str(n) if n else NONE for n in (on, stopped, wrong)),
@@ -58,10 +58,12 @@ def closing(summary: Mapping[str, Any]) -> str:
     runs, wrong = summary["runs"], summary["violations"]
     of = f" of {summary['asked']}" if runs < summary["asked"] else ""
     head = f"{runs}{of} runs, " + ("all as they must be" if not wrong else f"{wrong} wrong")
-    return (f"{head}.\n{summary['went_on']} went on with the bits of the undisturbed run, {summary['stopped_named']} stopped "
-            f"and named who was lost. {summary['contributions']:,} contributions in sums of the {summary['watched_runs']} runs "
-            f"whose frames were seen, {summary['lost_or_doubled']} of them with lost or doubled ones; "
-            f"{summary['lost_samples']} samples lost or used twice; {summary['digest_mismatches']} runs with other weights.")
+    return (f"{head}.\n{summary['went_on']} went on with the bits of the undisturbed run, {summary['went_on_without']} without "
+            f"a home and with those of a replay, {summary['stopped_named']} stopped and named who was lost; "
+            f"{summary['over_tls']} were over TLS. {summary['contributions']:,} contributions in sums of the "
+            f"{summary['watched_runs']} runs whose frames were seen, {summary['lost_or_doubled']} of them with lost or doubled "
+            f"ones; {summary['lost_samples']} samples lost or used twice; {summary['digest_mismatches']} runs with other "
+            "weights.")
 
 
 def write_json(path: Path, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Sampler
-from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Stepped, Task
+from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
 from commlayer.chaos.wire import weights
+from commlayer.config import read_launch
 from commlayer.errors import CommError
+from commlayer.job.home_process import begin_world
 from commlayer.session import Session, attach, switch
 
 PAYS = "error_feedback(fp16())"
@@ -62,11 +65,12 @@ def train(pipe: Any, task: Task) -> None:
 
 
 def _train(pipe: Any, task: Task, done: list[int]) -> None:
-    known = PrefixStore(task.meeting, TCPStore(*task.store, is_master=False, wait_for_workers=False))
-    dist.init_process_group("gloo", store=known, rank=task.rank, world_size=task.workers)
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if task.least:
+        begin_world(read_launch(), "gloo")
+    else:
+        known = PrefixStore(task.meeting, TCPStore(*task.store, is_master=False, wait_for_workers=False))
+        dist.init_process_group("gloo", store=known, rank=task.rank, world_size=task.workers)
+    model, optimizer = _made()
     shares = weights(task.workers)
     data = Samples(STEPS_PER_EPOCH * sum(shares))
     sampler = Sampler(data, batch=sum(shares), shares=shares, rank=task.rank, world=task.workers, seed=3)
@@ -76,6 +80,9 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
     with attach(model, optimizer, plan=task.codec, config=task.settings) as session:
         while done[0] < task.steps:
             for numbers, x, y in sampler.follow(loader, session):
+                used = tuple(numbers.tolist()) if sampler.samples else ()
+                if task.least:
+                    pipe.send(Began(done[0] + 1, sampler.epoch, used))
                 loss = nn.functional.mse_loss(model(x), y)
                 account.put_in(loss)
                 loss.backward()
@@ -84,7 +91,8 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                 optimizer.zero_grad()
                 done[0] += 1
                 if done[0] % task.told_every == 0:
-                    pipe.send(Stepped(done[0], digest(model), tuple(numbers.tolist()), time.monotonic()))
+                    members = tuple(session.inspect.members) if task.least else ()
+                    pipe.send(Stepped(done[0], digest(model), used, time.monotonic(), members))
                 while pipe.poll() or done[0] == waits_at:
                     pipe.recv()  # it says no more than that the fault has struck
                     waits_at = 0
@@ -92,6 +100,31 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                     break
         account.settle(session, optimizer)
         account.write(Path(task.folder), task.rank)
+
+
+def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+    """The same training without commlayer, of what each member used in each step: plain means over samples, added in the order
+    of members. Tells the digests."""
+    torch.set_num_threads(1)
+    (model, optimizer), data, said = _made(), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
+    for step in steps:
+        sums: list[torch.Tensor] = []
+        for used in filter(None, step):
+            x, y = (torch.stack(parts) for parts in list(zip(*(data[number] for number in used), strict=True))[1:])
+            own = torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))
+            parts = [g * float(len(used)) for g in own]
+            sums = [total.add_(part) for total, part in zip(sums, parts, strict=True)] if sums else parts
+        for p, total in zip(model.parameters(), sums, strict=True):
+            p.grad = total.mul_(1.0 / sum(map(len, step)))
+        optimizer.step()
+        said.append(digest(model))
+    pipe.send(said)
 
 
 def digest(model: nn.Module) -> str:

@@ -16,6 +16,10 @@ class Setting(NamedTuple):
     servers: int = 1
     apart: bool = False
     carrier: str = "tcp"
+    keys: bool = False
+    """Whether everybody has keys, so that all goes over TLS. What is computed is the same."""
+    least: int = 0
+    """So many workers are enough (min_workers), and each is a home; 0: all must stay."""
 
     def __str__(self) -> str:
         """
@@ -24,7 +28,8 @@ class Setting(NamedTuple):
         """
         servers = "server" if self.servers == 1 else "servers"
         said = [self.codec.removesuffix("()"), f"{self.workers} workers", f"{self.servers} {servers}"]
-        return ", ".join(said + ["coordinator apart"] * self.apart + ["gRPC"] * (self.carrier == "grpc"))
+        said += ["coordinator apart"] * self.apart + ["gRPC"] * (self.carrier == "grpc") + ["TLS"] * self.keys
+        return ", ".join(said + [f"homes of which {self.least} are enough"] * (self.least > 0))
 
 
 SETTINGS = (
@@ -34,6 +39,7 @@ SETTINGS = (
     Setting("topk(ratio=0.1)", servers=2, apart=True),
     Setting("int8()", carrier="grpc"),
     Setting("int8()", workers=3, apart=True),
+    Setting("identity()", workers=3, least=2),
 )
 
 
@@ -52,6 +58,11 @@ class Trial(NamedTuple):
     def victim(self) -> str:
         """As errors name it."""
         return f"{self.strikes} {self.number}"
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The numbers of all that it strikes."""
+        return (self.number, (self.number + 1) % self.setting.workers) if self.fault == "kill-homes" else (self.number,)
 
     @property
     def again(self) -> str:

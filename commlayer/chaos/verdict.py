@@ -48,12 +48,16 @@ def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
         findings.append(Finding("outcome", f"the job {outcome}; allowed: {'; or '.join(map(str, allowed))}"))
     findings += _victim(trial, found)
     ranks = others if outcome != GOES_ON else list(range(trial.setting.workers))
-    findings += _digests(found, plain, ranks)
-    if lost := _lost_samples(trial, found, ranks):
+    findings += _digests(found, plain, ranks) if not trial.setting.least else _as_replayed(found, others)
+    if lost := _lost_samples(trial, found, ranks) if not trial.setting.least else _astray(trial, found, others):
         findings.append(Finding("samples", f"{lost} samples were lost or used twice"))
     findings += found.faults
     if outcome == GOES_ON:
         findings += _at_the_end(trial, found, plain)
+    elif outcome.how == "goes on without":
+        findings += _left_behind(found)
+        findings += [Finding("outcome", f"worker {rank} took {len(found.stepped[rank])} steps of {STEPS}")
+                     for rank in others if len(found.stepped[rank]) != STEPS]
     return Verdict(str(outcome), tuple(findings), _recovery_s(found, others), _steps(found, others), lost)
 
 
@@ -63,13 +67,15 @@ def _at_the_end(trial: Trial, found: Evidence, plain: Evidence) -> list[Finding]
     if not found.off <= ROUNDING:
         line = f"what was applied is off what was put in by {found.off:.2e}, allowed {ROUNDING:.0e}"
         findings.append(Finding("accounts", line))
-    if found.contributions != plain.contributions:
+    if found.contributions is not None and found.contributions != plain.contributions:
         line = f"{found.contributions} contributions were in sums, {plain.contributions} in the undisturbed run"
         findings.append(Finding("contributions", line))
-    if not oracle.stays(trial):
-        findings += [Finding("left", f"{name} did not end behind the job") for name in found.servers_left]
-        findings += [Finding("left", f"{name} was left behind the job") for name in found.left_files]
-    return findings
+    return findings if oracle.stays(trial) else findings + _left_behind(found)
+
+
+def _left_behind(found: Evidence) -> list[Finding]:
+    return [Finding("left", f"{name} did not end behind the job") for name in found.servers_left] + \
+        [Finding("left", f"{name} was left behind the job") for name in found.left_files]
 
 
 def _victim(trial: Trial, found: Evidence) -> list[Finding]:
@@ -87,7 +93,8 @@ def _victim(trial: Trial, found: Evidence) -> list[Finding]:
 
 def _struck(trial: Trial, rank: int) -> bool:
     """Whether that worker is the one that is lost: it owes nobody an orderly end."""
-    return trial.fault in ("kill-worker", "freeze-worker", "isolate-worker") and rank == trial.number
+    lost = "kill-worker", "freeze-worker", "isolate-worker", "kill-home", "kill-homes"
+    return trial.fault in lost and rank in trial.victims
 
 
 def _outcome(trial: Trial, found: Evidence, others: list[int]) -> Outcome:
@@ -131,6 +138,30 @@ def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
         missed = epoch - len(used) if whole and first + STEPS_PER_EPOCH <= last else 0
         lost += twice + missed
     return lost
+
+
+def _as_replayed(found: Evidence, ranks: list[int]) -> list[Finding]:
+    """As _digests, where members go: against plain means over those who took part in each step."""
+    for rank in ranks:
+        for step in found.stepped[rank]:
+            if found.replayed[step.step - 1 : step.step] != [step.digest]:
+                return [Finding("weights", f"worker {rank} has other weights than plain means give, from step {step.step} on")]
+    return []
+
+
+def _astray(trial: Trial, found: Evidence, ranks: list[int]) -> int:
+    """Each sample once in an epoch, of all that members of a whole step used in it. How many were not."""
+    whole = max((found.stepped[rank] for rank in ranks), key=len, default=[])
+    used = [{said.step: said for said in row} for row in found.began]
+    epochs: dict[int, Counter[int]] = {}
+    for step in whole:
+        for rank in step.members:
+            said = used[rank][step.step]
+            epochs.setdefault(said.epoch, Counter()).update(said.samples)
+    every = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
+    last = max(epochs, default=0)
+    return sum(sum(count - 1 for count in counts.values()) + (every - len(counts) if epoch != last else 0)
+               for epoch, counts in epochs.items())
 
 
 def _recovery_s(found: Evidence, others: list[int]) -> float:

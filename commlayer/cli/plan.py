@@ -55,7 +55,7 @@ def make(
     from commlayer.planner.model.matrix_shapes import untouched
     from commlayer.planner.search.plan import plan
     from commlayer.planner.simulation.timeline import simulate
-    from commlayer.planner.verbs.baselines import beside
+    from commlayer.planner.verbs.baselines import beside, looser
 
     plan_inputs.check_json(json)
     if exact and (max_local_steps > 1 or staleness):
@@ -83,7 +83,7 @@ def make(
     for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
         console.print(part)
     console.print(plan_tables.by_decision(made, job, console.width))
-    for line in untouched(made, job):
+    for line in (*untouched(made, job), *plan_tables.held_up(made, looser(made, job, machines, costs, policy))):
         console.print(line, markup=False)
     if out is not None:
         console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {plan_file.sidecar(out)}",

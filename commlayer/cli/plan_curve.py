@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
 from commlayer.planner.verbs.whatif import Curve, break_even
+
+LINES = (("dense_s", "no compression", "o--"), ("fp16_s", "DDP fp16", "o--"), ("alone_s", "one machine alone", "--"),
+         ("to_loss_s", "plan", "o-"))
+ROOM = 8, 30
+"""Below the plan's seconds for words, and above the largest of the plan and of one machine alone: far above nothing matters."""
 
 
 def check_plot(path: Path) -> None:
@@ -19,19 +25,22 @@ def check_plot(path: Path) -> None:
 
 
 def draw(curve: Curve, path: Path) -> None:
-    """Step times over what was swept."""
+    """Seconds to a loss over what was swept, beside what a plan has to beat; and how steps are taken, wherever that changes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     wide = curve.swept == "bandwidth"
     xs = [p.x / 1e6 if wide else p.x for p in curve.points]
-    for name, label, style in (("dense_s", "no compression", "o--"), ("plan_s", "plan", "o-"), ("free_s", "free coding", ":")):
-        axes.plot(xs, [getattr(p, name) * 1e3 for p in curve.points], style, label=label)
+    for name, label, style in LINES:
+        if any(getattr(p, name) for p in curve.points):
+            axes.plot(xs, [getattr(p, name) * 1e3 or math.nan for p in curve.points], style, label=label)
     axes.set_yscale("log")
-    axes.set_ylabel("step, ms")
+    axes.set_ylim(min(p.to_loss_s for p in curve.points) * 1e3 / ROOM[0],
+                  max(max(p.to_loss_s, p.alone_s) for p in curve.points) * 1e3 * ROOM[1])
+    axes.set_ylabel("ms to a loss, for each step of dense training" if all(p.steps for p in curve.points) else "step, ms")
     if wide:
         axes.set_xscale("log")
         axes.set_xlabel("link, Mb/s each way")
@@ -41,6 +50,10 @@ def draw(curve: Curve, path: Path) -> None:
                           xycoords=("data", "axes fraction"), va="top", color="grey")
     else:
         axes.set_xticks(xs, [p.label for p in curve.points])
+    for x, p in zip(xs, curve.points, strict=True):
+        said = f"{p.way or 'plain'}\n{p.codec.replace(' down ', chr(10) + 'down ')}"
+        axes.annotate(said, (x, p.to_loss_s * 1e3), (0, -6), textcoords="offset points",
+                      rotation=90, va="top", ha="center", fontsize=7)
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)

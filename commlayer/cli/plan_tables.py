@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich import box
@@ -13,7 +14,7 @@ from commlayer.planner.simulation.timeline import Timeline, per_step
 from commlayer.planner.verbs.baselines import Beside
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
-from commlayer.planner.verbs.whatif import Curve, break_even, way_of
+from commlayer.planner.verbs.whatif import Curve, break_even, most_used, way_of
 from commlayer.records import Bucket, Job, Plan, Why
 
 PIPE_WIDTH = 120
@@ -48,7 +49,7 @@ def nbytes(count: float) -> str:
 
 def table(title: str, *columns: str) -> Table:
     """Names that begin with ">" are of numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return made
@@ -94,11 +95,31 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
     yield made
     if known:
         yield ("x steps: how many times as many as dense training needs, the median and cautiously; ms to a loss: cautiously, "
-               "for each step of dense training; alone: the fastest one computes everybody's batch; latencies: if links and "
-               "codecs took no time")
+               "for each step of dense training; alone: the best one, with everybody's batch or its own, whichever is sooner; "
+               "latencies: if links and codecs took no time")
     mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
     if mine and alone and alone.to_loss_s < mine.to_loss_s:
         yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
+
+
+def held_up(made: Plan, looser: tuple[Plan, float] | None) -> Iterator[str]:
+    """The nearest plan that would do without the budget of loss."""
+    if looser is not None:
+        plan, loss = looser
+        before, after = (ms(p.step_s * (p.steps_high or 1.0)) for p in (made, plan))
+        how = f"{way_of(plan) or 'plain steps'} with {most_used(plan)}"
+        yield (f"--max-loss is what holds it up: {how} would take {after} ms to a loss instead of {before}; "
+               f"--max-loss {_up(loss):g} allows it")
+
+
+def _up(loss: float) -> float:
+    """In two digits, no lower.
+
+    >>> _up(0.4511), _up(0.1), _up(0.0)
+    (0.46, 0.1, 0.0)
+    """
+    step = 10 ** (math.floor(math.log10(loss)) - 1) if loss > 0 else 1.0
+    return round(math.ceil(loss / step - 1e-9) * step, 12)
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
@@ -215,19 +236,24 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
 def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     known, wide = all(p.steps for p in told.points), width >= WIDE
     headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
-               *([">dense ms"] if wide or not known else []), ">gain",
-               *([] if known else [">free ms"]), *([">samples/s"] if wide else []), "codec", "way"]
+               *([">DDP fp16", ">alone"] if wide else []), ">gain", *([] if known else [">free ms"]),
+               *([">samples/s"] if wide else []), *(["codec", "way"] if wide else ["codec and way"])]
     made = table("", *headers)
     for p in told.points:
-        gain = f"{p.gain:,.{2 if p.gain < 10 else 0}f} x"
+        gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "plain"
         made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
-                     *([ms(p.dense_s)] if wide or not known else []), gain, *([] if known else [ms(p.free_s)]),
-                     *([f"{p.samples_per_s:,.1f}"] if wide else []), p.codec, p.way or "plain")
-    made.columns[0].no_wrap = True
+                     *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
+                     *([] if known else [ms(p.free_s)]), *([f"{p.samples_per_s:,.1f}"] if wide else []),
+                     *([p.codec, way] if wide else [f"{p.codec}, {way}"]))
+    for column in made.columns[:-2]:
+        column.no_wrap = True
     for column in made.columns[-2:]:
         column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
     yield made
-    yield ("gain: of the plan over the best one without compression" + (", in seconds to a loss" if known else "")
-           + "; codec: of most elements; way: how steps are taken" + ("" if known else "; free: if coding took no time"))
+    yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"
+           + (", in seconds to a loss" if known else "") + "; codec: of most elements; way: how steps are taken"
+           + ("" if known else "; free: if coding took no time"))
+    if losing := [p.label for p in told.points if 0 < p.alone_s < p.to_loss_s]:
+        yield f"one machine alone is sooner there than this plan: {', '.join(losing)}"
     if told.swept == "bandwidth":
         yield break_even(told)

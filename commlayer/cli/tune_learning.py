@@ -10,6 +10,7 @@ import typer
 
 from commlayer.cli.user_code import function_of
 from commlayer.files import write_whole
+from commlayer.planner.model.learning import ALONE, ALONE_AMONG
 
 if TYPE_CHECKING:
     from commlayer.measure.learning import Task, Way
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 CODECS = ("int4()", "topk(ratio={ratio})")
 LOCAL_STEPS = (4, 16)
 LEAST_STEPS = 20
+BY_ITSELF = "one worker by itself"
 FIELDS = ("model", "optimizer", "batches", "loss", "validation")
 WHAT = f"of a seed that returns a dict of {', '.join(FIELDS)}"
 
@@ -47,6 +49,8 @@ def run(
     ways = list(ways_of(spelled(codecs, ratio), several, late=staleness))
     table = measured(name, make, ways, tell, steps=steps, seeds=seeds)
     for row in table.rows:
+        if row.workers == ALONE:
+            typer.echo(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
         if row.workers == 0:
             how = f"{row.codec}{', updates' if row.codes == 'updates' and row.every == 1 else ''}"
             how += (f", every={row.every}" if row.every > 1 else "") + (", overlapped" if row.overlap else "")
@@ -88,7 +92,7 @@ def maker(name: str) -> Callable[[int], Task]:
 
 def said(way: Way) -> str:
     """For a person."""
-    parts = [way.codec, "updates" if way.codes == "updates" else "", f"every={way.every}" if way.every > 1 else "",
-             'overlap="round"' if way.overlap else "", "one step late" if way.late else "",
-             f"seed {way.seed}" if way.seed else ""]
+    parts = [BY_ITSELF if way.workers == ALONE else way.codec, "updates" if way.codes == "updates" else "",
+             f"every={way.every}" if way.every > 1 else "", 'overlap="round"' if way.overlap else "",
+             "one step late" if way.late else "", f"seed {way.seed}" if way.seed else ""]
     return ", ".join(filter(None, parts))

@@ -19,6 +19,7 @@ from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
 from commlayer.records import Bucket, Plan
 from commlayer.runtime import shared_buffers
+from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, gather_bytes, together
 
@@ -77,11 +78,15 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
 
 def save(connection: Connection, directory: Path) -> None:
     """See Session.save, and job/checkpoint_files.py for what lies where and in which order."""
-    if connection.worker is None:
-        return
+    if connection.worker is not None:
+        connection.anew(lambda: _save(connection, directory))
+
+
+def _save(connection: Connection, directory: Path) -> None:
     for act in connection.bring_in:
         act()
     worker, uplink = connection.worker, connection.uplink  # of the plan that stands then
+    assert worker is not None
     files: dict[str, dict[str, torch.Tensor]] = {}
     with together(connection.groups, "save()"):
         with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply
@@ -166,7 +171,10 @@ def _take_plan(connection: Connection, folder: Path) -> None:
     assert connection.worker is not None
     other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
     if gather(connection.groups, [other])[0][0]:
-        switch(connection, saved)
+        try:
+            switch(connection, saved)
+        except Regroup as error:  # what was saved is of all who were there
+            raise error.__cause__ or error from None
 
 
 def _servers_of(connection: Connection) -> list[int]:

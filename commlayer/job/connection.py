@@ -6,11 +6,12 @@ Made by job/start.py, moved to another plan by job/switch.py, closed by its sess
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from commlayer.job.plan_terms import PlanTerms
 from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
+from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world
@@ -33,6 +35,8 @@ from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
 
 log = logging.getLogger("commlayer")
+
+T = TypeVar("T")
 
 
 class Waits(NamedTuple):
@@ -66,6 +70,10 @@ class Changes(Protocol):
         """Behind Regroup: goes over to the view of those who are left. CommError if that fails."""
         ...
 
+    def between(self, plan: Plan | None = None) -> None:
+        """The same between two steps, if members have gone. `plan`: goes over to that, which servers may know already."""
+        ...
+
 
 class Giving(Protocol):
     """replica.py."""
@@ -95,7 +103,8 @@ class Connection:
     local                                  exchange_schedule.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
-    passes, lets_in, fresh                 step_loop.py, exchange_schedule.py
+    passes, fresh                          step_loop.py, exchange_schedule.py
+    lets_in                                closed_door()
     replica, joined                        start.py
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
@@ -130,7 +139,7 @@ class Connection:
         self.fresh = False
         """Whether it has, and its first step is still to come."""
         self.lets_in = True
-        """Whether members may join in the exchange at hand."""
+        """Whether members may join in what is at hand."""
         self.passes = 0
         """Training steps since the job began, the same on all ranks, those that were dropped among them."""
 
@@ -174,6 +183,15 @@ class Connection:
         assert self.replica is not None
         return self.replica.given(self, plan)
 
+    @contextlib.contextmanager
+    def closed_door(self) -> Iterator[None]:
+        """Nobody is let in: who joins would not know what is done here."""
+        self.lets_in, before = False, self.lets_in
+        try:
+            yield
+        finally:
+            self.lets_in = before
+
     def begun(self) -> None:
         """The first step behind joining is whole: the script may do all that it does elsewhere."""
         self.fresh = False
@@ -211,14 +229,36 @@ class Connection:
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
 
+    def hand_on(self, old: Worker, new: Worker) -> None:
+        """`new` goes on where `old` stopped, and owes what that owed."""
+        hand_over(old, new, *(() if self.stepped is None else (self.stepped.effect, self.stepped.rate)))
+
     def broke(self, error: CommError) -> None:
         """Something that ranks do together between steps: for good, and the error is raised; or since members have gone, and
         then it is left, Regroup is raised, and the next step goes on with those who are left."""
         assert self.worker is not None
-        if self.worker.error is None and self.members is not None and self.members.pending(self.waits.notice_s):
+        if self.worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
             raise Regroup from error
         self.worker.latch(error)
         self.worker.check()
+
+    def anew(self, act: Callable[[], T]) -> T:
+        """What all ranks do together between two steps; again, from its beginning, with those who are left if members go.
+
+        A collective that lacks one who is gone fails on all who are left, so all of them begin again.
+        """
+        while True:
+            try:
+                return act()
+            except Regroup:
+                assert self.members is not None
+            except Exception as error:
+                broken = error if isinstance(error, CommError) else error.__cause__
+                if self.members is None or not isinstance(broken, CommError):
+                    raise
+                with contextlib.suppress(Regroup):
+                    self.broke(broken)
+            self.members.between()
 
     def explain(self, error: BaseException) -> BaseException:
         """Who is to blame for it, as the coordinator knows soon."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,25 +69,16 @@ class ExchangeSchedule:
 
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
-        with self._closed():
+        with self._connection.closed_door():
             if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
                 self._drained()
 
     def settle(self) -> None:
         """Brings in what is under way. All ranks call it behind the same step."""
         if self.local is not None and self.local.under_way:
-            with self._closed():
+            with self._connection.closed_door():
                 self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._drained()
-
-    @contextlib.contextmanager
-    def _closed(self) -> Iterator[None]:
-        """Who joins would not know what is brought in here: it waits for the next exchange."""
-        self._connection.lets_in, before = False, self._connection.lets_in
-        try:
-            yield
-        finally:
-            self._connection.lets_in = before
 
     def detach(self) -> None:
         """No more exchanges."""

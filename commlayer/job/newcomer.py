@@ -20,7 +20,7 @@ from commlayer.job.connection import Connection, Joined
 from commlayer.job.regroup import Regrouping, new_world
 from commlayer.job.replica import Replica
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import Newer, ViewWords, Word
+from commlayer.job.view_words import AWAY, Newer, ViewWords, Word
 from commlayer.records import Job, Plan, View, decode
 from commlayer.transport.groups import Groups
 from commlayer.transport.members import Members
@@ -55,6 +55,9 @@ def enter(
         try:
             _check_givers(view, made.id, link)
             ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s * local_steps)
+            if AWAY in ready:
+                raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
+                                "taken in there: run the same command again")
             if not dialled:  # servers know of it now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True

@@ -9,7 +9,9 @@ back what they coded, servers what they summed. Then a worker is made for the ne
 what the one before owed, and gets the same gradients, which are still the script's.
 
 Who joins says only that it is ready, and is given what it must know (replica.py) before all go over: its first backward pass
-is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py).
+is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). If
+members go there, or inside a save or a change of plans, the others have to do that again, and who joins has no part in it:
+it is sent away, and they go over to the view behind that.
 
 Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
 said that they are ready for it, and no step is whole that they have not all taken part in.
@@ -17,6 +19,7 @@ said that they are ready for it, and no step is whole that they have not all tak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +33,9 @@ from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import Newer, ViewWords, Word, never
+from commlayer.job.view_words import AWAY, Newer, ViewWords, Word, never
 from commlayer.job.ways import Forbids
 from commlayer.records import Plan, View
-from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world, members
@@ -64,8 +66,9 @@ class Regrouping:
             self._made.worker.now.wake()
 
     def pending(self, wait_s: float) -> bool:
-        until = time.monotonic() + wait_s
-        while not self._gone() and time.monotonic() < until:
+        until, worker = time.monotonic() + wait_s, self._made.worker
+        assert worker is not None
+        while not self._gone() and time.monotonic() < until and worker.error is None:
             time.sleep(0.05)
         return bool(self._gone())
 
@@ -79,7 +82,15 @@ class Regrouping:
             served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
             self._agree(worker, here if served else never)
 
-    def go(self) -> None:
+    def between(self, plan: Plan | None = None) -> None:
+        old = self._made.worker
+        assert old is not None
+        if self.pending(0.0):
+            old.undone()
+            with self._made.closed_door():
+                self.go(plan)
+
+    def go(self, plan: Plan | None = None) -> None:
         made = self._made
         old = made.worker
         assert old is not None
@@ -89,7 +100,7 @@ class Regrouping:
                     if self._agreed is None:
                         self._agree(old)
                         raise CommError("others have the step whole that was abandoned here", step=old.step)
-                    self._go_over(old)
+                    self._go_over(old, plan or old.plan)
                     return
                 except (Newer, Regroup):
                     continue
@@ -151,9 +162,18 @@ class Regrouping:
             if worker.step < most or (same and any(word.step > worker.step for word in sure)):
                 self._whole = worker.step
                 return
-            if same:
+            if same and not self._made.lets_in and new_in(view, self._view):
+                self._send_away(view)
+            elif same:
                 self._agreed = view, words
                 raise Regroup
+
+    def _send_away(self, view: View) -> None:
+        """Those who join, and waits for the view without them."""
+        until = time.monotonic() + self._config.deadline_s
+        with contextlib.suppress(Newer):
+            self._tell(view, "ready", AWAY, until)
+            self._tell(view, "left", AWAY, until)  # which they never say
 
     def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
               here: Callable[[], bool] = never) -> list[Word]:
@@ -161,7 +181,7 @@ class Regrouping:
 
     # ---- to the new view
 
-    def _go_over(self, old: Worker) -> None:
+    def _go_over(self, old: Worker, under: Plan) -> None:
         made, agreed = self._made, self._agreed
         assert made.uplink is not None
         assert agreed is not None
@@ -171,7 +191,7 @@ class Regrouping:
                             step=old.step)
         begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
         place, new, there = ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)}
-        plan = plan_of(old.plan, [there[rank] for rank in ids if rank in there], len(new))
+        plan = plan_of(under, [there[rank] for rank in ids if rank in there], len(new))
         generation = wire_generation(view)
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
         for number, server in enumerate(view.servers):
@@ -189,14 +209,14 @@ class Regrouping:
         new_world(made, self._config, self._home, view)
         made.plan, made.terms.basis, made.terms.price = plan, None, None
         after = made.worker_for(plan, old.job, old.device, generation)
-        hand_over(old, after)
+        made.hand_on(old, after)
         after.units.regroup(sum(word.weight for word in words))
         made.uplink.adopt(view)
         made.follow(after)
         old.close()
         if made.uplink.resumed is not None:
             made.uplink.resumed.end(generation)
-        self._whole = -1
+        self._whole = self._bound = -1  # the same step is done again, and may break off again
         for act in made.after_regroup:
             act()
         self._say(old.step, former, view, time.monotonic() - begin)

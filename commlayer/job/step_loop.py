@@ -230,13 +230,12 @@ class StepLoop:
 
     def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
         """See Session.drain. The parameters in order of their numbers."""
-        worker = self.connection.worker
-        if worker is None:
+        if self.connection.worker is None:
             return False
         if self._schedule is not None:
             self._schedule.drain()
-        self._units(worker)
-        return hand_out(worker, parameters)
+        self._units(self.worker)  # another one, if members have gone meanwhile
+        return hand_out(self.worker, parameters)
 
     def detach(self) -> None:
         """No more steps of this model."""

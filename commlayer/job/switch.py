@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from msgspec import structs
 
@@ -11,9 +12,10 @@ from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.agreed_plan import agreed_plan, check_plan
 from commlayer.job.connection import Connection
+from commlayer.job.regroup import plan_of
 from commlayer.job.ways import in_updates, stepping
-from commlayer.records import Plan
-from commlayer.runtime.plan_handover import hand_over
+from commlayer.records import Member, Plan
+from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, together
 from commlayer.transport.groups import Groups
@@ -21,24 +23,82 @@ from commlayer.transport.groups import Groups
 log = logging.getLogger("commlayer")
 
 
-def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False) -> None:
+class _Told(Exception):
+    """It broke off with `error` when servers may have been told to go over, some of them. So all ranks stand there."""
+
+    def __init__(self, error: CommError, plan: Plan) -> None:
+        super().__init__(error)
+        self.error, self.plan = error, plan
+
+
+class _Entered(Regroup):
+    """Members have gone, and who is left has gone over to the plan."""
+
+
+def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
     """Goes over to another plan between two steps. All ranks call it together; rank 0's plan counts, others may give None.
 
     Codecs start afresh, but what residuals owe is paid under the new plan. On servers that holds for elements that stay on
     their server, in the same unit; what else they owe is dropped. ValueError, and nothing changed, if the plan fits some rank
-    ill. What breaks off once servers have been told ends the job: some may have gone over, others not. `by_itself`: nobody
-    asked for just this plan, so what cannot be behind local steps is left out of it.
+    ill. What breaks off once servers have been told ends the job: some may have gone over, others not. Where that is since
+    members have gone, those who are left take all servers over to the new plan, with their view; before that they keep the old
+    one. Regroup in both cases, or if it is `asked` for by the script, it is done anew. `by_itself`: nobody asked for just this
+    plan, so what cannot be behind local steps is left out of it.
     """
     if made.worker is None or made.groups is None or made.uplink is None:
         raise ValueError("there is nobody to go over to another plan with")
+    again = False
+    while True:
+        before = made.uplink.view.members
+        try:
+            _all_go_over(made, plan, by_itself=by_itself, again=again)
+            return
+        except _Entered:
+            if asked:
+                return
+            raise
+        except Regroup:
+            if not asked:
+                raise
+            assert made.members is not None
+            made.members.between()
+            plan, again = _of_those_left(plan, before, made.uplink.view.members), True
+
+
+def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
+    """Once. `again`: rank 0 is another one, perhaps, and has no plan to give."""
+    assert made.groups is not None
+    assert made.uplink is not None
     try:
         for act in made.catch_up:
             act()
+        assert made.worker is not None
+        if again and not gather(made.groups, [plan is not None])[0][0]:
+            made.decisions.append(f"step {made.worker.step}: the plan to go over to is gone with rank 0, which alone had it: "
+                                  "the plan of before goes on")
+            log.warning("%s", made.decisions[-1])
+            return
         _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
         for behind in made.after_switch:
             behind()
+    except _Told as told:
+        try:
+            made.broke(told.error)
+        except Regroup:
+            assert made.members is not None
+            made.members.between(told.plan)
+            for behind in made.after_switch:
+                behind()
+            raise _Entered from told.error
     except CommError as error:
         made.broke(error)
+
+
+def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
+    """A plan that names each worker's codec, for fewer."""
+    if plan is None or any(b.by_node and len(b.by_node) != len(before) for b in plan.buckets):
+        return plan
+    return plan_of(plan, [place for place, member in enumerate(before) if member in now])
 
 
 def _go_over(
@@ -63,6 +123,8 @@ def _go_over(
                    reachable=groups.members.reachable)
     for act in made.before_switch:
         act()
+    if made.worker is not old:
+        raise Regroup  # members have gone in what they exchanged there
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
     told, undone = False, old.undone()
     try:
@@ -75,14 +137,13 @@ def _go_over(
                     link.send_plan(server, records.encode(agreed), new.generation, mine)
     except Exception as error:
         new.close()
+        if told and made.members is not None and isinstance(broken := error.__cause__ or error, CommError):
+            raise _Told(broken, agreed) from error
         if told and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
     made.plan, made.terms.basis = agreed, None
-    if made.stepped is None:
-        hand_over(old, new)
-    else:
-        hand_over(old, new, made.stepped.effect, made.stepped.rate)
+    made.hand_on(old, new)
     made.follow(new)
     old.close()
     if said:

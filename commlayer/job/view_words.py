@@ -29,6 +29,10 @@ class Word(NamedTuple):
     """Of its gradients in that step."""
 
 
+AWAY = Word(-2, 0.0)
+"""In place of "ready", to who joins: members have gone where nobody can be let in."""
+
+
 class Newer(Exception):
     """There is a newer view than the one that is gone over to."""
 

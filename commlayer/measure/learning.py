@@ -89,12 +89,27 @@ def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> li
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
-        made.step([next(feed) for feed in feeds], min(1.0, step / WARMUP))
+        made.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], min(1.0, step / WARMUP))
         if step * looks % steps < looks:
-            curve.append(float(task.validation(made.learnt())))
+            curve.append(_validated(way, task.validation(made.learnt())))
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
     return curve
+
+
+def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> Any:
+    for batch in feed:
+        return batch
+    raise ValueError(f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
+
+
+def _validated(way: Way, found: Any) -> float:
+    """As a number; one line if it is none."""
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        what = f"Tensor of {found.numel()}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ValueError(f"task {way.task}: validation returned {what}, needed is one number") from None
 
 
 def losses(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ last half of a run is the way's: so no run is longer than another, and large fac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from commlayer.measure.learning import STEPS, Way
-from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
 
 MOST = 20.0
 """What has learnt as good as nothing costs so much."""
@@ -96,6 +96,22 @@ def rows(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRo
                                     runs=sum(row.runs for row in enough), **worst))
         made += enough if len(enough) > 1 else []
     return tuple(made)
+
+
+def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
+    """What one worker costs by itself, against several."""
+    for way, curve in curves.items():
+        together = structs.replace(way, workers=ALONE_AMONG)
+        if way.workers == ALONE and together in curves:
+            yield way, cost(curve, curves[together])
+
+
+def alone_rows(curves: Mapping[Way, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+    """That, a row for each optimizer."""
+    found: dict[_Key, dict[str, list[Cost]]] = {}
+    for way, one in alone(curves):
+        found.setdefault(key_of(way), {}).setdefault(way.task, []).append(one)
+    return tuple(_row(key, ALONE, runs) for key, runs in sorted(found.items()) if len(runs) >= least_tasks)
 
 
 _Key = tuple[str, str, str, int, str, bool]

@@ -17,6 +17,7 @@ from commlayer.codec_name import SPARSE, named
 from commlayer.measure import learning_costs
 from commlayer.measure.learning import LOOKS, STEPS, Make, Way, train
 from commlayer.optim.family import family_of
+from commlayer.planner.model.learning import ALONE
 from commlayer.planner.tables.learning import LearningTable, Provenance
 
 OWN = "your proxy"
@@ -30,6 +31,7 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
     steps, waited for and overlapped."""
     dense = Way("", "")
     yield dense
+    yield structs.replace(dense, workers=ALONE)
     codecs = [codec for codec in dict.fromkeys(codecs) if codec != dense.codec]
     yield from (structs.replace(dense, codec=codec) for codec in codecs)
     fine = next((codec for codec in codecs if named(codec).core.family not in SPARSE), dense.codec)
@@ -65,6 +67,7 @@ def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
 
 def _table(name: str, curves: dict[Way, Sequence[float]]) -> LearningTable | None:
     rows = learning_costs.rows(learning_costs.costs(curves))
+    rows += learning_costs.alone_rows(curves) if rows else ()
     made = Provenance(datetime.date.today().isoformat(), f"commlayer tune {name} --learning", len(curves), (f"{OWN}: {name}",),
                       str(torch.__version__), OWN)
     return LearningTable(made, rows) if rows else None

@@ -25,7 +25,9 @@ def together(groups: Groups | None, what: str) -> Iterator[None]:
     try:
         rows = gather(groups, [mine is not None])
     except CommError as error:
-        raise (mine or error) from None
+        if mine is None or isinstance(mine, CommError):
+            raise (mine or error) from None
+        raise mine from error  # the others do not know of it
     if mine is not None:
         raise mine
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]

@@ -90,7 +90,7 @@ class AutoPlan:
         self._news: deque[Planned | SharesMoved] = deque()
         """From other threads, for the next step's end."""
         self._ended, self._busy = 0.0, False
-        connection.on_close.append(self._replanner.close)
+        connection.on_close.append(self._close)
         connection.on_shares.append(lambda part: self._news.append(SharesMoved(part)))
 
     @property
@@ -134,6 +134,12 @@ class AutoPlan:
     def end(self) -> None:
         """It looks for plans no longer."""
         self._replanner.close()
+
+    def _close(self) -> None:
+        """Nor does its thread run on: one inside native code when the interpreter ends would take the process down."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join(SEARCH_S)
 
     def settle(self, deadline_s: float) -> list[ReplanVerdict]:
         """What planning has found, when it is over or that time is."""

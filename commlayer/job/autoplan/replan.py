@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -22,13 +23,14 @@ from commlayer.job.connection import Connection
 from commlayer.measure import bucket_overheads, codec_costs
 from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped
-from commlayer.observe import RecordedStep
 from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables.machines import learning_rows
 from commlayer.records import Plan
+
+T = TypeVar("T")
 
 
 class Replanner:
@@ -43,6 +45,7 @@ class Replanner:
         self._contention = 0.0
         """How much dearer work on processors is than alone; 0 before it was fitted."""
         self._process = PlanningProcess()
+        self._over = False
 
     def start(self) -> None:
         """Loads what planning needs, beside the training; without it the first planning does, and says why it cannot."""
@@ -54,6 +57,8 @@ class Replanner:
         self._process.stop()
 
     def close(self) -> None:
+        """For good. Whoever is still in `find` comes back soon, with a RuntimeError."""
+        self._over = True
         self._process.close()
 
     def measured(self, measurements: Measurements) -> None:
@@ -72,7 +77,7 @@ class Replanner:
         """
         made, measured = self._connection, self._begun()
         if self._profile is None:
-            self._profile = structs.replace(_profile(current, measured.steps, measured.collectives, loss_limits.codecs(made)),
+            self._profile = structs.replace(self._measured_here(current, measured, loss_limits.codecs(made)),
                                             energy=self._energy)
         server_nodes, worker = tuple(server_nodes_of(made)), made.worker
         cuda = worker is not None and worker.device.type == "cuda"
@@ -84,6 +89,22 @@ class Replanner:
                             self._contention, current.steps_locally and loss_limits.remembers(made))
         candidate, self._contention = self._process.search(order)
         return candidate
+
+    def _measured_here(self, current: Plan, measured: Measurements, codecs: Sequence[str]) -> Profile:
+        """Costs on this machine, beside training; codecs as plans spell them, in full."""
+        used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
+        names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
+        alone = [cost for name in names for cost in self._go_on(functools.partial(codec_costs.measure, [name]))]
+        load = load_of(measured.steps, current, alone)
+        costs = tuple(under(load, cost) for cost in alone)
+        besides, copy = self._go_on(_overheads), _copies()
+        return Profile(costs, besides.server, besides.bucket.floor_s, copy or Line(0.0), across=measured.collectives.across,
+                       source="measured")
+
+    def _go_on(self, measure: Callable[[], T]) -> T:
+        if self._over:
+            raise RuntimeError("the session is over")
+        return measure()
 
     def _begun(self) -> Measurements:
         assert self._measured is not None, "planning follows measuring"
@@ -124,15 +145,3 @@ def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow,
 _overheads = functools.cache(bucket_overheads.measure)
 _copies = functools.cache(codec_costs.copies)
 """Measured once in a process, for they are this machine's."""
-
-
-def _profile(current: Plan, steps: list[RecordedStep], collectives: Grouped, codecs: Sequence[str]) -> Profile:
-    """Costs on this machine, beside training; codecs as plans spell them, in full."""
-    used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
-    names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
-    alone = codec_costs.measure(names)
-    load = load_of(steps, current, alone)
-    costs = tuple(under(load, cost) for cost in alone)
-    besides, copy = _overheads(), _copies()
-    return Profile(costs, besides.server, besides.bucket.floor_s, copy or Line(0.0), across=collectives.across,
-                   source="measured")

@@ -18,6 +18,8 @@ from commlayer.planner.model.learning_curves import Curves, Place, Point, places
 from commlayer.records import Record
 
 FIELDS = ("steps", "high", "loss", "loss_high")
+ALONE, ALONE_AMONG = 1, 4
+"""Workers of a row that is of no way: of one by itself, with its own batch, against so many that exchange in each step."""
 
 
 class LearningRow(Record, frozen=True):
@@ -36,7 +38,7 @@ class LearningRow(Record, frozen=True):
     late: bool
     """Whether results are used one step late."""
     workers: int
-    """0: the worst over all that were measured."""
+    """0: the worst over all that were measured. `ALONE`: one by itself."""
     steps: float
     """How many times as many steps as dense training in every step, to the same loss: the median over tasks and seeds."""
     steps_high: float
@@ -86,6 +88,17 @@ class Excess(NamedTuple):
 NONE = Excess()
 
 
+def alone(rows: Iterable[LearningRow], optimizer: str, workers: float) -> float:
+    """How many times as many steps one needs by itself as so many workers together, by its own batches; 0: nobody knows.
+
+    Of an optimizer of no measured family the least counts: it is what plans have to beat. By other numbers of workers it grows
+    as a power of them does.
+    """
+    known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
+    steps = known.get(optimizer) or min(known.values(), default=0.0)
+    return steps ** (math.log(workers) / math.log(ALONE_AMONG)) if steps else 0.0
+
+
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
     """Of what is sent and answered in `codec`, as plans spell it. Without rows nothing is known, and all steps count alike."""
     return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
@@ -126,7 +139,7 @@ class _Tables:
     def _look(self, codec: str, recipe: Recipe) -> Excess:
         parts = places_of(codec, recipe.every)  # of a chain the worse counts
         place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
-        known = {row.optimizer for row in self._rows}
+        known = {row.optimizer for row in self._rows if row.workers != ALONE}
         asked = [recipe.optimizer] if recipe.optimizer in known else sorted(known)
         each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked for part in parts]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
@@ -135,7 +148,7 @@ class _Tables:
     def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
         key = optimizer, workers
         if key not in self._curves:
-            rows = _nearest((r for r in self._rows if r.optimizer == optimizer), workers)
+            rows = _nearest((r for r in self._rows if r.optimizer == optimizer and r.workers != ALONE), workers)
             self._curves[key] = tuple(
                 Curves({point: max(_value(r, field) for r in same) for point, same in rows.items()}) for field in FIELDS)
         return self._curves[key]

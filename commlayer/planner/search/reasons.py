@@ -11,7 +11,7 @@ from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.model.float64 import DOUBLE
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.steps_needed import plan_excess
-from commlayer.planner.search.layout_candidate import LayoutCandidate
+from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
 from commlayer.planner.simulation.timeline import Timeline, per_step, simulate
 from commlayer.records import Bucket, Plan, Why
 
@@ -62,10 +62,13 @@ class Verdict(NamedTuple):
     dense: Price
     coded: Price | None
     nbytes: float
+    barred: bool
+    """Whether the budget of loss keeps it from being coded so."""
 
 
 def _verdict(b: int, entry: LayoutCandidate) -> Verdict:
     mine, place = entry.useful[b], entry.found.choice[b]
+    spare, loss = entry.inputs.policy.max_loss - entry.found.loss, entry.space.loss[b]
     now = Price(entry.found.step_s / entry.local_steps, entry.found.price / entry.local_steps)
     others = [o for o in range(len(mine)) if o != place]
     dense, coded = (_best(b, [o for o in others if (entry.options[mine[o]].codec == DENSE) is such], entry)
@@ -78,7 +81,7 @@ def _verdict(b: int, entry: LayoutCandidate) -> Verdict:
         coded = min(here, coded or here, key=_to_loss)
     return Verdict(now, "" if runner is None else str(entry.options[mine[runner[1]]]), now if runner is None else runner[0],
                    now if dense is None else dense[0], None if coded is None else coded[0],
-                   entry.ways.template(mine[place]).nbytes)
+                   entry.ways.template(mine[place]).nbytes, any(loss[o] - loss[place] > spare for o in others))
 
 
 def _to_loss(found: tuple[Price, int]) -> tuple[float, int]:
@@ -125,6 +128,8 @@ def _reason(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: 
         return "takes load off the links at no cost to the " + ("time to a loss" if count else "step")
     if coded is None:
         return "no codec is allowed or worth trying at this size"
+    if verdict.barred and coded.to_loss_s < now.to_loss_s * (1 - FINEST):
+        return f"coded, {against(now, coded, count=count).partition(',')[0]}, but max_loss would not be kept"
     if not math.isclose(coded.step_s, now.step_s, rel_tol=SAME):
         return f"coded, {against(now, coded, count=count)}"
     hidden = timeline.done_s[bucket.id] <= timeline.compute_s

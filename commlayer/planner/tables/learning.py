@@ -44,8 +44,8 @@ def read(path: Path) -> LearningTable:
     what, data = f"learning table {path}", path.read_bytes()
     found = decode(data, _Version, what).version
     if found != VERSION:
-        raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}; make it anew with "
-                          "python -m bench learning")
+        remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
+        raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}; make it anew with {remedy}")
     table = decode(data, LearningTable, what)
     for row in table.rows:
         if wrong := row_problem(row):

@@ -9,13 +9,17 @@ from msgspec import structs
 
 from commlayer.planner.model.cluster import NO_LIMIT, Cluster, Line, Link, Policy, Profile
 from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.model.learning import alone
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.layout_candidate import FINEST
 from commlayer.planner.search.plan import plan
 from commlayer.planner.search.ways import free
 from commlayer.planner.simulation.timeline import exact_s
-from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
+ALONE = "one machine alone"
 DDP_NBYTES = 25 << 20
 """Of DistributedDataParallel's buckets."""
 ENDLESS_BPS = 1e15
@@ -40,11 +44,8 @@ def beside(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, poli
     """The plan first, then the others."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
-    fastest = max(node.ranks * node.speed for node in cluster.nodes)
-    alone_s = (timing.forward_s + timing.backward_s) * cluster.ranks / fastest + timing.update_s / max(
-        node.speed for node in cluster.nodes if node.ranks)
-    others = [Beside("dense fp32", dense.step_s), Beside("DDP fp16", _halves_s(job, cluster, profile, policy))]
-    others += [Beside("one machine alone", alone_s)] if cluster.ranks > max(n.ranks for n in cluster.nodes) else []
+    others = [Beside("dense fp32", dense.step_s), Beside("DDP fp16", halves_s(job, cluster, profile, policy))]
+    others += by_itself(timing, cluster, profile, policy)
     floor_s = exact_s(made, job, endless(cluster), free(profile), policy)
     return (Beside("this plan", made.step_s, made.steps or 1.0, made.steps_high or 1.0), *others,
             Beside("its latencies alone", floor_s, made.steps or 1.0, made.steps_high or 1.0))
@@ -56,7 +57,30 @@ def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Po
     return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
 
 
-def _halves_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> tuple[Plan, float] | None:
+    """What there would be without the budget of loss, and by what part it loses; None where it is no sooner at a loss."""
+    profile, policy, _ = checked_inputs(job, cluster, profile, policy)
+    if policy.max_loss >= NO_LIMIT:
+        return None
+    other = plan(job, cluster, profile, structs.replace(policy, max_loss=NO_LIMIT))
+    sooner = other.step_s * (other.steps_high or 1.0) < made.step_s * (made.steps_high or 1.0) * (1 - FINEST)
+    return (other, plan_excess(other, job, cluster, profile, policy).loss_high) if sooner else None
+
+
+def by_itself(timing: Timing, cluster: Cluster, profile: Profile, policy: Policy) -> list[Beside]:
+    """One machine alone, as it is first at a loss: with everybody's batch, or with its own in as many more steps as trainings
+    were measured to need so. None, where there is no other machine."""
+    found = []
+    for node in cluster.nodes:
+        if 0 < node.ranks < cluster.ranks:
+            computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
+            found.append(Beside(ALONE, computing_s * others + timing.update_s / node.speed))
+            if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others):
+                found.append(Beside(ALONE, computing_s + timing.update_s / node.speed, steps, steps))
+    return [min(found, key=lambda one: one.to_loss_s)] if found else []
+
+
+def halves_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
     """All-reduces of halves, which take as long as those of floats over links twice as fast; converting is taken to be free."""
     ranks = {node.ranks for node in cluster.nodes if node.ranks}
     per_node = ranks.pop() if len(ranks) == 1 else 1

@@ -11,7 +11,7 @@ from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.search.plan import PAYS, plan
 from commlayer.planner.tables.machines import speed
-from commlayer.planner.verbs.baselines import uncompressed
+from commlayer.planner.verbs.baselines import by_itself, halves_s, uncompressed
 from commlayer.records import Job, Plan, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
@@ -39,6 +39,10 @@ class Point(Record, frozen=True):
     """How steps are taken, where that is not the plain way."""
     codec: str = ""
     """That of most elements."""
+    fp16_s: float = 0.0
+    """Of a step with DDP's fp16 hook; 0: not looked at."""
+    alone_s: float = 0.0
+    """Of one machine alone, to a loss, as `to_loss_s`; 0: there is no other."""
 
     @property
     def to_loss_s(self) -> float:
@@ -47,7 +51,13 @@ class Point(Record, frozen=True):
 
     @property
     def gain(self) -> float:
+        """Over what is not compressed."""
         return self.dense_s / self.to_loss_s if self.plan_s else 1.0
+
+    @property
+    def lead(self) -> float:
+        """Over the best of what there is without a plan: no compression, DDP's fp16 hook, one machine alone."""
+        return min(s for s in (self.dense_s, self.fp16_s, self.alone_s) if s) / self.to_loss_s if self.plan_s else 1.0
 
 
 class Curve(Record, frozen=True):
@@ -61,7 +71,7 @@ class Curve(Record, frozen=True):
 def point(
     label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
 ) -> Point:
-    policy = policy or Policy()
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     made = plan(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
     if policy.objective == "step":  # whatever it learns
@@ -70,8 +80,10 @@ def point(
     if dense.step_s < made.step_s * (made.steps_high or 1.0):
         made = structs.replace(dense, steps=float(made.steps > 0), steps_high=float(made.steps > 0))
     batch, plan_s = (job.batch or 0) * cluster.ranks, made.step_s
+    alone = by_itself(timing, cluster, profile, policy)
     return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0, made.steps,
-                 made.steps_high, made.local_steps, way_of(made), most_used(made))
+                 made.steps_high, made.local_steps, way_of(made), most_used(made), halves_s(job, cluster, profile, policy),
+                 alone[0].to_loss_s if alone else 0.0)
 
 
 def way_of(made: Plan) -> str:

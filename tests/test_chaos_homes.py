@@ -1,0 +1,83 @@
+"""Chaos runs whose members go, and those over TLS: verdicts, and real runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from test_chaos import SETTING, evidence
+
+from commlayer.chaos import verdict
+from commlayer.chaos.campaign import Campaign, summary
+from commlayer.chaos.cluster import Evidence
+from commlayer.chaos.dealing import KEYED, dealt, trial
+from commlayer.chaos.reports import Began, Ended, Stepped
+from commlayer.chaos.trials import STEPS, Setting, Trial
+
+
+def left(**changes: Any) -> Evidence:
+    """Of three homes, of which the last is killed in step 4; 21 samples a step, whoever there is."""
+    every, steps, began = iter(range(1000)), list[list[Stepped]]([[], [], []]), list[list[Began]]([[], [], []])
+    for n in range(STEPS):
+        if n % verdict.STEPS_PER_EPOCH == 0:
+            every = iter(range(1000))
+        members = (0, 1, 2) if n < 3 else (0, 1)
+        for rank in members if n != 3 else (0, 1, 2):
+            samples = tuple(next(every) for _ in range(21 // len(members))) if rank in members else (7,)
+            began[rank].append(Began(n + 1, n // verdict.STEPS_PER_EPOCH, samples))
+            if rank in members:
+                steps[rank].append(Stepped(n + 1, f"digest {n}", samples, float(n), members))
+    for n in range(3, STEPS):  # 21 cannot be halved
+        more = (*began[0][n].samples, 900 + n)
+        began[0][n], steps[0][n] = began[0][n]._replace(samples=more), steps[0][n]._replace(samples=more)
+    ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS), None]
+    made = evidence(stepped=steps, ended=ended, off=math.nan, contributions=None, began=began,
+                    replayed=[f"digest {n}" for n in range(STEPS)])
+    return made._replace(**changes)
+
+
+HOMES = Setting("identity()", workers=3, least=2)
+
+
+def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> None:
+    killed = Trial(7, "kill-home", HOMES, "worker", 2, 3)
+
+    def wrong(found: Evidence) -> tuple[str, ...]:
+        return verdict.judge(killed, found, found).wrong
+
+    said = verdict.judge(killed, left(), left())
+    assert (said.outcome, said.wrong, said.steps) == ("goes on without worker 2", (), STEPS)
+    other = left()
+    other.stepped[1][20] = other.stepped[1][20]._replace(digest="another")
+    assert wrong(other) == ("worker 1 has other weights than plain means give, from step 21 on",)
+    assert wrong(left(replayed=[])) == ("worker 0 has other weights than plain means give, from step 1 on",)
+    lost = left()
+    lost.began[2][1] = lost.began[2][1]._replace(samples=(0,))
+    assert wrong(lost) == ("8 samples were lost or used twice",), "of the dead, in a step that was whole"
+    assert wrong(left(servers_left=("server 0",))) == ("server 0 did not end behind the job",)
+    early = left()
+    assert "worker 1 took 39 steps of 40" in wrong(early._replace(stepped=[early.stepped[0], early.stepped[1][:-1], []]))
+    named = [Ended(9, 9.0, "worker 2", "worker 2: its process has ended"), None, None]
+    assert verdict.judge(killed._replace(fault="kill-homes", number=1), left(ended=named), left()).wrong == ()
+    assert wrong(left(ended=[named[0], named[0], None])) == (
+        "the job stops, naming worker 2; allowed: goes on without worker 2",)
+
+
+def test_a_share_of_the_seeds_has_keys_and_no_other_run_is_another_for_it() -> None:
+    made = [trial(seed, dealt()) for seed in range(30 * len(dealt()))]
+    keyed = [one for one in made if one.setting.keys]
+    assert 0.8 * KEYED < len(keyed) / len(made) < 1.2 * KEYED
+    assert {one.fault for one in made} - {one.fault for one in keyed} == {"clock-jump"}
+    assert {one.fault for one in made if one.setting.least} == {"kill-home", "kill-homes"}
+
+
+def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() -> None:
+    with Campaign() as campaign:
+        rows = [campaign.one(Trial(0, "kill-home", HOMES, "worker", 0, 5)),
+                campaign.one(Trial(0, "cut", SETTING._replace(keys=True), "worker", 1, 5))]
+    assert [(row.verdict.outcome, row.verdict.wrong) for row in rows] == [("goes on without worker 0", ()), ("goes on", ())]
+    assert [row.evidence.contributions for row in rows] == [None, None]
+    assert (len(rows[0].evidence.replayed), rows[0].verdict.steps) == (STEPS, STEPS)
+    assert rows[1].evidence.shots > 0
+    told = summary(rows, 2)
+    assert (told["went_on"], told["went_on_without"], told["over_tls"]) == (1, 1, 1)

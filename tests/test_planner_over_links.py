@@ -1,0 +1,82 @@
+"""What holds for plans of known models over links from 1 Mb/s to 25 Gb/s, by the shipped table: nothing harder than it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.layout_candidate import FINEST
+from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.timeline import exact_s
+from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.verbs.baselines import beside
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import Bucket, Job, Plan
+
+LADDER = ("topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.1)", "int4()", "int8()", "fp16()")
+"""Each is finer than the one before."""
+RATES = {"resnet50": (1, 10, 30, 100, 1000, 3000, 25000), "lstm": (1, 3, 10, 100, 300, 1000, 10000),
+         "bert-base": (3, 100, 1000)}
+"""Mb/s."""
+SLACK = 1 + FINEST + 0.01
+"""What becomes finer may cost so much at each link, and what is written down differs a little from what was searched."""
+
+
+def neighbours(made: Plan) -> Iterator[tuple[str, Plan]]:
+    """What is coded finer in one respect, or exchanged sooner."""
+    for coarse, fine in pairwise(LADDER):
+        if any(coarse in (b.codec, b.down) for b in made.buckets):
+            finer = tuple(with_finer(b, coarse, fine) for b in made.buckets)
+            yield f"{fine} for {coarse}", structs.replace(made, buckets=finer)
+    if made.local_steps > 2:
+        yield "half the local steps", structs.replace(made, local_steps=made.local_steps // 2)
+    if made.overlap == "round":
+        yield "rounds that are waited for", structs.replace(made, overlap="")
+    if any(b.stale for b in made.buckets):
+        yield "nothing late", structs.replace(made, buckets=tuple(structs.replace(b, stale=False) for b in made.buckets))
+
+
+def with_finer(bucket: Bucket, coarse: str, fine: str) -> Bucket:
+    codec, down = (fine if name == coarse else name for name in (bucket.codec, bucket.down))
+    return structs.replace(bucket, codec=codec, down="" if down == codec else down)
+
+
+def priced(made: Plan, job: Job, machines: Cluster, profile: Profile, policy: Policy) -> tuple[float, float]:
+    """Seconds to a loss for each step of dense training, and how many times as many steps, cautiously."""
+    steps = 1 + plan_excess(made, job, machines, profile, policy).high
+    return exact_s(made, job, machines, profile, policy) * steps, steps
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])
+def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: str) -> None:
+    job, found = builtin(model), []
+    for rate in RATES[model]:
+        machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
+        profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer))
+        made = plan(job, machines, profile, policy)
+        mine, steps = priced(made, job, machines, profile, policy)
+        assert mine == pytest.approx(made.step_s * made.steps_high, rel=1e-6)
+        for how, other in neighbours(made):
+            theirs, needed = priced(other, job, machines, profile, policy)
+            assert needed >= steps or theirs > mine, f"{rate} Mb/s: {how} would take no longer"
+        besides = {row.name: row.to_loss_s for row in beside(made, job, machines, profile, policy)}
+        assert mine <= min(besides["DDP fp16"], besides["dense fp32"]) * SLACK, f"{rate} Mb/s"
+        found.append((mine, steps))
+    for (slow_s, slow), (fast_s, fast) in pairwise(found):
+        assert fast_s <= slow_s * SLACK, "a faster link is no later at a loss"
+        assert fast <= slow * SLACK, "and asks for no coarser codec and no rarer exchange"
+
+
+@pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.05])
+def test_a_budget_of_loss_is_kept_without_a_loss_model(max_loss: float) -> None:
+    job = builtin("lstm")
+    for rate, optimizer in ((3, "adam"), (100, "sgd")):
+        machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
+        profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer, max_loss=max_loss))
+        assert plan_excess(plan(job, machines, profile, policy), job, machines, profile, policy).loss_high <= max_loss + 1e-9
