@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from commlayer.runtime.local_steps import LocalSteps
 from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
+from commlayer.transport import home_world
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
 
@@ -74,6 +75,23 @@ class Changes(Protocol):
         ...
 
 
+class Giving(Protocol):
+    """replica.py."""
+
+    def given(self, made: Connection, plan: Plan) -> bytes: ...
+
+
+class Joined(NamedTuple):
+    """What a rank that joins is given, for when it is needed."""
+
+    local: Mapping[str, torch.Tensor]
+    """As LocalSteps.snapshot."""
+    restore: Callable[[], None]
+    """Puts the optimizer's state in place again."""
+    matched: bool
+    """As LocalSteps.matched."""
+
+
 class Connection:
     """What a session holds on to. `worker` is None where there is nobody to average with.
 
@@ -87,6 +105,9 @@ class Connection:
     local                                  exchange_schedule.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
+    passes, fresh                          step_loop.py, exchange_schedule.py
+    lets_in                                closed_door()
+    replica, joined                        start.py
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
     after_regroup                          added to by whoever must act when members have gone
@@ -112,6 +133,17 @@ class Connection:
         """What its plans have to heed."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
+
+        self.replica: Giving | None = None
+        """What who joins is given here. None where nobody can be taken in."""
+        self.joined: Joined | None = None
+        """What this rank was given, where it has joined a running job."""
+        self.fresh = False
+        """Whether it has, and its first step is still to come."""
+        self.lets_in = True
+        """Whether members may join in what is at hand."""
+        self.passes = 0
+        """Training steps since the job began, the same on all ranks, those that were dropped among them."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
@@ -147,6 +179,25 @@ class Connection:
         that was abandoned has one, too. Under local steps each exchange counts as one.)
         """
         return 0 if self.worker is None else self.worker.counters.steps
+
+    def given(self, plan: Plan) -> bytes:
+        """What this rank gives to who joins, under the plan that then stands."""
+        assert self.replica is not None
+        return self.replica.given(self, plan)
+
+    @contextlib.contextmanager
+    def closed_door(self) -> Iterator[None]:
+        """Nobody is let in: who joins would not know what is done here."""
+        self.lets_in, before = False, self.lets_in
+        try:
+            yield
+        finally:
+            self.lets_in = before
+
+    def begun(self) -> None:
+        """The first step behind joining is whole: the script may do all that it does elsewhere."""
+        self.fresh = False
+        home_world.release()
 
     def stats(self) -> dict[str, float]:
         if self.worker is None:

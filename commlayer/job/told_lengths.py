@@ -30,6 +30,11 @@ def lengths_of(connection: Connection, outer: Outer, every: int, deadline_s: flo
     different families."""
     if connection.groups is None:
         return None
+    if (joined := connection.joined) is not None and connection.fresh:  # the others have agreed, and see `agree`
+        if joined.matched and not outer.matched:
+            raise ValueError("sync: the running job makes means as long as changes are (Outer(matched=True)), this home does "
+                             "not; allowed: the same on all ranks")
+        return ToldLengths(connection, connection.groups, every, deadline_s) if joined.matched else None
     try:
         if not all(row[0] for row in gather(connection.groups, [int(outer.matched)])):
             return None
@@ -81,13 +86,14 @@ class ToldLengths:
         return CommError("members have gone while their rows were on the way") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Ranks have gone, and those who are left call it together, in one exchange: some may have had the last one's rows, and
-        others not."""
+        """Members have changed, and those who go on, or have joined, call it together, in one exchange: some may have had the
+        last one's rows, and others not."""
         made = self._connection
         while True:
             assert made.groups is not None
             self._channel.regroup(made.groups.members)
             try:
+                self._channel.open()  # here, where nobody is late: who joins has a step to compute ahead of its rows
                 differing = align(starts, made.groups, self._deadline_s)
                 break
             except CommError as error:

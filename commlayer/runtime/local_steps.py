@@ -111,6 +111,8 @@ class LocalSteps:
         self._outer = outer.over(self.starts)
         self._turn = 0
         self._sent: _Sent | None = None
+        self._idle = False
+        """Whether this rank brings nothing to the next exchange."""
         self._owed: dict[int, torch.Tensor] = {}
         """By tensor, what this rank owes in gradients."""
         self._sound: dict[int, bool] = {}
@@ -120,6 +122,11 @@ class LocalSteps:
         """From now on. Nothing is under way."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
         self._lengths = lengths if self._matched else None
+
+    @property
+    def matched(self) -> bool:
+        """Whether means are made as long as changes."""
+        return self._lengths is not None
 
     def owe(self, debts: Sequence[Debt]) -> None:
         """What a plan that averaged gradients has left unpaid goes into the next step's, whatever the optimizer makes of it."""
@@ -178,6 +185,15 @@ class LocalSteps:
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
 
+    def join(self, given: Mapping[str, torch.Tensor]) -> None:
+        """The others are in an exchange, which is over with this rank's first step: that is none of its own, and it goes on
+        from where the exchange leads. `given`: what `snapshot` gives on one of them."""
+        for number, start in enumerate(self.starts):
+            start.copy_(given[f"local.start.{number}"])
+            if (velocity := given.get(f"local.velocity.{number}")) is not None:
+                self._outer.state[start] = {"momentum_buffer": velocity.clone().to(start.device)}
+        self.taken, self._idle = self.every - 1, True
+
     def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
         """Brings in what is under way, and what else belongs to the round. The worker that goes on."""
         if self._sent is not None:
@@ -203,6 +219,11 @@ class LocalSteps:
         if self._turn == 0:
             worker.scale = worker.rate = 1.0  # the unit is that of the weights
             worker.weigh(*self.weights.take())
+        if self._idle:
+            worker.weigh(0.0, None)
+            for start, p in zip(self.starts, self._parameters, strict=True):
+                p.detach().copy_(start)
+            self._idle = False
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         mine = sorted({s.tensor for bucket in worker.turns[self._turn] for s in bucket.slices}, reverse=True)
         ends = {n: tensors[n].clone() for n in mine} if self._overlap else {}
