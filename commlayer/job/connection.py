@@ -62,6 +62,10 @@ class Changes(Protocol):
         """Why they cannot change under that plan; "" if they can."""
         ...
 
+    def invites(self) -> bool:
+        """Whether others wait to be let in, and it is this rank's part to see that all come to a step for that."""
+        ...
+
     def pending(self, wait_s: float) -> bool:
         """Whether members have gone without whom this rank has yet to go on; waits so long to hear of it."""
         ...

@@ -115,7 +115,8 @@ class ExchangeSchedule:
         how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if made.local is None:
             weights = StepWeights(units.weight, units.total if units.told else None)
-            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup)
+            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
+                                    hold=self._invites)
             made.local.owe(made.worker.unpaid)
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
@@ -148,6 +149,9 @@ class ExchangeSchedule:
         if self._lengths is not None and self.local is not None:
             self._lengths.agree(self.local.starts)
         return self._worker
+
+    def _invites(self) -> bool:
+        return (members := self._connection.members) is not None and members.invites()
 
     @property
     def _worker(self) -> Worker:

@@ -4,14 +4,15 @@ The coordinator makes a view of those who are left (control/regrouping.py). Each
 tell each other in which step that is. Who has a step whole has gone on, and then everybody gets it whole: results are pushed,
 and kept for whoever lacks them. Whoever waits for words gets it meanwhile, too: the others may wait for it behind that step, in
 a script's own collective. Where all words name one step, each therefore says that it stays in it, or has it whole: that holds.
-So all come to stand in one step, which none has whole. That step is abandoned: codecs take
-back what they coded, servers what they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes
-what the one before owed, and gets the same gradients, which are still the script's.
+So all come to stand in one step, which none has whole. That step is abandoned: codecs take back what they coded, servers what
+they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes what the one before owed, and gets
+the same gradients, which are still the script's.
 
 Who joins says only that it is ready, and is given what it must know (replica.py) before all go over: its first backward pass
-is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). If
-members go there, or inside a save or a change of plans, the others have to do that again, and who joins has no part in it:
-it is sent away, and they go over to the view behind that.
+is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). Where
+results may be here before anybody waits for them (overlapped rounds), the first of the view keeps its part of one exchange back
+(local_steps.py), so that all come to stand in that. If members go there, or inside a save or a change of plans, the others have
+to do that again, and who joins has no part in it: it is sent away, and they go over to the view behind that.
 
 Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
 said that they are ready for it, and no step is whole that they have not all taken part in.
@@ -78,9 +79,14 @@ class Regrouping:
     def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
         if worker is not self._made.worker or worker.step == self._whole:
             return
-        if self._missed(worker.step) or (self._new() and self._made.lets_in):
+        # Who was to be let in may be gone again, and some have begun to speak of it.
+        other = self._new() or (self._newest.generation != self._view.generation and not self._gone())
+        if self._missed(worker.step) or (other and self._made.lets_in):
             served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
             self._agree(worker, here if served else never)
+
+    def invites(self) -> bool:
+        return self._made.lets_in and bool(self._new()) and self._newest.members[0].rank == self._made.id
 
     def between(self, plan: Plan | None = None) -> None:
         old = self._made.worker

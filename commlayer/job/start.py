@@ -127,9 +127,6 @@ def _enter(
     if replica is None or not config.min_workers:
         raise ValueError("joins a running job: allowed is attach(model, optimizer) of a plain module, in a home (commlayer "
                          "launch), where the server says --min-workers")
-    if made.terms.asked.overlap:
-        raise ValueError(f"joins a running job: allowed without overlap={made.terms.asked.overlap!r}, whose exchanges are "
-                         "whole when others come to wait for them")
     made.id = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:
