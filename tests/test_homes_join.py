@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,36 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_homes_regroup import KILLED, SIZES, Given, ended, flat, slopes
-from test_homes_training import WAIT_S, Homes, digest
+from test_homes_training import Homes, digest
 
 from commlayer.runtime.matched_length import scale_of, square_of
 
 DEAD_AT, MORE, PAUSE_S = 3, 5, 0.05
 """The step in which one home dies, how many come with it again, and what each takes at least."""
 RATE, MOMENTUM = 1.0, 0.5
-
-
-def hold(what: str) -> None:
-    """Says where it is, and waits there until it may go on, where somebody asks for that."""
-    if folder := os.environ.get("HOLD"):
-        (Path(folder) / what).touch()
-        until = time.monotonic() + WAIT_S
-        while (Path(folder) / what).exists() and time.monotonic() < until:
-            time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
-    while not (folder / what).exists():
-        time.sleep(0.05)
-    yield
-    (folder / what).unlink()
 
 
 def main(home: str, how: str, *more: str) -> None:
@@ -74,8 +55,6 @@ def main(home: str, how: str, *more: str) -> None:
             worlds.append(made.world)
             if worlds[-2:] == [2, 3]:
                 again = step
-            if step == again and mine == 0:
-                hold("runs")
             if step + 1 == again + MORE + again % 2:
                 break
             time.sleep(PAUSE_S)
@@ -83,8 +62,6 @@ def main(home: str, how: str, *more: str) -> None:
         told = {"first": first, "worlds": worlds, "weights": flat([p.detach() for p in model.parts]), "rank": made.rank,
                 "momentum": digest(optimizer.state[p]["momentum_buffer"] for p in model.parts), "steps": made.steps,
                 "calls": model.calls.item(), "step": session.step, "said": session.inspect.decisions()}
-    if mine == 0:
-        hold("over")
     print(json.dumps(told), flush=True)
 
 
@@ -116,13 +93,6 @@ class Trained:
         codes = [ended(process) for process in (*(self.every[home] for home in self.left), *others)]
         assert [code for code, _, _ in codes] == [0] * len(codes), "\n".join(errors for _, _, errors in codes)
         return [rows[-1] for _, rows, _ in codes]
-
-    def refused(self, *more: str) -> str:
-        """The one line that a home gets that is not let in."""
-        code, rows, errors = ended(self.start(self.victim, *more))
-        assert (code, rows) == (2, []), errors
-        line, = errors.splitlines()
-        return line
 
 
 def fresh() -> tuple[list[torch.nn.Parameter], torch.optim.SGD]:
@@ -182,6 +152,29 @@ def stepped_locally(how: str, steps: int, left: list[int], victim: int, first: i
             if how == "local" or drained:
                 merge(here)
     return flat(starts)
+
+
+def test_a_home_that_died_is_started_again_and_trains_with_the_others(homes: Homes) -> None:
+    """Its first try is killed while it is let in, and the others train on."""
+    trained = Trained(homes, 0, "steps")
+    first_try, asks = trained.start(0, "dies inside"), trained.start(0, "asks")
+    assert ended(first_try)[0] == KILLED
+    code, rows, errors = ended(asks)
+    assert (code, rows) == (1, [])
+    assert "RuntimeError: this home joins a running job, and the others take no part in what its script asks of all" in errors
+    *told, new = trained.ended(trained.start(0))
+    worlds, first = told[0]["worlds"], new["first"]
+    assert new["worlds"] == worlds[first:] == [3] * len(new["worlds"])
+    assert worlds[DEAD_AT:first] == [2] * (first - DEAD_AT), "its first backward pass is of the step in which it was taken in"
+    assert [one["rank"] for one in (*told, new)] == [0, 1, 2]
+    assert {(one["step"], one["steps"], one["calls"]) for one in (*told, new)} == {(len(worlds),) * 3}
+    there = [[0, 1, 2] if step < DEAD_AT else trained.left if step < first else [*trained.left, 0]
+             for step in range(len(worlds))]
+    weights, momentum = reference(there)
+    for one in (*told, new):
+        assert (one["weights"], one["momentum"]) == (weights, momentum)
+    assert f"step {first}: worker 5 is taken in: 3 go on" in "".join(told[0]["said"])
+    assert "joined the running job as worker 5" in "".join(new["said"])
 
 
 @pytest.mark.parametrize("how", ["local", "rounds"])

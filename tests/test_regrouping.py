@@ -77,6 +77,13 @@ def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(st
     assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
 
 
+def ended() -> State:
+    state = elastic()
+    for rank in range(4):
+        state = membership.leave(state, f"w{rank}", FINISHED, 7)
+    return state
+
+
 def newcomer(rank: int, **fields: Any) -> Join:
     return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), regroups=True, **fields)
 
@@ -95,6 +102,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
     (elastic(unable=3), newcomer(4), "since worker 3 cannot change with others"),
+    (ended(), newcomer(4), "the job is over"),
     (without(elastic(), 0), newcomer(0), "takes in homes alone"),
     (without(elastic(), 0), newcomer(4, job="another"), "trains another model than worker"),
     (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, the job 1.0"),
