@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, ended, flat, owed_of, reference, slopes
+from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, ended, flat, owed_of, reference, slopes, unheard
 from test_homes_training import WAIT_S, Homes
 
 from commlayer.job import checkpoint_files
@@ -97,9 +97,13 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     put = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
     worlds, codecs = list[int](), list[str]()
-    rounds: dict[str, Any] = {"every": EVERY} if what == "drain" else {}
+    rounds: dict[str, Any] = {"every": EVERY} if what in ("drain", "matched") else {}
+    if what == "matched":
+        rounds["sync"] = commlayer.optim.Outer(matched=True)
     with commlayer.attach(model, optimizer, plan=codec, **rounds) as session:
         made = session.inspect.connection
+        if what == "matched" and home == 1:
+            unheard(session, 1)
 
         def other() -> Any:
             """Of the model's weights; its buffer goes as it went."""
@@ -125,7 +129,7 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
                 total += g.double() / (worlds or [made.world])[-1]
             optimizer.step()
             optimizer.zero_grad()
-            if step % 4 == 3 and what == "save":
+            if step % 4 == 3 and what in ("save", "matched"):
                 session.save(directory)
             elif step % 4 == 3 and what == "drain":
                 session.drain()
@@ -155,10 +159,10 @@ def survivors(homes: Homes, count: int, what: str, codec: str, deaths: str, dire
     meanwhile()
     victims = {int(home) for home in re.findall(r"(\d+)@", deaths)}
     codes = [ended(process) for process in every]
-    assert [code for code, _, _ in codes] == [KILLED * (n in victims) for n in range(count)], [e for _, _, e in codes]
+    assert [code for code, _, _ in codes] == [KILLED * (n in victims) for n in range(count)], "\n".join(e for _, _, e in codes)
     told = [told[0] for home, (_, told, _) in enumerate(codes) if home not in victims]
     assert all(one["weights"] == told[0]["weights"] for one in told)
-    assert {one["steps"] for one in told} == {STEPS // 2 if what == "drain" else STEPS}
+    assert {one["steps"] for one in told} == {{"drain": STEPS // 2, "matched": STEPS // EVERY}.get(what, STEPS)}
     return told
 
 
@@ -182,6 +186,15 @@ def test_homes_die_in_saves_and_those_who_are_left_save_anew(
     assert told[0]["weights"] == reference(worlds, left)
     found = whole(tmp_path, 2)
     assert (found.world, found.step, found.fault) == (2, STEPS, "")
+
+
+def test_a_home_dies_in_a_save_between_two_exchanges_and_the_others_go_on_from_the_same_weights(
+    homes: Homes, tmp_path: Path,
+) -> None:
+    """One of them has not heard how long changes were in the exchange before."""
+    told = survivors(homes, 3, "matched", EXACT, "0@3:gather:1", tmp_path)
+    assert all("had merged the last exchange differently" in "".join(one["said"]) for one in told)
+    assert whole(tmp_path, 2).world == 2
 
 
 @pytest.mark.parametrize(("what", "deaths"), [

@@ -114,7 +114,7 @@ class Connection:
     replica, joined                        start.py
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
-    after_regroup                          added to by whoever must act when members have gone
+    after_regroup, after_between           added to by whoever must act when members have gone
     bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
     """
@@ -167,6 +167,8 @@ class Connection:
         """What the optimizer makes of gradients, where one was given."""
         self.after_regroup: list[Callable[[], None]] = []
         """Called on all ranks in the same step when members have gone, and the others go on."""
+        self.after_between: list[Callable[[], None]] = []
+        """The same behind that, where it is between two steps: those who are left may ask each other."""
         self.bring_in: list[Callable[[], object]] = []
         """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
         way."""

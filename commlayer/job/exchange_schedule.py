@@ -50,6 +50,7 @@ class ExchangeSchedule:
         connection.catch_up.append(self._if_due)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
+        connection.after_between.append(self._align)
         connection.on_close.append(self._forget)
         self._enter()
 
@@ -149,6 +150,11 @@ class ExchangeSchedule:
         if self._lengths is not None and self.local is not None:
             self._lengths.agree(self.local.starts)
         return self._worker
+
+    def _align(self) -> None:
+        """Members have gone between two exchanges."""
+        if self._lengths is not None and self.local is not None:
+            self.local.align(self._lengths.agree)
 
     def _invites(self) -> bool:
         return (members := self._connection.members) is not None and members.invites()

@@ -95,6 +95,8 @@ class Regrouping:
             old.undone()
             with self._made.closed_door():
                 self.go(plan)
+                for act in self._made.after_between:
+                    act()
 
     def go(self, plan: Plan | None = None) -> None:
         made = self._made

@@ -86,8 +86,8 @@ class ToldLengths:
         return CommError("members have gone while their rows were on the way") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Members have changed, and those who go on, or have joined, call it together, in one exchange: some may have had the
-        last one's rows, and others not."""
+        """Members have changed, and those who go on, or have joined, call it together, in one exchange or between two: some may
+        have had the last one's rows, and others not."""
         made = self._connection
         while True:
             assert made.groups is not None

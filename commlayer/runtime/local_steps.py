@@ -202,6 +202,13 @@ class LocalSteps:
                 self._outer.state[start] = {"momentum_buffer": velocity.clone().to(start.device)}
         self.taken, self._idle = self.every - 1, 1 + self._overlap
 
+    def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
+        """Between two exchanges: `agree` may change starts, and weights go with them, wherever steps have led since."""
+        before = [start.clone() for start in self.starts]
+        agree(self.starts)
+        for start, old, p in zip(self.starts, before, self._parameters, strict=True):
+            p.detach().copy_(start + (p.detach() - old))
+
     def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
         """Brings in what is under way, and what else belongs to the round. The worker that goes on."""
         if self._sent is not None:
