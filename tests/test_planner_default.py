@@ -23,6 +23,7 @@ from commlayer.planner.model.default_plan import (
     shared,
     spread,
 )
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
@@ -168,6 +169,22 @@ def test_servers_get_about_equal_parts_whatever_the_order_of_sizes() -> None:
         loads = [sum(size for size, host in zip(order, chosen, strict=True) if host == h) for h in range(4)]
         assert max(loads) < 1.12 * sum(order) / 4
     assert shared([5] * 6, 3) == [0, 1, 2, 0, 1, 2], "what is ready first keeps all of them busy"
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4, 8])
+@pytest.mark.parametrize("servers", [2, 4])
+def test_in_each_turn_of_a_round_all_servers_get_about_as_much(servers: int, fragments: int) -> None:
+    plan = default_plan(gpt(), codec="int4()", path="service", servers=servers, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=4 << 20, fragments=fragments)
+    totals = [0] * servers
+    for places in fragments_of(plan.buckets, fragments):
+        loads, largest = [0] * servers, max(plan.buckets[place].numel for place in places)
+        for place in places:
+            loads[plan.buckets[place].server] += plan.buckets[place].numel
+        totals = [total + load for total, load in zip(totals, loads, strict=True)]
+        assert max(loads) <= sum(loads) / servers + largest
+        assert largest <= sum(loads) / 2, "a turn waits for the server that has most"
+    assert max(totals) < 1.2 * sum(totals) / servers
 
 
 @pytest.mark.parametrize(("fields", "line"), [

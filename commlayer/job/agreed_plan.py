@@ -23,6 +23,31 @@ def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
     return records.decode(data, Plan, "plan of rank 0")
 
 
+class Offer:
+    """Rank 0's plan, made ahead of being shared, so that ranks can tell each other its size along with something else."""
+
+    def __init__(self, settle: Callable[[], Plan], rank: int) -> None:
+        self._data = b""
+        self._error: Exception | None = None
+        if rank == 0:
+            try:
+                self._data = records.encode(planner.lower(settle()))
+            except (ValueError, CommError) as error:
+                self._data, self._error = REFUSED + str(error).encode(), error
+
+    @property
+    def nbytes(self) -> int:
+        """0 on other ranks."""
+        return len(self._data)
+
+    def shared(self, groups: Groups, nbytes: int) -> Plan:
+        """On every rank; or rank 0's reason for failing. `nbytes`: of rank 0's."""
+        data = groups.share_bytes(self._data, nbytes)
+        if self._error is not None:
+            raise self._error
+        return records.decode(_unless_refused(data), Plan, "plan of rank 0")
+
+
 def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
     """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank.
 
@@ -41,7 +66,10 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
         except (ValueError, CommError) as error:
             share(REFUSED + str(error).encode())
             raise
-    data = share(data)
+    return _unless_refused(share(data))
+
+
+def _unless_refused(data: bytes) -> bytes:
     if data.startswith(REFUSED):
         raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
     return data

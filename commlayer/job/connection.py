@@ -92,8 +92,6 @@ class Joined(NamedTuple):
     """As LocalSteps.snapshot."""
     restore: Callable[[], None]
     """Puts the optimizer's state in place again."""
-    matched: bool
-    """As LocalSteps.matched."""
 
 
 class Connection:
@@ -107,6 +105,7 @@ class Connection:
     rank, world, groups, members           connect(), regroup.py
     plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
+    matched                                switch(), told_lengths.py, newcomer.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
     passes, fresh                          step_loop.py, exchange_schedule.py
@@ -137,6 +136,8 @@ class Connection:
         """What its plans have to heed."""
         self.local: LocalSteps | None = None
         """Under a plan of local steps."""
+        self.matched: bool | None = None
+        """Whether all ranks make means of changes as long as the changes; None: they have not told each other yet."""
 
         self.replica: Giving | None = None
         """What who joins is given here. None where nobody can be taken in."""

@@ -13,7 +13,7 @@ from torch import nn
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
-from commlayer.job.told_lengths import ToldLengths, lengths_of
+from commlayer.job.told_lengths import ToldLengths
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.plan_handover import owe
@@ -44,14 +44,13 @@ class ExchangeSchedule:
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
         self._share = share
-        self._lengths: ToldLengths | None = None
+        self._lengths = ToldLengths(connection, outer, deadline_s)
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
         connection.catch_up.append(self._if_due)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
         connection.after_between.append(self._align)
-        connection.on_close.append(self._forget)
         self._enter()
 
     @property
@@ -70,7 +69,7 @@ class ExchangeSchedule:
         """The others have let this rank in, in an exchange. `given`: what they gave."""
         assert self.local is not None
         self.local.join(given)
-        if self._lengths is not None:
+        if self.local.tells:
             self._lengths.agree(self.local.starts)
 
     def drain(self) -> None:
@@ -110,7 +109,7 @@ class ExchangeSchedule:
                 units.weigh(*made.local.weights.now)
                 owe(made.worker, made.local.unpaid)
                 made.local = None
-                self._forget()
+                self._lengths.rest()
                 self._unhook()
             return
         how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
@@ -121,15 +120,7 @@ class ExchangeSchedule:
             made.local.owe(made.worker.unpaid)
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
-        self._forget()
-        self._lengths = lengths_of(made, self._outer, plan.local_steps, self._deadline_s)
-        made.local.go(plan.local_steps, **how, lengths=self._lengths)
-
-    def _forget(self) -> None:
-        """Nothing more is told."""
-        if self._lengths is not None:
-            self._lengths.close()
-            self._lengths = None
+        made.local.go(plan.local_steps, **how, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def _if_due(self) -> None:
         if self.local is not None and self.local.due:
@@ -147,13 +138,13 @@ class ExchangeSchedule:
         """Members have gone from the exchange under way."""
         assert self._connection.members is not None
         self._connection.members.go()
-        if self._lengths is not None and self.local is not None:
+        if self.local is not None and self.local.tells:
             self._lengths.agree(self.local.starts)
         return self._worker
 
     def _align(self) -> None:
         """Members have gone between two exchanges."""
-        if self._lengths is not None and self.local is not None:
+        if self.local is not None and self.local.tells:
             self.local.align(self._lengths.agree)
 
     def _invites(self) -> bool:

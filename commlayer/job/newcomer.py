@@ -69,8 +69,8 @@ def enter(
             continue
     made.uplink.adopt(view)
     new_world(made, config, home, view)
-    made.plan, made.terms.auto = plan, told.automatic
-    made.joined, made.fresh = Joined(local, restore, told.matched), True
+    made.plan, made.terms.auto, made.matched = plan, told.automatic, told.matched
+    made.joined, made.fresh = Joined(local, restore), True
     made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
     worker = made.worker_for(plan, job, device, wire_generation(view))
     worker.step, worker.counters.steps = told.step, told.counted

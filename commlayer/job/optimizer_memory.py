@@ -22,6 +22,11 @@ class Stepped:
         self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
 
     @property
+    def matched(self) -> bool:
+        """Whether means of its changes are made as long as the changes."""
+        return self._outer.matched
+
+    @property
     def remembers(self) -> bool:
         """Whether it remembers anything at all."""
         state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})

@@ -39,7 +39,7 @@ class Given(Record, frozen=True):
     passes: int = 0
     """As Connection.passes."""
     matched: bool = False
-    """As LocalSteps.matched."""
+    """As LocalSteps.tells."""
     automatic: bool = False
     """Whether the plan is left to commlayer."""
     optimizer: str = ""
@@ -78,7 +78,7 @@ class Replica:
             assert worker is not None
             told = Given(
                 plan=records.encode(plan), step=worker.step, counted=worker.counters.steps, passes=made.passes,
-                matched=made.local is not None and made.local.matched, automatic=made.terms.auto,
+                matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
                 optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
                 scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {})

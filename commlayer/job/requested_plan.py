@@ -35,20 +35,20 @@ Tell = Callable[[str], None]
 
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
-           optimizer: str = "", forward: bool = False) -> Plan:
+           optimizer: str = "", forward: bool = False, fragments: int = 1) -> Plan:
     """A plan for so many ranks. What settings say of its ratios counts; where they say nothing, what the plan says itself.
 
     `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it. `forward`: results come
-    in during the next forward pass.
+    in during the next forward pass. `fragments`: of a round.
     """
-    made = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward)
+    made = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward, fragments=fragments)
     if config.ratio_over != "bucket":
         made = structs.replace(made, ratio_over=config.ratio_over)
     return structs.replace(made, warmup=config.warmup) if config.warmup else made
 
 
 def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool, optimizer: str,
-          forward: bool) -> Plan:
+          forward: bool, fragments: int) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -65,6 +65,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, upd
     return planner.default_plan(
         job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
+        fragments=fragments,
     )
 
 

@@ -68,7 +68,8 @@ def connect(
     per_node = 1 if regroups else met.per_node  # a worker goes alone: each sends for itself
     if regroups:
         made.terms.forbids = forbids = forbidding(forbids)
-    how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward"}
+    how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
+                           "fragments": asked.fragments or 1}
     if not grouped and not config.join:
         settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.

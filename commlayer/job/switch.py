@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer import records
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
-from commlayer.job.agreed_plan import agreed_plan, check_plan
+from commlayer.job.agreed_plan import Offer, check_plan
 from commlayer.job.connection import Connection
 from commlayer.job.regroup import plan_of
 from commlayer.job.ways import in_updates, stepping
@@ -104,10 +105,11 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
 def _go_over(
     made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
-    _check_between(made, old, groups)
-    agreed = agreed_plan(lambda: stepping(_given(plan), made.terms.asked), groups)
+    offer = Offer(lambda: stepping(_given(plan), made.terms.asked), made.rank)
+    stands = _stand_alike(made, old, groups, offer.nbytes)
+    agreed = offer.shared(groups, stands[0].plan_nbytes)
     said = ""
-    if old.plan.steps_locally and not agreed.steps_locally and not _remember_alike(made, groups):
+    if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
         agreed, said = _updates_still(agreed, old.step, by_itself=by_itself)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
@@ -128,7 +130,8 @@ def _go_over(
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
     told, undone = False, old.undone()
     try:
-        groups.barrier()  # the last step is over on all ranks, so nothing is on its way to a server
+        if old.plan.steps_locally:
+            groups.barrier()  # what was exchanged last is over on all ranks, so nothing is on its way to a server
         told = True
         with together(groups, "switch()"):
             for server in range(servers):
@@ -151,27 +154,38 @@ def _go_over(
         log.log(logging.WARNING if made.rank == 0 else logging.DEBUG, said)
 
 
-def _check_between(made: Connection, old: Worker, groups: Groups) -> None:
-    """All ranks stand between the same two steps, and no error has latched."""
-    local = made.local
-    with together(groups, "switch()"):
+class _Stand(NamedTuple):
+    """What a rank tells the others of itself, all at once: each exchange takes as long as a link is."""
+
+    step: int
+    taken: int
+    """Of the local steps to the next exchange."""
+    plan_nbytes: int
+    memory: int
+    """A digest of what its optimizer remembers: where that is the same, equal gradients keep ranks together."""
+    matched: int
+
+
+def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
+    """All ranks stand between the same two steps, no error has latched, and nothing is on its way to a server."""
+    local, stepped = made.local, made.stepped
+    with together(groups, "switch()", len(_Stand._fields)) as told:
         old.check()
         if not old.begins() and (local is None or not local.under_way):
             raise ValueError(f"step {old.step} is half announced: go over to another plan between two steps, behind backward() "
                              "and ahead of the next")
         old.drain()
-    rows = gather(groups, [old.step, 0 if local is None else local.taken])
-    if len({tuple(row) for row in rows}) > 1:
-        steps = sorted(row[0] for row in rows)
+        told.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
+                             stepped.digest() if stepped is not None and local is not None else 0,
+                             int(stepped is not None and stepped.matched))]
+    stands = [_Stand(*row) for row in told.rows]
+    made.matched = all(stand.matched for stand in stands)
+    if len({(stand.step, stand.taken) for stand in stands}) > 1:
+        steps = sorted(stand.step for stand in stands)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
-            f"local steps {min(row[1] for row in rows)} to {max(row[1] for row in rows)}"
+            f"local steps {min(stand.taken for stand in stands)} to {max(stand.taken for stand in stands)}"
         raise ValueError(f"ranks stand at {what}: all go over to another plan at the same one")
-
-
-def _remember_alike(made: Connection, groups: Groups) -> bool:
-    """Whether the ranks' optimizers remember the same: then equal gradients keep them together."""
-    assert made.stepped is not None
-    return len({row[0] for row in gather(groups, [made.stepped.digest()])}) == 1
+    return stands
 
 
 def _updates_still(plan: Plan, step: int, *, by_itself: bool) -> tuple[Plan, str]:

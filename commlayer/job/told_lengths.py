@@ -1,8 +1,9 @@
 """What ranks tell each other of their changes of weights, a small row for each turn. Knows a connection; no weights.
 
-It has a channel of its own, with a time-out for as long as a round may take: a rank that is ahead tells its length when it
-begins an exchange, and others come to it as late as the exchange itself allows. By then they have told theirs, so that nobody
-waits for more than a row's way.
+Rows go over the channel of those who look on, so that a change of plans makes no group: over long links that takes as long as
+all the rest of it. Under local steps the channel waits for as long as a round may take: a rank that is ahead tells its length
+when it begins an exchange, and others come to it as late as the exchange itself allows. By then they have told theirs, so that
+nobody waits for more than a row's way.
 """
 
 from __future__ import annotations
@@ -19,48 +20,46 @@ from commlayer.optim import Outer
 from commlayer.runtime.initial_sync import align
 from commlayer.runtime.step import Regroup
 from commlayer.transport.all_or_none import gather
-from commlayer.transport.groups import Groups
-from commlayer.transport.rank_rows import RowChannel
 
 log = logging.getLogger("commlayer")
 
 
-def lengths_of(connection: Connection, outer: Outer, every: int, deadline_s: float) -> ToldLengths | None:
-    """For local steps of one plan; all ranks call it together. None unless all of them match lengths: optimizers may be of
-    different families."""
-    if connection.groups is None:
-        return None
-    if (joined := connection.joined) is not None and connection.fresh:  # the others have agreed, and see `agree`
-        if joined.matched and not outer.matched:
-            raise ValueError("sync: the running job makes means as long as changes are (Outer(matched=True)), this home does "
-                             "not; allowed: the same on all ranks")
-        return ToldLengths(connection, connection.groups, every, deadline_s) if joined.matched else None
-    try:
-        if not all(row[0] for row in gather(connection.groups, [int(outer.matched)])):
-            return None
-        made = ToldLengths(connection, connection.groups, every, deadline_s)
-        made.open()
-        return made
-    except CommError as error:
-        with contextlib.suppress(Regroup):  # then nobody tells anything under this plan
-            connection.broke(error)
-        return None
-
-
 class ToldLengths:
-    """Of one plan."""
+    """Of one attached model, under one plan after the other. All ranks begin exchanges in one order, here as elsewhere."""
 
-    def __init__(self, connection: Connection, groups: Groups, every: int, deadline_s: float) -> None:
-        self._connection, self._deadline_s = connection, deadline_s
-        self._channel = RowChannel(groups.members, deadline_s * every)
-        self._rows = self._channel.rows("lengths of changes")
+    def __init__(self, connection: Connection, outer: Outer, deadline_s: float) -> None:
+        self._connection, self._outer, self._deadline_s = connection, outer, deadline_s
+        self._rows = None if connection.rows is None else connection.rows.rows("lengths of changes")
         self._error: CommError | None = None
 
-    def open(self) -> None:
-        """Where all come at once: the first of an exchange need not wait for the last."""
-        self._channel.open()
+    def go(self, every: int) -> bool:
+        """From now on under a plan of so many local steps. All ranks call it together. Whether lengths are told: only where all
+        match them, for optimizers may be of different families."""
+        made = self._connection
+        if made.rows is None or made.groups is None:
+            return False
+        try:
+            if made.matched is None:
+                made.matched = all(row[0] for row in gather(made.groups, [int(self._outer.matched)]))
+            elif made.matched and not self._outer.matched:
+                raise ValueError("sync: the job that this home joins makes means as long as changes are (Outer(matched=True)), "
+                                 "this home does not; allowed: the same on all ranks")
+            made.rows.allow(self._deadline_s * every)
+            if made.matched:
+                made.rows.open()  # here, where all come at once: the first of an exchange need not wait for the last
+            return made.matched
+        except CommError as error:
+            with contextlib.suppress(Regroup):  # then nobody tells anything under this plan
+                made.broke(error)
+            return False
+
+    def rest(self) -> None:
+        """A plan has come into force under which nothing is told."""
+        if self._connection.rows is not None:
+            self._connection.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
+        assert self._rows is not None
         try:
             self._rows.start(weight, square)
         except CommError as error:
@@ -68,6 +67,7 @@ class ToldLengths:
 
     def read(self) -> Sequence[Sequence[float]]:
         """Nothing where ranks have gone, without which the next exchange goes on: see `agree`."""
+        assert self._rows is not None
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -91,9 +91,9 @@ class ToldLengths:
         made = self._connection
         while True:
             assert made.groups is not None
-            self._channel.regroup(made.groups.members)
+            assert made.rows is not None
             try:
-                self._channel.open()  # here, where nobody is late: who joins has a step to compute ahead of its rows
+                made.rows.open()  # here, where nobody is late: who joins has a step to compute ahead of its rows
                 differing = align(starts, made.groups, self._deadline_s)
                 break
             except CommError as error:
@@ -107,6 +107,3 @@ class ToldLengths:
                     "heard how long the changes of others were: all go on from what rank 0 has")
             made.decisions.append(what)
             log.warning("%s", what)
-
-    def close(self) -> None:
-        self._channel.close()

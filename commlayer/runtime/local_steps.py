@@ -130,8 +130,8 @@ class LocalSteps:
         self._lengths = lengths if self._matched else None
 
     @property
-    def matched(self) -> bool:
-        """Whether means are made as long as changes."""
+    def tells(self) -> bool:
+        """Whether ranks tell each other how long their changes are. The same on all of them."""
         return self._lengths is not None
 
     def owe(self, debts: Sequence[Debt]) -> None:
@@ -248,29 +248,34 @@ class LocalSteps:
         self._turn = (self._turn + 1) % self._fragments
         if not self._sent.held:
             self._send(worker, self._sent)
+        self._tell(worker, self._sent)  # held or not: all tell in one order
 
     def _send(self, worker: Worker, sent: _Sent) -> None:
-        """Tells how long this rank's change is, too, while it is on its way."""
         for n, change in sent.changes.items():
             worker.ready(n, change)
         if sent.turn == self._fragments - 1:
             worker.complete([None] * len(worker.job.tensors))
+
+    def _tell(self, worker: Worker, sent: _Sent) -> None:
+        """How long this rank's change is, while it is on its way."""
         if self._lengths is not None:
             self._lengths.start(worker.weight, square_of([sent.changes[n] for n in sent.weights(len(self.starts))]))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """The worker that goes on: another one where members have gone."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        held = sent.held
+        again = False
         while True:
             try:
-                if held:
+                if sent.held or again:
                     worker.heed()
                     self._send(worker, sent)
+                if again:
+                    self._tell(worker, sent)
                 worker.wait(deadline_s, sent.turn)
                 break
             except Regroup:
-                worker, held = self._regroup(), True
+                worker, again = self._regroup(), True
                 worker.scale = worker.rate = 1.0
         told = [] if self._lengths is None else self._lengths.read()
         worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)

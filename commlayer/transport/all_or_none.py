@@ -11,19 +11,30 @@ from commlayer.errors import CommError
 from commlayer.transport.groups import Groups
 
 
+class Told:
+    """What ranks tell each other on the way out of a block."""
+
+    def __init__(self, numbers: int) -> None:
+        self.mine = [0] * numbers
+        self.rows: list[list[int]] = []
+        """Behind the block: of all, in rank order."""
+
+
 @contextlib.contextmanager
-def together(groups: Groups | None, what: str) -> Iterator[None]:
+def together(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[Told]:
     """All ranks leave the block together. What fails on one fails on all: there with its error, elsewhere naming the rank.
 
-    The block holds no collectives: a rank that fails would leave the others in them.
+    The block holds no collectives: a rank that fails would leave the others in them. `numbers`: so many that each puts into
+    `mine` go to all.
     """
     mine: Exception | None = None
+    told = Told(numbers)
     try:
-        yield
+        yield told
     except Exception as error:
         mine = error
     try:
-        rows = gather(groups, [mine is not None])
+        rows = gather(groups, [mine is not None, *told.mine])
     except CommError as error:
         if mine is None or isinstance(mine, CommError):
             raise (mine or error) from None
@@ -33,6 +44,7 @@ def together(groups: Groups | None, what: str) -> Iterator[None]:
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
         raise ValueError(f"{what} failed on rank {', '.join(failed)}, whose own error says why")
+    told.rows = [row[1:] for row in rows]
 
 
 def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commlayer.transport.members import Members
+from commlayer.transport.members import Members, rows_of_all
 from commlayer.transport.pending import Pending, named
 from commlayer.transport.stage_groups import Channel, node_ranks
 
@@ -93,17 +93,20 @@ class Groups:
 
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
         """One row per rank of a small tensor."""
-        rows = [torch.empty_like(x) for _ in range(self.world)]
         with named("all-gather"):
-            dist.all_gather(rows, x, group=self._all)
-        return torch.stack(rows)
+            work, rows = rows_of_all(x, self.world, self._all)
+            work.wait()
+        return rows
 
-    def share_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank. Not torch's object broadcast: that one unpickles."""
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+    def share_bytes(self, data: bytes, nbytes: int | None = None) -> bytes:
+        """Rank 0's bytes, on every rank; `nbytes` of them, where all know that. Not torch's object broadcast: that one
+        unpickles."""
         with named("broadcast from rank 0"):
-            dist.broadcast(size, self.members.ranks[0], group=self._all)
-            body = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+            if nbytes is None:
+                size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+                dist.broadcast(size, self.members.ranks[0], group=self._all)
+                nbytes = int(size.item())
+            body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.rank == 0 and data:
                 body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if body.numel():

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from commlayer.transport.relayed_group import NAME, RelayedGroup
@@ -86,6 +87,14 @@ def release() -> None:
         _worlds[-1] = _worlds[-1]._replace(held="")
         for group in _groups:
             group.held = ""
+
+
+def allow(group: Any, timeout: datetime.timedelta) -> None:
+    """So long may collectives take that begin in it from now on."""
+    if isinstance(group, RelayedGroup):
+        group.allow(timeout.total_seconds())
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def desk() -> Desk:

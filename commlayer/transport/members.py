@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -50,6 +51,18 @@ def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_
                                "it come as far as this one?", peer=f"rank {', '.join(missing)}") from None
 
 
+def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Tensor]:
+    """Begins to give every member's `x`, which is small, to all: the work, and where they will be, in member order.
+
+    Over Gloo each sends its own to all others at once, so that it takes one way of a link. Gloo's all-gather is a ring, which
+    takes one for every member but one.
+    """
+    rows = x.new_empty((world, *x.shape))
+    if x.device.type == "cpu" and x.numel() and "cpu:gloo" in dist.get_backend_config(group):
+        return dist.all_to_all_single(rows, x.expand_as(rows).contiguous(), group=group, async_op=True), rows
+    return dist.all_gather([*rows.unbind()], x, group=group, async_op=True), rows
+
+
 class Members:
     """Members are counted from 0 among themselves; `ranks` says who they are in the world."""
 
@@ -85,6 +98,10 @@ class Members:
             return made if self.rank in chosen else None
         with self._numbered(timeout_s):
             return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+    def allow(self, group: Any, timeout_s: float) -> None:
+        """So long may collectives take that begin in that group from now on. It is of CPUs."""
+        home_world.allow(group, datetime.timedelta(seconds=timeout_s))
 
     @contextlib.contextmanager
     def _numbered(self, timeout_s: float) -> Iterator[None]:

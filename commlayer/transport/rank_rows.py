@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.errors import CommError
-from commlayer.transport.members import Members
+from commlayer.transport.members import Members, rows_of_all
 from commlayer.transport.pending import Pending, named
 
 CLOSE_S = 2.0
@@ -26,6 +26,7 @@ class RowChannel:
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         self.members, self.timeout_s = members, timeout_s
+        self._late_s = timeout_s
         self._group: Any = None
         self._told: list[Rows] = []
 
@@ -43,15 +44,21 @@ class RowChannel:
         """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
         if self._group is None:
             with named("a group for rows"):
-                self._group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+                self._group = self.members.group(timeout_s=self._late_s, backend="gloo")
 
-    def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, list[torch.Tensor]]:
+    def allow(self, late_s: float) -> None:
+        """From now on ranks may come to an exchange so much later than others. `timeout_s` it is at least."""
+        late_s = max(late_s, self.timeout_s)
+        if self._group is not None and late_s != self._late_s:
+            self.members.allow(self._group, late_s)
+        self._late_s = late_s
+
+    def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, torch.Tensor]:
         """Begins to give everybody's row to all."""
         self.open()
         mine = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.members.world)]
         with named(what):
-            work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+            work, rows = rows_of_all(mine, self.members.world, self._group)
         return Pending(work, what, on_device=False), rows
 
     def close(self, patience_s: float = CLOSE_S) -> None:
@@ -71,7 +78,7 @@ class Rows:
     def __init__(self, channel: RowChannel, what: str) -> None:
         self._channel, self._what = channel, f"exchange of {what}"
         self._pending: Pending | None = None
-        self._all: list[torch.Tensor] = []
+        self._all = torch.empty(0)
 
     def start(self, *row: float) -> None:
         """All ranks call it together, with rows of one length."""
@@ -91,4 +98,5 @@ class Rows:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s), failed)
-        return [row.tolist() for row in self._all]
+        rows: list[list[float]] = self._all.tolist()
+        return rows

@@ -98,6 +98,10 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """Where its members leave what they have: it has a name of its own, the same for all of them."""
         return self._place
 
+    def allow(self, timeout_s: float) -> None:
+        """So long may collectives take that begin from now on."""
+        self._timeout_s = timeout_s
+
     # ---- torch's names
 
     @property

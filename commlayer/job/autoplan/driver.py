@@ -60,6 +60,7 @@ from commlayer.job.switch import switch
 from commlayer.observe import InterfaceCounters
 from commlayer.planner.model.cluster import Policy
 from commlayer.records import Job
+from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
 
 log = logging.getLogger("commlayer")
@@ -118,6 +119,8 @@ class AutoPlan:
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
         step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
+        if self._meter is not None and not self._ended:
+            self._meter.look()  # what went over the link up to here, the start of the job among it, was no step's
         if self._reports is not None:
             self._reports.step(step_s)
         self._busy = True  # a change of plans first catches up with exchanges that are due
@@ -259,9 +262,7 @@ class AutoPlan:
             self._thread.join(min(most_s, SEARCH_S))
             self._feed(self._meanwhile())
         found = self._state.lead is not None and isinstance(self._state.lead.phase, Proposing)
-        told = torch.tensor([found], dtype=torch.int64, device=groups.device)
-        groups.broadcast_all(told).wait(time.monotonic() + groups.timeout_s)
-        self._feed(Awaited(bool(told)))
+        self._feed(Awaited(bool(gather(groups, [found])[0][0])))
 
     def _switch(self, candidate: Candidate | None) -> None:
         made = self._connection

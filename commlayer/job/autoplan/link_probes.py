@@ -44,35 +44,79 @@ Ways = tuple[float, float, float]
 
 
 UP_SHARE = 0.4
-"""Part of a probe's time for sending: all nodes send at once, as they do in a step. They receive in turn, or the senders' links
-would set the rate."""
+"""Part of a probe's time for sending: all nodes send at once, as they do in a step. Where they do not send equally fast, they
+receive in turn, or the senders' links would set the rate."""
 DRAINED = 3
 """Round trips behind a turn until what was under way is through."""
+EVEN = 1.25
+"""Nodes whose rates up differ by no more than this factor send equally fast. Where all of them have servers, too, no plan has
+one of them receive faster than it sends."""
+SLOW_BPS = 50e6
+"""Processors keep up with links as slow as that."""
+BUSY, BUSY_TRIPS = 0.5, 8
+"""What went on for this part of a step, and for so many round trips, which is longer than windows take to open, was held up by
+the link."""
 
 
-def probed(made: Connection, budget_s: float) -> Ways:
+class _Known(NamedTuple):
+    """What a node tells the others ahead of a probe, and between its turns. 0: it does not know."""
+
+    up_bps: float = 0.0
+    down_bps: float = 0.0
+    round_trip_s: float = 0.0
+    asks: float = 0.0
+    """Whether it has another node's server to ask."""
+
+
+def probed(made: Connection, budget_s: float, carried: Throughput | None = None, step_s: float = 0.0) -> Ways:
     """Rates of this node's link; all ranks call it together, and `gathered` behind it, which waits for the last. It asks
-    servers on other nodes; zeros where there are none."""
+    servers on other nodes; zeros where there are none. `carried`: what the link was seen to carry in steps that took `step_s`,
+    where nothing else is measured of what that tells on all nodes."""
     groups = _groups(made)
     assert made.uplink is not None
-    nodes = groups.world // groups.ranks_per_node
     away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
-    up_s, down_s = UP_SHARE * budget_s, (1 - UP_SHARE) * budget_s / nodes
     network, patience_s = link_rates.Asking(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
-    up_bps = down_bps = round_trip_s = 0.0
+    mine, up_s = _Known(), UP_SHARE * budget_s
     if asks:
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
-    groups.barrier()
-    if asks:
-        up_bps = link_rates.rate(network, link_rates.UP, away, round_trip_s, up_s, patience_s)
-    told = groups.gather_all(torch.tensor([round_trip_s], dtype=torch.float64, device=groups.device))
-    if asks:
-        # All have heard the others at about the same time, so turns need no meeting, which takes three round trips.
-        time.sleep(groups.node * (down_s + DRAINED * float(told.max())))
-        down_bps = link_rates.rate(network, link_rates.DOWN, away, round_trip_s, down_s, patience_s, expected_bps=up_bps)
+        mine = _Known(*sustained(carried, step_s, round_trip_s), round_trip_s, 1.0)
+    nodes = _told(groups, mine)
+    if any(node.asks and not node.up_bps for node in nodes):
+        if asks:
+            mine = mine._replace(up_bps=max(mine.up_bps, link_rates.rate(
+                network, link_rates.UP, away, mine.round_trip_s, up_s, patience_s)))
+        nodes = _told(groups, mine)
+    alike = even(nodes)
+    if asks and not (alike and all(node.down_bps for node in nodes)):
+        down_s = up_s if alike else (1 - UP_SHARE) * budget_s / len(nodes)
+        # All have heard the others at about the same time, so turns need no meeting.
+        time.sleep(0.0 if alike else groups.node * (down_s + DRAINED * max(node.round_trip_s for node in nodes)))
+        mine = mine._replace(down_bps=link_rates.rate(
+            network, link_rates.DOWN, away, mine.round_trip_s, down_s, patience_s, expected_bps=mine.up_bps))
     # To the server and back, and from each machine to the network between them: four ways of about equal length.
-    return up_bps, down_bps, round_trip_s / 4
+    return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
+
+
+def sustained(carried: Throughput | None, step_s: float, round_trip_s: float) -> tuple[float, float]:
+    """Rates up and down that steps have shown to be the link's; 0 where they have not."""
+    if carried is None:
+        return 0.0, 0.0
+    least = max(BUSY, BUSY_TRIPS * round_trip_s / step_s) if step_s else 1.0
+    up, down = (PAYLOAD * way.bps if way.share >= least and way.bps < SLOW_BPS else 0.0 for way in carried)
+    return up, down
+
+
+def even(nodes: Sequence[_Known]) -> bool:
+    """Whether all nodes have servers, and send equally fast."""
+    rates = [node.up_bps for node in nodes]
+    return all(node.asks for node in nodes) and max(rates) <= EVEN * min(rates)
+
+
+def _told(groups: Groups, mine: _Known) -> list[_Known]:
+    """Of all nodes, in their order."""
+    rows = groups.gather_all(torch.tensor(mine, dtype=torch.float64, device=groups.device)).tolist()
+    return [_Known(*row) for row in rows[:: groups.ranks_per_node]]
 
 
 def at_least(ways: Ways, carried: Throughput | None) -> Ways:

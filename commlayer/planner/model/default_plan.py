@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from commlayer.codec_name import named
 from commlayer.planner.model.float64 import unrounded
+from commlayer.planner.model.fragments import fragments_of, most_fragments
 from commlayer.planner.model.matrix_shapes import row_of, shaped
 from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
@@ -20,18 +22,22 @@ SPREAD_NBYTES = 256 << 10
 """Tensors are spread over the servers in parts of at least this: a bucket has its own cost, of some 0.1 ms."""
 FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
 """What is fused where layers wait for it one by one: such a part of the model, and no less than so much."""
+TURN_PARTS = 4
+"""What is fused is at most such a part of what a server gets in one turn, which waits for the one that has most. Tensors are
+spread in parts of no less than LEAST_FUSED_NBYTES then."""
 BUFFER_CODEC = "identity()"
 """Running statistics are few and are averaged as they are."""
 
 
 def default_plan(
     job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
-    forward: bool = False,
+    forward: bool = False, fragments: int = 1,
 ) -> Plan:
     """One path for every bucket: "service" (spread over `servers` and local ranks by bytes) or "allreduce".
 
     `forward`: results are waited for layer by layer. Then what is fused is a small part of the model: the first layers'
-    gradients are ready last and needed first, and wait for all that goes with them.
+    gradients are ready last and needed first, and wait for all that goes with them. `fragments`: a round's turns, in each of
+    which all servers get about as much.
 
     Small neighbours of one dtype are fused up to fuse_nbytes and large tensors cut to at most cut_nbytes; "allreduce"
     uses sizes of its own. Equal arguments give equal plans.
@@ -48,18 +54,22 @@ def default_plan(
     most, matrices = name.most_nbytes, path == "service" and name.shaped
     if forward:
         fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // FUSED_PARTS))
+    if fragments > 1:
+        turn_nbytes = job.numel * ELEMENT_NBYTES // (fragments * max(1, servers))
+        fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes // TURN_PARTS))
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
         first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
     collective = path == "allreduce"
+    spread_nbytes = SPREAD_NBYTES if fragments == 1 else LEAST_FUSED_NBYTES
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
-                        most if matrices else 0))
+                        most if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; those of buffers when backward is over.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
-    hosts = shared(sizes, servers) if service else [0] * len(sizes)
+    hosts = _in_turns(groups, sizes, servers, fragments) if service else [0] * len(sizes)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
@@ -70,6 +80,24 @@ def default_plan(
 
 def _buffer(job: Job, group: Sequence[Slice]) -> bool:
     return job.tensors[group[0].tensor].buffer
+
+
+def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
+    """As `shared`, in each turn for itself; of hosts that have as much of it, the one with the least so far."""
+    pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
+    chosen, loads = [0] * len(sizes), [0] * hosts
+    # Too few for so many turns is somebody else's to say.
+    for places in fragments_of(pieces, min(fragments, most_fragments(pieces))):
+        order = sorted(range(hosts), key=loads.__getitem__)
+        for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
+            chosen[place] = order[number]
+            loads[order[number]] += sizes[place]
+    return chosen
+
+
+class _Piece(NamedTuple):
+    slices: tuple[Slice, ...]
+    numel: int
 
 
 def shared(sizes: Sequence[int], hosts: int) -> list[int]:
@@ -105,7 +133,7 @@ def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
 
 def fused(
     job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
-    matrix_nbytes: int = 0,
+    matrix_nbytes: int = 0, spread_nbytes: int = SPREAD_NBYTES,
 ) -> Iterator[tuple[Slice, ...]]:
     """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow.
 
@@ -122,7 +150,7 @@ def fused(
         kind = (info.dtype, info.buffer)
         nbytes = info.numel * ELEMENT_NBYTES
         # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
-        parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // SPREAD_NBYTES)), 1
+        parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1
         if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_of(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
             row = max(row_of(info.shape), 1)
             parts = -(-info.numel // (matrix_nbytes // ELEMENT_NBYTES // row * row))

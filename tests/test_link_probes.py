@@ -1,0 +1,113 @@
+"""What is probed of links, and what steps have told already: by hand, and with real ranks that ask real servers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pool_kit
+import pytest
+from attach_kit import Run, Setting, mlp, play
+from pool_kit import pool
+
+from commlayer.job.autoplan import link_probes
+from commlayer.job.autoplan.link_probes import BUSY, EVEN, SLOW_BPS, even, probed, sustained
+from commlayer.measure import link_rates
+from commlayer.observe import Direction, Throughput
+from commlayer.observe.link_watch import PAYLOAD
+
+WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
+_ranks = pool_kit.ranks_first(WORLD)
+BUSILY = Throughput(Direction(1e5, 0.9), Direction(9e4, 0.8))
+SELDOM = Throughput(Direction(1e7, 0.2), Direction(9e6, 0.2))
+TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
+
+
+@pytest.mark.parametrize(("carried", "step_s", "round_trip_s", "wanted"), [
+    (BUSILY, 2.0, 0.08, TOLD),
+    (None, 2.0, 0.08, (0.0, 0.0)),
+    (SELDOM, 2.0, 0.08, (0.0, 0.0)),
+    (Throughput(Direction(1e5, BUSY), SELDOM.down), 2.0, 0.08, (TOLD[0], 0.0)),
+    (Throughput(Direction(SLOW_BPS, 1.0), BUSILY.down), 2.0, 0.08, (0.0, TOLD[1])),  # as fast as that, it may be processors
+    (BUSILY, 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
+    (BUSILY, 0.0, 0.08, (0.0, 0.0)),
+    (Throughput(Direction(), Direction()), 2.0, 0.08, (0.0, 0.0)),
+])
+def test_what_went_on_for_most_of_a_step_is_what_the_link_carries(
+    carried: Throughput | None, step_s: float, round_trip_s: float, wanted: tuple[float, float],
+) -> None:
+    assert sustained(carried, step_s, round_trip_s) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("rates", "asks", "wanted"), [
+    ((1e7, 1e7, 1e7), (1, 1, 1), True), ((1e7, 1e7 * EVEN, 1e7), (1, 1, 1), True),
+    ((1e7, 1.01e7 * EVEN, 1e7), (1, 1, 1), False), ((0.0, 1e7), (0, 1), False),
+])
+def test_nodes_are_even_where_all_have_servers_and_send_equally_fast(
+    rates: tuple[float, ...], asks: tuple[int, ...], wanted: bool,
+) -> None:
+    nodes = [link_probes._Known(rate, 0.0, 0.08, float(ask)) for rate, ask in zip(rates, asks, strict=True)]
+    assert even(nodes) == wanted
+
+
+class Pings:
+    """A network that answers after these seconds, in virtual time."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.answers, self.clock = iter(seconds), 0.0
+
+    def ask(self, server: int, way: int, nbytes: int) -> None:
+        self.clock += next(self.answers)
+
+    def next(self, patience_s: float) -> link_rates.Arrival:
+        return link_rates.Arrival(0, 0, 1, self.clock)
+
+    def now(self) -> float:
+        return self.clock
+
+
+@pytest.mark.parametrize(("seconds", "wanted", "asked"), [
+    ((0.08, 0.081), 0.08, 2), ((0.2, 0.08, 0.084), 0.08, 3), ((0.2, 0.1, 0.15, 0.08), 0.08, 4),
+])
+def test_a_round_trip_is_known_when_two_agree(seconds: tuple[float, ...], wanted: float, asked: int) -> None:
+    network = Pings(*seconds)
+    assert link_rates.round_trip(network, 0, 1.0) == pytest.approx(wanted)
+    assert next(network.answers, None) is None
+    assert asked == len(seconds)
+
+
+KNOWN = [(BUSILY, BUSILY), (BUSILY, SELDOM), (SELDOM, SELDOM)]
+"""By case, then by rank."""
+
+
+def probing(run: Run) -> list[dict[str, Any]]:
+    """By case, what this rank finds, and which ways it asked for more than a ping."""
+    run.wrap(mlp())
+    made, results = run.sessions[0].inspect.connection, []
+    for case in KNOWN:
+        asked: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            probe = made.uplink.probe
+
+            def ask(server: int, up_nbytes: int, down_nbytes: int, done: Any, probe: Any = probe, asked: Any = asked) -> None:
+                if max(up_nbytes, down_nbytes) > 1:
+                    asked.append("up" if up_nbytes > 1 else "down")
+                probe(server, up_nbytes, down_nbytes, done)
+
+            patch.setattr(made.uplink, "probe", ask)
+            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, case[run.rank], 60.0)
+            made.groups.barrier()
+        results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})
+    return results
+
+
+def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
+    # Over loopback a round trip takes nothing; what counts here is who asks for what.
+    told, half, nothing = zip(*pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS)), strict=True)
+    for result in told:
+        assert result["asked"] == []
+        assert result["found"] == pytest.approx(TOLD)
+        assert result["alpha_s"] > 0
+    for result in (*half, *nothing):
+        assert result["asked"] == ["up", "down"], "where one does not know, all send at once"
+        assert min(result["found"]) > max(TOLD), "loopback is faster than what was made up"
