@@ -75,8 +75,9 @@ def test_what_cannot_be_done_is_refused_before_anything_has_ended(
 
 
 WRONG = [
-    ({"members": ()}, 0, "its members are none, or"),
-    ({"members": (0, 1, 2, 3)}, 0, "its members are none, or not of those in force"),
+    ({"members": ()}, 0, "its members are none of those in force, or"),
+    ({"members": (0, 3, 2)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": (0, 1, 3)}, 0, "its view 2 is not the coordinator's"),
     ({"members": (1, 2)}, 0, "its sender is none of its members"),
     ({"members": (0, 2)}, 0, "its view 2 is not the coordinator's"),
     ({"servers": ()}, 0, "its servers or its plan are not those of the job"),
