@@ -28,7 +28,7 @@ class Relay:
     def __init__(self, words: ViewWords, view: View, mine: int, word: Word, deadline_s: float) -> None:
         self._words, self._view, self._mine, self._word, self._deadline_s = words, view, mine, word, deadline_s
         self.giver = view.members[0].rank
-        """Who has been there longest: numbers grow."""
+        """Who has been there longest: who joins stands behind all others."""
 
     def give(self, data: bytes) -> None:
         windows = self._windows(len(data))

@@ -42,7 +42,8 @@ def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
         return "its servers or its plan are not those of the job"
     stay = tuple(m for m in view.members if m in new.members)
     joined = new.members[len(stay):]
-    if not stay or new.members != (*stay, *joined) or any(m.rank <= view.members[-1].rank for m in joined):
+    numbers = {m.rank for m in (*view.members, *joined)}  # given as homes come, and they take their seats as they are ready
+    if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
         return "its members are none of those in force, or not in their order and ahead of who joins"
     if sender not in {m.rank for m in new.members}:
         return "its sender is none of its members"
