@@ -9,10 +9,10 @@ they summed. Then a worker is made for the new view, as for another plan (switch
 the same gradients, which are still the script's.
 
 Who joins says only that it is ready, and is given what it must know (replica.py) before all go over: its first backward pass
-is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). Where
-results may be here before anybody waits for them (overlapped rounds), the first of the view keeps its part of one exchange back
-(local_steps.py), so that all come to stand in that. If members go there, or inside a save or a change of plans, the others have
-to do that again, and who joins has no part in it: it is sent away, and they go over to the view behind that.
+is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). Sums may
+be here before words are, step after step, so the first of the view keeps its part of one back (step_loop.py, local_steps.py):
+all come to stand in that. If members go there, or inside a save or a change of plans, the others have to do that again, and who
+joins has no part in it: it is sent away, and they go over to the view behind that.
 
 Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
 said that they are ready for it, and no step is whole that they have not all taken part in.

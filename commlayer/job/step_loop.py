@@ -138,7 +138,7 @@ class StepLoop:
         if self._use is not None:
             self._use.end()
         try:
-            self._through(lambda: self.worker.finish(leftovers, self.deadline_s))
+            self._through(lambda: self._finish(leftovers))
         finally:
             self.connection.passes += 1
             if self.connection.fresh:
@@ -149,6 +149,15 @@ class StepLoop:
         into = targets()
         self.worker.commit(into)
         return into
+
+    def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """Where others wait to take part, the part of this rank that goes when its backward pass is over waits until all are
+        in this step: nobody has it whole, however quick its sums are, so they come in here."""
+        members = self.connection.members
+        if members is not None and members.invites():
+            self.worker.stopwatch.stop(self.worker.counters.steps)
+            self.worker.heed()
+        self.worker.finish(leftovers, self.deadline_s)
 
     def _through(self, end: Callable[[], None]) -> None:
         """To the end of a step, with those who are left."""

@@ -9,8 +9,8 @@ start + (w - s). So each change is sent once, starts are the same on all workers
 
 Where the outer optimizer asks for it (Outer.matched), the mean of a turn is made as long as what ranks have changed in it.
 
-Where others wait to take part from now on, one worker keeps its part of an overlapped exchange back until all wait for it. So
-nobody has that exchange whole, and they come in there, as they do where exchanges are waited for.
+Where others wait to take part from now on, one worker keeps its part of an exchange back until all wait for it. So nobody has
+that exchange whole, and they come in there.
 
 In fragments, a part of the buckets goes in each turn of a round, every H / fragments steps. It is merged in the next turn if
 exchanges overlap with steps, in its own otherwise.
@@ -104,7 +104,7 @@ class LocalSteps:
         hold: Callable[[], bool] = lambda: False,
     ) -> None:
         """`regroup`: behind Regroup, gives the worker that goes on with those who are left. `lengths`: None if this rank is
-        alone. `hold`: whether others wait, and it is this rank's to keep its part of an overlapped exchange back."""
+        alone. `hold`: whether others wait, and it is this rank's to keep its part of an exchange back."""
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
         self._matched = outer.matched
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
@@ -244,7 +244,7 @@ class LocalSteps:
         ends = {n: tensors[n].clone() for n in mine} if self._overlap else {}
         changes = {n: self.starts[n] - tensors[n] if n < len(self.starts) else tensors[n].clone() if ends else tensors[n]
                    for n in mine}
-        self._sent = _Sent(self._turn, changes, ends, held=self._overlap and self._hold())
+        self._sent = _Sent(self._turn, changes, ends, held=self._hold())
         self._turn = (self._turn + 1) % self._fragments
         if not self._sent.held:
             self._send(worker, self._sent)
