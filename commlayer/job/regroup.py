@@ -177,11 +177,15 @@ class Regrouping:
                 raise Regroup
 
     def _send_away(self, view: View) -> None:
-        """Those who join, and waits for the view without them."""
-        until = time.monotonic() + self._config.deadline_s
+        """Those who join, and waits for the view without them: they leave, or fall silent and are judged for that."""
         with contextlib.suppress(Newer):
-            self._tell(view, "ready", AWAY, until)
-            self._tell(view, "left", AWAY, until)  # which they never say
+            for what in ("ready", "left"):  # the second they never say
+                self._tell(view, what, AWAY, time.monotonic() + self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """Behind that whoever has fallen silent has been judged: nobody's end is that of the others, who could go on."""
+        return self._config.deadline_s + self._config.reconnect_s + self._made.waits.verdict_s
 
     def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
               here: Callable[[], bool] = never) -> list[Word]:
@@ -205,10 +209,10 @@ class Regrouping:
         for number, server in enumerate(view.servers):
             if number % (len(ids) - len(new)) == place:
                 self._send(made.uplink, server.id, change, generation)
-        mine, deadline_s = words[place], self._config.deadline_s
-        words = self._tell(view, "ready", mine, begin + deadline_s)
+        mine = words[place]
+        words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = Relay(self._words, view, made.id, mine, deadline_s)
+            relay = Relay(self._words, view, made.id, mine, self._patience_s)
             if relay.giver == made.id:
                 relay.give(made.given(plan))
             else:
