@@ -15,13 +15,13 @@ import torch
 from commlayer.config import Config
 from commlayer.control import messages
 from commlayer.control.uplink import Uplink
-from commlayer.errors import CommError, PeerLost
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.job.connection import Connection, Joined
 from commlayer.job.regroup import Regrouping, new_world
 from commlayer.job.replica import Replica
 from commlayer.job.state_relay import Relay
 from commlayer.job.view_words import AWAY, Newer, ViewWords, Word
-from commlayer.records import Job, Plan, View, decode
+from commlayer.records import Job, View
 from commlayer.transport.groups import Groups
 from commlayer.transport.members import Members
 from commlayer.transport.rank_rows import RowChannel
@@ -49,12 +49,14 @@ def enter(
     link.heed(offer)
     log.warning("joins a job that runs, as worker %d: waits for the others to come to a step", made.id)
     begin, dialled = time.monotonic(), False
-    local_steps = decode(link.plan, Plan, "plan").local_steps
     while True:
         view = words.newest
         try:
             _check_givers(view, made.id, link)
-            ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s * local_steps)
+            try:
+                ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s)
+            except DeadlineExceeded:
+                continue  # how long they take to an exchange is their plan's; of those who live no longer there is word
             if AWAY in ready:
                 raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
                                 "taken in there: run the same command again")
