@@ -204,6 +204,8 @@ class Connection:
     def begun(self) -> None:
         """The first step behind joining is whole: the script may do all that it does elsewhere."""
         self.fresh = False
+        if self.joined is not None:  # it is as large as the model and its optimizer's state
+            self.joined = Joined({}, lambda: None)
         home_world.release()
 
     def stats(self) -> dict[str, float]:
