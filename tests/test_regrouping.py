@@ -101,6 +101,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
 @pytest.mark.parametrize(("state", "asked", "line"), [
     (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
+    (elastic(least=0), msgspec.structs.replace(newcomer(4), regroups=False), "a running job takes no new members"),
     (elastic(unable=3), newcomer(4), "since worker 3 cannot change with others"),
     (ended(), newcomer(4), "the job is over"),
     (without(elastic(), 0), newcomer(0), "takes in homes alone"),
@@ -110,6 +111,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
 def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, asked: Join, line: str) -> None:
     taken = regrouping.join(state, asked, 12.0)
     assert line in taken.reply.error
+    assert ("--min-workers" in taken.reply.error) == ("--min-workers" in line)
     assert taken.state == state
 
 

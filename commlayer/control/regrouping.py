@@ -15,6 +15,9 @@ from commlayer.control.messages import FINISHED, Gone, Join, Pulse, Seat, incomp
 from commlayer.records import Member
 from commlayer.transport.protocol import SERVER_BASE
 
+UNLESS = ", unless it is served with --min-workers"
+"""Which helps homes alone."""
+
 
 def regrouped(state: State) -> State:
     """With the view of those who are left, if somebody of the view is gone and they can go on."""
@@ -37,8 +40,7 @@ def door(state: State) -> Door:
     if over(state):
         shut = "the job is over"
     elif not state.min_workers:
-        shut = (f"the job has begun with {len(view.members)} workers; a running job takes no new members, unless it is served "
-                "with --min-workers")
+        shut = f"the job has begun with {len(view.members)} workers; a running job takes no new members{UNLESS}"
     elif unable(state):
         shut = f"the job has begun, and takes no new members, since {', '.join(unable(state))} cannot change with others"
     elif there < len(view.members):
@@ -56,7 +58,7 @@ def join(state: State, request: Join, now: float) -> Taken:
     first = workers[view.members[0].rank]
     differs = [f"{name} is {request.alike.get(name, 'unknown')} here, and {value} in the job; allowed: the same on all ranks"
                for name, value in first.join.alike.items() if request.alike.get(name) != value]
-    problem = incompatible(request, first.join.version) or door(state).shut
+    problem = incompatible(request, first.join.version) or door(state).shut.removesuffix("" if request.regroups else UNLESS)
     if not problem and not (request.regroups and state.workers <= request.rank < SERVER_BASE):
         problem = "the job has begun, and takes in homes alone, by `commlayer launch`"
     if not problem:
