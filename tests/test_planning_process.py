@@ -15,7 +15,8 @@ from msgspec import structs
 from commlayer.job.autoplan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.job.autoplan.planning_process import PlanningProcess
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
-from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.search.plan import plain, plan
+from commlayer.planner.tables.machines import learning_rows, profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
@@ -39,6 +40,18 @@ def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
         there, here = process.search(order(measured_s)), search(order(measured_s))
         assert there.candidate._replace(took_s=0.0, plain=None) == here.candidate._replace(took_s=0.0, plain=None)
         assert there.contention == here.contention
+
+
+def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> None:
+    for rate in ("2/2", "20/20"):
+        cluster = cluster_from_line(f"2xrtx3060@{rate}Mb")
+        profile = structs.replace(profile_from_tables(cluster), learning=learning_rows())
+        inputs = structs.replace(order().inputs, cluster=cluster, profile=profile)
+        given = inputs.job, inputs.cluster, inputs.profile
+        found = plain(*given, inputs.policy)
+        alone = [plan(*given, structs.replace(inputs.policy, exact=exact)) for exact in (True, False)]
+        assert [found.plan(exact=exact) for exact in (True, False, True)] == [*alone, alone[0]]
+        assert alone[0] != alone[1], "otherwise nothing tells them apart"
 
 
 def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:

@@ -35,6 +35,11 @@ class InterfaceCounters:
         self._thread = threading.Thread(target=self._loop, name="commlayer-meter", daemon=True)
         self._thread.start()
 
+    @property
+    def since_s(self) -> float:
+        """The time that the next look is about."""
+        return time.monotonic() - self._readings[0].at_s if self._readings else 0.0
+
     def look(self) -> Throughput:
         """What was carried since the last look."""
         self._read()

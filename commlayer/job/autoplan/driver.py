@@ -50,7 +50,7 @@ from commlayer.job.autoplan.facts import (
     StepOver,
     Switched,
 )
-from commlayer.job.autoplan.link_probes import gathered, links_of, meter_of, pace, probed
+from commlayer.job.autoplan.link_probes import gathered, links_of, meter_of, pace, probed, seen_by
 from commlayer.job.autoplan.measuring import PROBE_AGAIN_S, PROBE_S, measured
 from commlayer.job.autoplan.replan import Replanner
 from commlayer.job.autoplan.state import Proposing
@@ -119,8 +119,6 @@ class AutoPlan:
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
         step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
-        if self._meter is not None and not self._ended:
-            self._meter.look()  # what went over the link up to here, the start of the job among it, was no step's
         if self._reports is not None:
             self._reports.step(step_s)
         self._busy = True  # a change of plans first catches up with exchanges that are due
@@ -214,7 +212,8 @@ class AutoPlan:
 
     def _measure(self) -> None:
         made = self._connection
-        measurements = measured(made, self._job, self._probe_s, None if self._meter is None else self._meter.look())
+        seen = None if self._meter is None else seen_by(self._meter)
+        measurements = measured(made, self._job, self._probe_s, seen)
         self._replanner.measured(measurements)
         self._feed(Measured(tuple(links_of(made, measurements.rows)), measurements.step_s))
         if self._reports is None and not self._state.keep:

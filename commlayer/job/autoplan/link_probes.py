@@ -12,7 +12,7 @@ from commlayer.config import host_port
 from commlayer.job.connection import Connection
 from commlayer.measure import link_rates
 from commlayer.observe import InterfaceCounters, Throughput, counters_towards
-from commlayer.observe.link_watch import PAYLOAD
+from commlayer.observe.link_watch import FACTOR, PAYLOAD
 from commlayer.planner.model.cluster import Link
 from commlayer.transport.groups import Groups
 
@@ -48,14 +48,14 @@ UP_SHARE = 0.4
 receive in turn, or the senders' links would set the rate."""
 DRAINED = 3
 """Round trips behind a turn until what was under way is through."""
-EVEN = 1.25
+EVEN = FACTOR
 """Nodes whose rates up differ by no more than this factor send equally fast. Where all of them have servers, too, no plan has
 one of them receive faster than it sends."""
 SLOW_BPS = 50e6
 """Processors keep up with links as slow as that."""
 BUSY, BUSY_TRIPS = 0.5, 8
-"""What went on for this part of a step, and for so many round trips, which is longer than windows take to open, was held up by
-the link."""
+"""What went on for this part of the steps, and for so many round trips, which is longer than windows take to open, was held up
+by the link."""
 
 
 class _Known(NamedTuple):
@@ -68,10 +68,25 @@ class _Known(NamedTuple):
     """Whether it has another node's server to ask."""
 
 
-def probed(made: Connection, budget_s: float, carried: Throughput | None = None, step_s: float = 0.0) -> Ways:
+class Seen(NamedTuple):
+    """Of a node's link in steps, by its counters."""
+
+    carried: Throughput
+    """What it carried."""
+    since_s: float
+    """In so many seconds, other than steps' among them."""
+
+
+def seen_by(meter: InterfaceCounters) -> Seen:
+    """Since the last look."""
+    since_s = meter.since_s
+    return Seen(meter.look(), since_s)
+
+
+def probed(made: Connection, budget_s: float, seen: Seen | None = None, steps_s: float = 0.0) -> Ways:
     """Rates of this node's link; all ranks call it together, and `gathered` behind it, which waits for the last. It asks
-    servers on other nodes; zeros where there are none. `carried`: what the link was seen to carry in steps that took `step_s`,
-    where nothing else is measured of what that tells on all nodes."""
+    servers on other nodes; zeros where there are none. `seen`: in steps that took `steps_s` in all; what that tells on all
+    nodes is not measured."""
     groups = _groups(made)
     assert made.uplink is not None
     away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
@@ -80,7 +95,7 @@ def probed(made: Connection, budget_s: float, carried: Throughput | None = None,
     mine, up_s = _Known(), UP_SHARE * budget_s
     if asks:
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
-        mine = _Known(*sustained(carried, step_s, round_trip_s), round_trip_s, 1.0)
+        mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
     nodes = _told(groups, mine)
     if any(node.asks and not node.up_bps for node in nodes):
         if asks:
@@ -98,12 +113,13 @@ def probed(made: Connection, budget_s: float, carried: Throughput | None = None,
     return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
 
 
-def sustained(carried: Throughput | None, step_s: float, round_trip_s: float) -> tuple[float, float]:
+def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
     """Rates up and down that steps have shown to be the link's; 0 where they have not."""
-    if carried is None:
+    if seen is None:
         return 0.0, 0.0
-    least = max(BUSY, BUSY_TRIPS * round_trip_s / step_s) if step_s else 1.0
-    up, down = (PAYLOAD * way.bps if way.share >= least and way.bps < SLOW_BPS else 0.0 for way in carried)
+    least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
+    busy = [way.bps < SLOW_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
+    up, down = (PAYLOAD * way.bps if known else 0.0 for way, known in zip(seen.carried, busy, strict=True))
     return up, down
 
 

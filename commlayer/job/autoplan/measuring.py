@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.job.autoplan.link_probes import SLOW_BPS, RankMeasurement, at_least, gathered, probed
+from commlayer.job.autoplan.link_probes import SLOW_BPS, RankMeasurement, Seen, at_least, gathered, probed
 from commlayer.job.connection import Connection
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
 from commlayer.measure.model_times import timing_of
-from commlayer.observe import RecordedStep, Throughput
+from commlayer.observe import RecordedStep
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker
 
@@ -44,9 +44,9 @@ class Measurements(NamedTuple):
         return median(row.step_s for row in self.rows)
 
 
-def measured(connection: Connection, job: Job, probe_s: float, carried: Throughput | None = None) -> Measurements:
-    """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together. `carried`: what
-    this node's link was seen to carry in those steps."""
+def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None = None) -> Measurements:
+    """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together. `seen`: of this
+    node's link in those steps."""
     worker, groups = connection.worker, connection.groups
     assert worker is not None
     assert groups is not None
@@ -54,7 +54,7 @@ def measured(connection: Connection, job: Job, probe_s: float, carried: Throughp
     worker.recorder.switch(on=False)
     timing = timing_of(steps, len(job.tensors), worker.places)
     step_s = median(s.marks["end"] for s in steps)
-    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, carried, step_s), carried)
+    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, seen, len(steps) * step_s), seen and seen.carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)

@@ -20,6 +20,7 @@ from commlayer.job.ways import in_updates
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.option import DENSE
+from commlayer.planner.search.plan import plain as plain_found
 from commlayer.records import Job, Plan
 
 KEEPS_UP = 1.5
@@ -138,13 +139,14 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
     assert job.timing is not None
-    plain = _as_asked(planner.plan(job, cluster, profile, structs.replace(policy, exact=True)), current)
+    found = plain_found(job, cluster, profile, policy)
+    plain = _as_asked(found.plan(exact=True), current)
     plain = _in_updates(plain, made_from) if apart else plain
     plain_s = plain.step_s * steps_of(plain, made_from)
     computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
     if policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s):
         return plain, ""
-    other = _as_asked(planner.plan(job, cluster, profile, policy), current)
+    other = _as_asked(found.plan(exact=False), current)
     if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:
         return plain, ""
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"

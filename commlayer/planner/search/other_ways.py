@@ -38,9 +38,10 @@ class Found(NamedTuple):
     """Its price before anything became finer at the cost of some of it."""
 
 
-def best(entry: LayoutCandidate, found: ChoiceFound) -> tuple[LayoutCandidate, Plan]:
-    """Of the plain plan that was found and of what the policy allows besides; of nearly equal ones the finest."""
-    policy, plain = entry.inputs.policy, _made(entry, found)
+def best(entry: LayoutCandidate, found: ChoiceFound, *, exact: bool) -> tuple[LayoutCandidate, Plan]:
+    """Of the plain plan that was found and of what the policy allows besides; of nearly equal ones the finest. `exact`: in
+    place of the policy's."""
+    policy, plain = structs.replace(entry.inputs.policy, exact=exact), _made(entry, found)
     kept = [plain]
     # What nobody has measured is done only where it is asked for by name.
     freely = not policy.exact and entry.ways.steps_count

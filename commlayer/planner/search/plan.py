@@ -56,10 +56,30 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+class PlainFound(NamedTuple):
+    """Buckets, paths and codecs of steps on averaged gradients: what all other ways are searched from, whatever is allowed."""
+
+    entry: LayoutCandidate
+    found: ChoiceFound
+    cluster: Cluster
+
+    @_uncollected()
+    def plan(self, *, exact: bool) -> Plan:
+        """The best of all ways; `exact` in place of the policy's own."""
+        entry, made = other_ways.best(self.entry, self.found, exact=exact)
+        return explained(made, entry, self.cluster)
+
+
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
     """The plan that is first at a loss within the policy, by simulated steps and by how many of them it needs; or, where the
     policy's objective is the step, the one whose step is shortest. Equal arguments give equal plans."""
+    found = plain(job, cluster, profile, policy)
+    return found.plan(exact=found.entry.inputs.policy.exact)
+
+
+@_uncollected()
+def plain(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> PlainFound:
+    """For who wants plans of several ways: what they have in common, which takes most of a search."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     inputs = SearchInputs(job, timing, condensed(cluster), profile, policy)
     tried = _tried(inputs)
@@ -73,8 +93,7 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
         densest, = _cheapest(able, 1, lambda entry: entry.dense)
         if densest.exact(densest.dense) < pays:
             entry, found = densest, densest.dense
-    entry, made = other_ways.best(entry, found)
-    return explained(made, entry, cluster)
+    return PlainFound(entry, found, cluster)
 
 
 def _best(choices: list[tuple[LayoutCandidate, ChoiceFound]]) -> tuple[LayoutCandidate, ChoiceFound]:
