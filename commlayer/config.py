@@ -114,6 +114,10 @@ ALIKE_SET = ("join", "trace", "loss", "learning")
 """Settings that must be there on all ranks or on none, whatever they are."""
 
 
+JOINS = "@"
+"""In the setting home, ahead of the number of the first worker of a home that joins a running job."""
+
+
 class Launch(NamedTuple):
     """Who this process is, as its process group or its launcher says; a process started by hand is rank 0 of 1."""
 
@@ -126,6 +130,8 @@ class Launch(NamedTuple):
     """Which of its launcher's agents started it; processes of several are on several nodes. -1: nobody says."""
     home: str = ""
     """Not empty: `commlayer launch` started it, and it reaches ranks on other machines through a coordinator alone."""
+    joins: int = -1
+    """Not -1: its home joins a job that runs, and this is the worker's number there."""
 
 
 _TYPES = get_type_hints(Config, include_extras=True)
@@ -187,7 +193,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     said = environ.get("GROUP_RANK") or environ.get("LOCAL_WORLD_SIZE")
     if group is not None and not environ.get("LOCAL_WORLD_SIZE"):
         local_rank = 0  # a launcher that says no more than that is not asked
-    found = Launch(rank, world, local_rank, local_world, node, node if said else -1, environ.get(PREFIX + "HOME", ""))
+    home, _, first = environ.get(PREFIX + "HOME", "").partition(JOINS)
+    joins = int(first) + number("LOCAL_RANK", 0) if first.isdecimal() else -1
+    found = Launch(rank, world, local_rank, local_world, node, node if said else -1, home, joins)
     if found.rank >= found.world:
         raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}")
     if found.local_rank >= local_world:
@@ -263,7 +271,8 @@ def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) ->
     told = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,
             "LOCAL_WORLD_SIZE": launch.local_world, "GROUP_WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     made = os.environ | {name: str(value) for name, value in told.items()}
-    made |= {PREFIX + "HOME": launch.home} | {PREFIX + name.upper(): value for name, value in settings.items() if value}
+    first = f"{JOINS}{launch.joins - launch.local_rank}" if launch.joins >= 0 else ""
+    made |= {PREFIX + "HOME": launch.home + first} | {PREFIX + name.upper(): value for name, value in settings.items() if value}
     if sys.platform == "linux":
         made.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of groups within this machine
     if launch.local_world > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,6 +26,7 @@ from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
 from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.job.rendezvous import Start
+from commlayer.job.replica import Replica
 from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged, refuse
 from commlayer.job.switch import switch as go_over
@@ -32,6 +34,8 @@ from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of, usual
 from commlayer.records import Plan
 from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
+
+log = logging.getLogger("commlayer")
 
 
 class Driver(Inspected, Protocol):
@@ -103,7 +107,8 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before training, or at the step that it was taken at; to go back in a running job all ranks call `load`."""
-        self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
+        if not self._fresh("load_state_dict()"):
+            self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
 
     def save(self, directory: str | Path) -> None:
         """Writes a file per rank and per server into a folder of its own in `directory`. All ranks call it at the same step.
@@ -114,7 +119,20 @@ class Session:
 
     def load(self, directory: str | Path) -> None:
         """Takes up the newest whole save in `directory`, under the same plan and world. All ranks call it before training."""
-        self._driver.when_connected(lambda: checkpoint.load(self._driver.connection, Path(directory)))
+        if not self._fresh("load()"):
+            self._driver.when_connected(lambda: checkpoint.load(self._driver.connection, Path(directory)))
+
+    def _fresh(self, what: str) -> bool:
+        """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
+        if self._driver.connection.fresh:
+            log.warning("%s: nothing is loaded, since this home has joined a running job, and has what its workers have", what)
+        return self._driver.connection.fresh
+
+    @property
+    def step(self) -> int:
+        """How many training steps the job has made since it began, as backward passes count, dropped ones among them. At the
+        start that is 0, but in a home that has joined a running job: `for step in range(session.step, steps)`."""
+        return self._driver.connection.passes
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
@@ -196,13 +214,14 @@ def attach(
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
             connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=asked,
-                                 forbids=forbids, optimizer=family_of(optimizer))
+                                 forbids=forbids, optimizer=family_of(optimizer), replica=Replica(model, optimizer, scaler))
         except BaseException:
             claim.release()
             raise
     connection.on_close.append(claim.release)
     made = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
                         ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
+    made.join_round()
     return Session(made, clipping(parameters_of(model), optimizer, norm))
 
 

@@ -14,7 +14,7 @@ class Noted:
         self.n = 0.0
         self.plan: Plan | None = None
         self.members = (0,)
-        self.may_leave = False
+        self.may_leave = self.joined = False
 
     @property
     def inspect(self) -> Noted:

@@ -104,6 +104,23 @@ def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() ->
     assert not homes.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
 
 
+def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why_not() -> None:
+    a, b = asked("a"), asked("b", workers=2)
+    state, _ = come(homes.Homes(3), a, b)
+    state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
+    shut = homes.Door("the job runs and has its 3 workers")
+    again, wide = asked("b"), asked("b", workers=3)
+    for one, door, line in ((again, shut, "has its 3 workers"), (wide, homes.Door("", 1), "brings 3 workers, and 2 of the")):
+        after, reply = homes.attend(state, one, 1.0, door)
+        assert line in reply.error
+        assert after == state
+    state, seat = homes.attend(state, again, 1.0, homes.Door("", 1))
+    assert (seat.joins, seat.first, seat.world) == (True, 3, 2)
+    state, seat = homes.attend(state, asked("c"), 2.0, homes.Door("", 2))
+    assert (seat.joins, seat.first, seat.world) == (True, 4, 3)
+    assert homes.attend(state, a, 2.0, homes.Door("", 3))[1].first == 0, "who is here is answered as ever"
+
+
 # ---- what the store takes
 
 NAME = "n" * meeting_store.MAX_NAME_NBYTES

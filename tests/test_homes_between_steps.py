@@ -8,35 +8,40 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, ended, flat, owed_of, reference, slopes
-from test_homes_training import Homes
+from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, ended, flat, owed_of, reference, slopes, unheard
+from test_homes_training import WAIT_S, Homes
 
 from commlayer.job import checkpoint_files
 
+EVERY = 3
+"""Local steps to a round: behind every fourth step there is one to drain."""
 COARSE, FINE = "onebit(block=64)", "topk(ratio=0.3)"
 
 
 class Death:
     """Of this home: "HOME@STEP:PLACE:NUMBER", ahead of that collective, or behind that word to a server, that is the NUMBER-th
-    of a save or a change of plans behind that step."""
+    of a save or a change of plans behind that step. "+" behind that: once another home waits to be let in."""
 
     def __init__(self, home: int, deaths: str) -> None:
-        every = re.findall(r"(\d+)@(\d+):(\w+):(\d+)", deaths)
-        found = [(int(step), place, int(number)) for one, step, place, number in every if int(one) == home]
-        self.step, self._place, self._left = found[0] if found else (STEPS, "", 0)
+        every = re.findall(r"(\d+)@(\d+):(\w+):(\d+)(\+?)", deaths)
+        found = [(int(step), place, int(number), more) for one, step, place, number, more in every if int(one) == home]
+        self.step, self._place, self._left, self._waits = found[0] if found else (STEPS, "", 0, "")
         self.silent = bool(found)
 
-    def arm(self) -> None:
+    def arm(self, made: Any, directory: str) -> None:
         from commlayer.control.uplink import Uplink
+        from commlayer.runtime.local_steps import LocalSteps
         from commlayer.transport.groups import Groups
 
-        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan")):
+        self._members, self._waits_at = made.members, waits_at(directory)
+        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (LocalSteps, "drain")):
             self._watch(owner, name, behind=name == "send_plan")
 
     def _watch(self, owner: Any, name: str, *, behind: bool) -> None:
@@ -45,13 +50,26 @@ class Death:
         def watched(*args: Any, **named: Any) -> Any:
             self._left -= (here := self._place in (name, name.partition("_")[0]))
             if here and not behind and self._left <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._die()
             found = real(*args, **named)
             if here and behind and self._left <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._die()
             return found
 
         setattr(owner, name, watched)
+
+    def _die(self) -> None:
+        if self._waits:
+            self._waits_at.touch()
+            until = time.monotonic() + WAIT_S
+            while not self._members._new() and time.monotonic() < until:
+                time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def waits_at(directory: str | Path) -> Path:
+    """What is there when a home that is to die waits for another."""
+    return Path(directory) / "a home waits"
 
 
 def said_of(bucket: Any) -> str:
@@ -65,7 +83,8 @@ def coded(plan: Any) -> str:
 
 
 def main(what: str, codec: str, deaths: str, directory: str) -> None:
-    """Behind every fourth step it saves, or changes its plan. Who dies has put in nothing, where what is owed is counted."""
+    """Behind every fourth step it saves, changes its plan, or drains its local steps. Who dies has put in nothing, where what
+    is owed is counted."""
     from msgspec import structs
 
     import commlayer
@@ -78,8 +97,13 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     put = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
     worlds, codecs = list[int](), list[str]()
-    with commlayer.attach(model, optimizer, plan=codec) as session:
+    rounds: dict[str, Any] = {"every": EVERY} if what in ("drain", "matched") else {}
+    if what == "matched":
+        rounds["sync"] = commlayer.optim.Outer(matched=True)
+    with commlayer.attach(model, optimizer, plan=codec, **rounds) as session:
         made = session.inspect.connection
+        if what == "matched" and home == 1:
+            unheard(session, 1)
 
         def other() -> Any:
             """Of the model's weights; its buffer goes as it went."""
@@ -93,20 +117,22 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
             if what == "by itself" and made.steps in (4, 8):
                 go_over(made, other(), by_itself=True)
 
-        session._driver.observers.add(Observer(Place.OTHER, after_step, after_step))
+        session._driver.observers.add(Observer(Place.OTHER, after_step, after_step, after_drain=after_step))
         for step in range(STEPS):
             if step == death.step:
-                death.arm()
+                death.arm(made, directory)
             given = slopes(home, step)
             if death.silent and codec != EXACT:
                 given = [torch.zeros_like(g) for g in given]
             model(given).backward()
             for total, g in zip(put, given, strict=True):
-                total += g.double() / worlds[-1]
+                total += g.double() / (worlds or [made.world])[-1]
             optimizer.step()
             optimizer.zero_grad()
-            if step % 4 == 3 and what == "save":
+            if step % 4 == 3 and what in ("save", "matched"):
                 session.save(directory)
+            elif step % 4 == 3 and what == "drain":
+                session.drain()
             elif step % 4 == 3 and what in ("asked", "rank 0's"):
                 commlayer.session.switch(session, other() if what == "asked" or made.rank == 0 else None)
         session.drain()
@@ -124,17 +150,19 @@ def homes() -> Iterator[Homes]:
     made.close()
 
 
-def survivors(homes: Homes, count: int, what: str, codec: str, deaths: str, directory: Path) -> list[dict[str, Any]]:
+def survivors(homes: Homes, count: int, what: str, codec: str, deaths: str, directory: Path,
+              meanwhile: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
     homes.serve(count, "--min-workers", "2")
     every: list[subprocess.Popen[str]] = [
         homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, what, codec, deaths, str(directory))
         for n in range(count)]
+    meanwhile()
     victims = {int(home) for home in re.findall(r"(\d+)@", deaths)}
     codes = [ended(process) for process in every]
-    assert [code for code, _, _ in codes] == [KILLED * (n in victims) for n in range(count)], [e for _, _, e in codes]
+    assert [code for code, _, _ in codes] == [KILLED * (n in victims) for n in range(count)], "\n".join(e for _, _, e in codes)
     told = [told[0] for home, (_, told, _) in enumerate(codes) if home not in victims]
     assert all(one["weights"] == told[0]["weights"] for one in told)
-    assert {one["steps"] for one in told} == {STEPS}
+    assert {one["steps"] for one in told} == {{"drain": STEPS // 2, "matched": STEPS // EVERY}.get(what, STEPS)}
     return told
 
 
@@ -158,6 +186,44 @@ def test_homes_die_in_saves_and_those_who_are_left_save_anew(
     assert told[0]["weights"] == reference(worlds, left)
     found = whole(tmp_path, 2)
     assert (found.world, found.step, found.fault) == (2, STEPS, "")
+
+
+def test_a_home_dies_in_a_save_between_two_exchanges_and_the_others_go_on_from_the_same_weights(
+    homes: Homes, tmp_path: Path,
+) -> None:
+    """One of them has not heard how long changes were in the exchange before."""
+    told = survivors(homes, 3, "matched", EXACT, "0@3:gather:1", tmp_path)
+    assert all("had merged the last exchange differently" in "".join(one["said"]) for one in told)
+    assert whole(tmp_path, 2).world == 2
+
+
+@pytest.mark.parametrize(("what", "deaths"), [
+    ("save", "3@3:gather:2 2@7:gather:2+"),
+    ("asked", "3@3:gather:2 0@7:send:1+"),  # the server knows of the plan
+    ("drain", "3@3:drain:1 2@7:drain:1+"),
+])
+def test_a_home_that_joins_where_another_dies_between_two_steps_is_sent_away(
+    homes: Homes, tmp_path: Path, what: str, deaths: str,
+) -> None:
+    """Nobody waits for it in what is begun again, of which it knows nothing: the others do that as if it had not come."""
+    def joins() -> None:
+        until = time.monotonic() + WAIT_S
+        while not waits_at(tmp_path).exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        late.append(homes.run("launch", "--join", homes.address, __file__, what, codec, "", str(tmp_path)))
+
+    late, codec = list[subprocess.Popen[str]](), COARSE if what == "asked" else EXACT
+    told = survivors(homes, 4, what, codec, deaths, tmp_path, joins)
+    worlds = [3, 2, 2] if what == "drain" else [4] * 4 + [3] * 4 + [2] * 4
+    assert [one["worlds"] for one in told] == [worlds] * 2
+    assert "is taken in" not in "".join(told[0]["said"])
+    code, rows, errors = ended(late[0])
+    assert (code, rows) == (1, [])
+    assert "members were lost while the job was saving, changing plans or being drained" in errors
+    if what == "save":
+        assert told[0]["weights"] == reference(worlds, [[0, 1, 2, 3], [0, 1, 2], [0, 1]])
+        waits_at(tmp_path).unlink()
+        assert whole(tmp_path, 2).world == 2
 
 
 def owes_nothing_else(told: list[dict[str, Any]]) -> None:

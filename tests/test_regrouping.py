@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from test_control_membership import DEAD_AFTER_S, running
+from test_control_membership import DEAD_AFTER_S, running, worker
 from test_homes import met, opened, options, together  # noqa: F401  (opened is a fixture)
 from test_service_sums import push, service
 
 from commlayer.control import membership, regrouping
 from commlayer.control.membership import State
-from commlayer.control.messages import FINISHED, Heartbeat
+from commlayer.control.messages import FINISHED, Heartbeat, Join
 from commlayer.errors import CommError
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
@@ -75,6 +75,44 @@ def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(st
     state, pulse = membership.heartbeat(state, "w1", 12.0)
     (gone,) = regrouping.explained(state, pulse).lost
     assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
+
+
+def ended() -> State:
+    state = elastic()
+    for rank in range(4):
+        state = membership.leave(state, f"w{rank}", FINISHED, 7)
+    return state
+
+
+def newcomer(rank: int, **fields: Any) -> Join:
+    return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), regroups=True, **fields)
+
+
+def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> None:
+    state = without(elastic(), 0)
+    assert regrouping.door(state).there == 3
+    state, seat = regrouping.join(state, newcomer(4), 12.0)
+    assert (members(state), seat.view, seat.error) == ((3, [1, 2, 3, 4]), state.view, "")
+    assert "has its 4 workers" in regrouping.join(state, newcomer(5), 12.0).reply.error
+    state = regrouping.regrouped(membership.leave(state, "w4", "killed, say"))
+    assert members(state) == (4, [1, 2, 3])
+
+
+@pytest.mark.parametrize(("state", "asked", "line"), [
+    (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
+    (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
+    (elastic(least=0), msgspec.structs.replace(newcomer(4), regroups=False), "a running job takes no new members"),
+    (elastic(unable=3), newcomer(4), "since worker 3 cannot change with others"),
+    (ended(), newcomer(4), "the job is over"),
+    (without(elastic(), 0), newcomer(0), "takes in homes alone"),
+    (without(elastic(), 0), newcomer(4, job="another"), "trains another model than worker"),
+    (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, the job 1.0"),
+])
+def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, asked: Join, line: str) -> None:
+    taken = regrouping.join(state, asked, 12.0)
+    assert line in taken.reply.error
+    assert ("--min-workers" in taken.reply.error) == ("--min-workers" in line)
+    assert taken.state == state
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from commlayer import planner
-from commlayer.job.autoplan.link_probes import RankMeasurement
+from commlayer.job.autoplan.link_probes import RankMeasurement, server_nodes_of
 from commlayer.job.autoplan.plan_search import on_hosts, on_servers
 from commlayer.job.autoplan.replan import cluster_of
 from commlayer.measure import collective_costs
 from commlayer.planner.model.cluster import Line, Link, Policy, Profile
 from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.records import ServerInfo, View
 from commlayer.runtime.plan_check import unsuited
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
@@ -41,6 +45,21 @@ def test_a_server_on_a_machine_of_its_own_is_a_node_without_ranks() -> None:
     made = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
     assert made.hosts in ((3,), ())
     assert on_servers(made, [3]).servers == (1 if made.servers else 0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
+    """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
+    view = View(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
+    made: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), members=SimpleNamespace(), world=world)
+    nodes = server_nodes_of(made)
+    assert nodes == [world, world + 1, world + 1]
+    cluster = cluster_of(LINKS[:world], ROWS[:world], INSIDE, nodes)
+    assert [node.server for node in cluster.nodes] == [False] * world + [True] * 2
+    found = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
+    assert on_servers(found, nodes).servers == (3 if found.servers else 0)
+    made.members = None
+    assert server_nodes_of(made) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
 
 
 def test_slower_ranks_are_slower_nodes() -> None:

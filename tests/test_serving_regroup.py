@@ -16,11 +16,11 @@ from commlayer.config import host_port
 from commlayer.control import messages
 from commlayer.control.serving import Serving
 from commlayer.errors import CommError
-from commlayer.records import View
+from commlayer.records import Member, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 from commlayer.transport.stream_transport import StreamTransport
-from commlayer.transport.view_change import ViewChange, wire_generation
+from commlayer.transport.view_change import ViewChange, amiss, wire_generation
 
 DATA = records.encode(PLAN)
 
@@ -74,9 +74,23 @@ def test_what_cannot_be_done_is_refused_before_anything_has_ended(
         assert asked.answer(asked.next) == ""
 
 
+@pytest.mark.parametrize(("there", "then"), [
+    ((0, 1, 5), (0, 1, 5, 4)),  # 4 and 5 are of one home, and 5 was ready first
+    ((0, 1, 5), (0, 1, 4)),
+    ((0, 1), (0, 1, 5, 4)),
+    ((3,), (3, 0)),
+])
+def test_who_joins_stands_behind_all_others_whatever_their_numbers(there: tuple[int, ...], then: tuple[int, ...]) -> None:
+    view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, there), (2, then)))
+    assert amiss(ViewChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
+
+
 WRONG = [
-    ({"members": ()}, 0, "its members are none, or"),
-    ({"members": (0, 1, 2, 3)}, 0, "its members are none, or not of those in force"),
+    ({"members": (0, 1, 3, 3)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": (0, 1, 0)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": ()}, 0, "its members are none of those in force, or"),
+    ({"members": (0, 3, 2)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": (0, 1, 3)}, 0, "its view 2 is not the coordinator's"),
     ({"members": (1, 2)}, 0, "its sender is none of its members"),
     ({"members": (0, 2)}, 0, "its view 2 is not the coordinator's"),
     ({"servers": ()}, 0, "its servers or its plan are not those of the job"),

@@ -24,6 +24,9 @@ class Planned(Protocol):
     @property
     def may_leave(self) -> bool: ...
 
+    @property
+    def joined(self) -> bool: ...
+
 
 class Averaging(Protocol):
     """What is needed of a session."""

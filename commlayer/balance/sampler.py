@@ -146,6 +146,9 @@ class Sampler(HandsOut):
         """
         if self._trained.finished():
             self.set_epoch(self.epoch + 1)
+        if session is not None and session.inspect.joined:
+            raise ValueError("follow: this home has joined a running job, whose samplers deal out all samples without it; "
+                             "allowed there: a sampler of the script's own, such as DistributedSampler")
         self._lead = _lead_of(loader)
         self._check_lead(session)
         self._heed(self.step, session)

@@ -56,9 +56,13 @@ def launch(
     reason = "it was interrupted"
     try:
         seat = attendance.meet(wait)
-        last = seat.first + nproc_per_node - 1
-        ranks = f"rank {seat.first}" if last == seat.first else f"ranks {seat.first} to {last}"
-        _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
+        first = _first_rank(seat, nproc_per_node)
+        last = first + nproc_per_node - 1
+        ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
+        if seat.joins:
+            _say(f"the job runs: this home joins it, with {ranks} of {seat.world}; the others call it worker {seat.first}")
+        else:
+            _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "token_file": str(Path(token_file).expanduser().absolute()) if token_file else "",
                     "min_workers": str(seat.min_workers)}
@@ -81,9 +85,14 @@ def _say(line: str) -> None:
     print(f"commlayer launch: {line}", file=sys.stderr, flush=True)
 
 
+def _first_rank(seat: Any, workers: int) -> int:
+    return int(seat.world - workers if seat.joins else seat.first)
+
+
 def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
     """A worker, in a session of its own: Ctrl-C comes to this process, which passes it on once."""
-    mine = Launch(seat.first + local, seat.world, local, workers, seat.node, seat.node, home)
+    joins = seat.first + local if seat.joins else -1
+    mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
     whole = [sys.executable, "-u", "-m", "commlayer.job.home_process", str(os.getpid()), *line]
     return subprocess.Popen(whole, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
 

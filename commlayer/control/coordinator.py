@@ -23,6 +23,7 @@ from commlayer.control.call_quota import CallQuota, TooMany
 from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
 from commlayer.control.gathering import Gathering
 from commlayer.control.grpc_port import GrpcPort, check_free
+from commlayer.control.homes import Door
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
 from commlayer.records import Record
@@ -74,7 +75,7 @@ class Coordinator:
         self._certificates: dict[str, Certified] = {}  # of seats, by token
         self._quota = CallQuota()
         self._revoked: frozenset[int] = frozenset()
-        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers)
+        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door)
         if self._state.view is not None:
             self._gathering.begin()
         self._port.start(Host({
@@ -147,6 +148,10 @@ class Coordinator:
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
                     and not membership.unjudged(self._state, p)}
 
+    def _door(self) -> Door:
+        with self._lock:
+            return regrouping.door(self._state)
+
     def _challenge(self, _: bytes, peer: str) -> bytes:
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
@@ -174,7 +179,9 @@ class Coordinator:
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.places
-            self._state, reply = membership.join(self._state, request, self._clock())
+            late = began and not known and request.kind == "worker"
+            self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
+            self._tell_of(before)
             self._write_down(before)
             view = self._state.view
             place = None if known else self._state.places.get(request.token)
@@ -253,12 +260,17 @@ class Coordinator:
     def _regroup(self, before: membership.State) -> None:
         """Who is left goes on, if they are enough. Under the lock under which somebody went: nobody hears of the one alone."""
         self._state = regrouping.regrouped(self._state)
+        self._tell_of(before)
+
+    def _tell_of(self, before: membership.State) -> None:
+        """Another view."""
         view, former = self._state.view, before.view
         if view is None or former is None or view.generation == former.generation:
             return
-        gone = [f"worker {m.rank}" for m in former.members if m not in view.members]
-        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=", ".join(gone))
-        log.info("goes on with %d workers, without %s", len(view.members), ", ".join(gone))
+        gone = ", ".join(f"worker {m.rank}" for m in former.members if m not in view.members)
+        new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
+        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
+        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {gone}", new and f", {new} among them")
 
     def _note_deaths(self, before: membership.State) -> None:
         self._regroup(before)

@@ -26,16 +26,19 @@ class Gathering:
     """`lost`: workers of the running job that died or broke off, and why, by rank. Who has finished may still ask."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
-                 min_workers: int = 0, clock: Clock = time.monotonic) -> None:
+                 min_workers: int = 0, clock: Clock = time.monotonic,
+                 door: Callable[[], homes.Door | None] = lambda: None) -> None:
+        """`door`: of the job that runs."""
         self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
-        self._min_workers = min_workers
+        self._min_workers, self._door = min_workers, door
         self._lock = threading.Lock()
 
     def attend(self, asked: Attend) -> Attended:
+        door = self._door()
         with self._lock:
             before = self._state
-            self._state, reply = homes.attend(before, asked, self._clock())
+            self._state, reply = homes.attend(before, asked, self._clock(), door)
             self._note(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and asked.home not in before.former:
@@ -46,8 +49,9 @@ class Gathering:
     async def ask(self, asked: Ask) -> Kept:
         if why := self._heard(asked.home) or self._cast_out(asked.home):
             return Kept(error=why)
-        store = self._store
-        store.put(asked.put)
+        store, door = self._store, self._door() if asked.view else None
+        # Whoever has heard of a newer view finds all that will ever be said in this one: so all find the same.
+        store.put(asked.put if door is None or asked.view >= door.generation else ())
         store.drop(asked.drop)
         total = 0 if asked.add is None else store.add(*asked.add)
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
@@ -103,7 +107,9 @@ class Gathering:
         state = self._state
         for token, home in state.here.items():
             if token not in before.here:
-                log.info("home %s is here: %s", home.who, homes.missing(state) or f"all {state.workers} workers are")
+                said = f"joins the {home.world - home.asked.workers} workers that there are" if home.world else \
+                    homes.missing(state) or f"all {state.workers} workers are"
+                log.info("home %s is here: %s", home.who, said)
                 self._audit.note("attended", where=home.who, workers=home.asked.workers)
         left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()
                 if token not in state.here]

@@ -2,7 +2,8 @@
 
 A home is a machine that can only dial out. Its launcher says so here ahead of its workers, and gets their ranks when so many
 have come as the job has workers. Homes stand in the order that they came in, but for those that wish for a place. If one goes
-before the job has begun, all who met hear of it and end: they were told ranks that no longer stand.
+before the job has begun, all who met hear of it and end: they were told ranks that no longer stand. Behind that one may come in
+the place of another that is gone, under numbers of its own, if the job's door is open.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from commlayer.control.messages import ANY, Attend, Attended, incompatible
 from commlayer.records import Record
+from commlayer.transport.protocol import SERVER_BASE
 
 SILENCE_S = 30.0
 """After which a home counts as gone, at least: its launcher may wait for a processor that imports keep busy."""
@@ -27,11 +29,25 @@ class Home(Record, frozen=True):
     asked: Attend
     seen_s: float
     first: int = ANY
+    """Number of its first worker: its rank, where it was there when the job began."""
     node: int = ANY
+    world: int = 0
+    """Not 0: it joined a running job, which then had so many workers with its own."""
 
     @property
     def who(self) -> str:
         return f"{self.asked.certificate or self.asked.name} (pid {self.asked.pid})"
+
+
+class Door(Record, frozen=True):
+    """Of a running job."""
+
+    shut: str = ""
+    """Why it takes nobody in; "" if it does."""
+    there: int = 0
+    """How many workers it has now."""
+    generation: int = 0
+    """Of its view."""
 
 
 class Homes(Record, frozen=True):
@@ -43,6 +59,8 @@ class Homes(Record, frozen=True):
     meeting: str = ""
     met: bool = False
     begun: bool = False
+    numbers: int = 0
+    """So many have been given to workers who joined later. None is given twice: what is said of the dead stays true."""
     former: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Homes of a meeting that broke off, and why it did; and those that have left since the job began."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
@@ -51,8 +69,8 @@ class Homes(Record, frozen=True):
     """Of the coordinator's software; empty: of whoever comes first."""
 
 
-def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
-    """Takes the home in, refuses it, or answers one that is here."""
+def attend(state: Homes, asked: Attend, now: float, door: Door | None = None) -> tuple[Homes, Attended]:
+    """Takes the home in, refuses it, or answers one that is here. `door`: of the job that runs; None: it takes nobody in."""
     if (why := state.former.get(asked.home)) is not None:
         return state, Attended(error=why)
     if asked.leave:
@@ -62,13 +80,19 @@ def attend(state: Homes, asked: Attend, now: float) -> tuple[Homes, Attended]:
         return state, Attended(error=RESTARTED)
     if asked.home in state.here:
         state = heard(state, asked.home, now)
-    elif problem := _problem(state, asked):
+    elif problem := _problem(state, asked, door):
         return state, Attended(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
+    elif state.begun:
+        assert door is not None
+        number = state.workers + state.numbers
+        home = Home(asked, now, number, number, door.there + asked.workers)
+        state = msgspec.structs.replace(state, here={**state.here, asked.home: home}, numbers=state.numbers + asked.workers)
     else:
         state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Home(asked, now)}))
     home = state.here[asked.home]
-    return state, Attended(missing=missing(state), first=home.first, world=state.workers if state.met else 0, node=home.node,
-                           nodes=len(state.here), meeting=state.meeting)
+    world = home.world or (state.workers if state.met else 0)
+    return state, Attended(missing=missing(state), first=home.first, world=world, node=home.node, nodes=len(state.here),
+                           meeting=state.meeting, joins=home.world > 0)
 
 
 def heard(state: Homes, home: str, now: float) -> Homes:
@@ -119,13 +143,15 @@ def _kept(former: Mapping[str, str]) -> dict[str, str]:
     return dict(list(former.items())[-FORMER:])
 
 
-def _problem(state: Homes, asked: Attend) -> str:
+def _problem(state: Homes, asked: Attend, door: Door | None) -> str:
     if problem := incompatible(asked, state.version or next((h.asked.version for h in state.here.values()), "")):
         return problem
     if not state.workers:
         return "the coordinator does not know how many workers to wait for: start it with commlayer serve --workers N"
-    if state.begun:
+    if state.begun and door is None:
         return f"the job has begun with {state.workers} workers; a running job takes no new members"
+    if state.begun and door is not None:
+        return _late(state, asked, door)
     left = state.workers - _count(state)
     if not 1 <= asked.workers <= left:
         names = ", ".join(h.who for h in state.here.values())
@@ -135,6 +161,16 @@ def _problem(state: Homes, asked: Attend) -> str:
         return f"wishes to be home {asked.place}, allowed: 0 to {state.workers - 1}"
     other = next((h for h in state.here.values() if asked.place not in (ANY,) and h.asked.place == asked.place), None)
     return "" if other is None else f"wishes to be home {asked.place}, which {other.who} is: give each --node-rank of its own"
+
+
+def _late(state: Homes, asked: Attend, door: Door) -> str:
+    """The same for who comes when the job runs."""
+    if door.shut or not state.met:
+        return door.shut or RESTARTED
+    if asked.workers > state.workers - door.there:
+        return (f"brings {asked.workers} workers, and {state.workers - door.there} of the job's {state.workers} are missing: "
+                "start this home with fewer")
+    return "the job has had too many workers" if state.workers + state.numbers + asked.workers > SERVER_BASE else ""
 
 
 def _count(state: Homes) -> int:

@@ -274,10 +274,10 @@ def _problem(state: State, request: Join) -> str:
     if request.rank == ANY and len(peers) >= total:
         remedy = ": start the coordinator with a larger --servers" if request.kind == "server" else ""
         return f"the job has its {total} {request.kind}s already{remedy}"
-    return next(filter(None, (_conflict(request, p) for p in peers)), "")
+    return next(filter(None, (conflict(request, p) for p in peers)), "")
 
 
-def _conflict(request: Join, place: Place) -> str:
+def conflict(request: Join, place: Place) -> str:
     """Why the request does not go with a seated process of the same kind. Tells no digest of that one's."""
     other = place.join
     if place.rank == request.rank:
@@ -315,7 +315,7 @@ def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...
 
 
 def _seat(state: State, place: Place) -> Seat:
-    return Seat(rank=place.rank, view=state.view, plan=state.plan, missing=missing(state))
+    return Seat(rank=place.rank, view=state.view, plan=state.plan, missing="" if state.view is not None else missing(state))
 
 
 def _free(state: State, kind: str) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -62,7 +63,9 @@ class Join(Record, frozen=True):
     dials: bool = False
     """Of a worker: its machine only dials out, so whatever has its `name` and serves is another one."""
     regroups: bool = False
-    """Of a worker: it can go on with those who are left when others die or leave."""
+    """Of a worker: it can go on with those who are left when others die or leave, and with who joins later."""
+    alike: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of a worker: what must be the same on all. Those who met have compared it; who joins later is compared here."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
     gradients: int = ANY
@@ -172,6 +175,8 @@ class Attended(Record, frozen=True):
     nodes: int = 0
     meeting: str = ""
     """A random name, of one process of the coordinator."""
+    joins: bool = False
+    """The job runs, and takes this home in: its ranks are the last of `world`, as it stands."""
     min_workers: int = 0
     """As the coordinator was told."""
 
@@ -189,6 +194,8 @@ class Ask(Record, frozen=True):
     wait_s: float = 0.0
     without: bool = False
     """What those would have written who are gone is waited for no longer, and is no error."""
+    view: int = 0
+    """Not 0: what it writes is said in the view of that generation, and none of it counts once there is a newer one."""
 
 
 class Kept(Record, frozen=True):
@@ -240,12 +247,12 @@ def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:
 
 def worker(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
-    regroups: bool = False, gradients: int = ANY,
+    regroups: bool = False, gradients: int = ANY, alike: Mapping[str, str] = {},
 ) -> Join:
     """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups, gradients=gradients)
+                sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups, gradients=gradients, alike=dict(alike))
 
 
 def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:

@@ -1,15 +1,22 @@
-"""Who goes on when workers die or leave: decisions as functions of a coordinator's state. Knows no clock, lock or socket.
+"""Who goes on when workers die, leave or join: decisions as functions of a coordinator's state. Knows no clock, lock or socket.
 
 A view is made of those who are left, as long as they are at least `min_workers`; how they go over to it is job/regroup.py's.
-Where they are too few, or some cannot go on without others, a death is everyone's, as it is without `min_workers`.
+Where they are too few, or some cannot go on without others, a death is everyone's, as it is without `min_workers`. While
+workers are missing, others may come in their place, each under a number that nobody had.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from commlayer.control.membership import Place, State
-from commlayer.control.messages import FINISHED, Gone, Pulse
+from commlayer.control.homes import Door
+from commlayer.control.membership import Place, State, Taken, conflict, over
+from commlayer.control.messages import FINISHED, Gone, Join, Pulse, Seat, incompatible
+from commlayer.records import Member
+from commlayer.transport.protocol import SERVER_BASE
+
+UNLESS = ", unless it is served with --min-workers"
+"""Which helps homes alone."""
 
 
 def regrouped(state: State) -> State:
@@ -21,6 +28,47 @@ def regrouped(state: State) -> State:
     if not state.min_workers <= len(stay) < len(view.members) or unable(state):
         return state
     return msgspec.structs.replace(state, view=msgspec.structs.replace(view, generation=view.generation + 1, members=stay))
+
+
+def door(state: State) -> Door:
+    """Of the job, once it runs."""
+    view, workers = state.view, _workers(state)
+    if view is None:
+        return Door()
+    there = sum(workers[m.rank].here for m in view.members)
+    shut = ""
+    if over(state):
+        shut = "the job is over"
+    elif not state.min_workers:
+        shut = f"the job has begun with {len(view.members)} workers; a running job takes no new members{UNLESS}"
+    elif unable(state):
+        shut = f"the job has begun, and takes no new members, since {', '.join(unable(state))} cannot change with others"
+    elif there < len(view.members):
+        shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
+    elif there >= state.workers:
+        shut = f"the job runs and has its {state.workers} workers; one is taken in when another is gone"
+    return Door(shut, there, view.generation)
+
+
+def join(state: State, request: Join, now: float) -> Taken:
+    """Of a worker who comes when the job runs: makes a view with it behind all others, or refuses it."""
+    view = state.view
+    assert view is not None
+    workers = _workers(state)
+    first = workers[view.members[0].rank]
+    differs = [f"{name} is {request.alike.get(name, 'unknown')} here, and {value} in the job; allowed: the same on all ranks"
+               for name, value in first.join.alike.items() if request.alike.get(name) != value]
+    problem = incompatible(request, first.join.version) or door(state).shut.removesuffix("" if request.regroups else UNLESS)
+    if not problem and not (request.regroups and state.workers <= request.rank < SERVER_BASE):
+        problem = "the job has begun, and takes in homes alone, by `commlayer launch`"
+    if not problem:
+        problem = next(filter(None, (conflict(request, p) for p in workers.values())), "") or next(iter(differs), "")
+    if problem:
+        return Taken(state, Seat(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
+    member = Member(request.rank, request.node, request.name, request.pid)
+    view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
+    places = {**state.places, request.token: Place(request, request.rank, now)}
+    return Taken(msgspec.structs.replace(state, places=places, view=view), Seat(rank=request.rank, view=view, plan=state.plan))
 
 
 def unable(state: State) -> list[str]:

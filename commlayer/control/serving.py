@@ -215,7 +215,8 @@ class Serving:
         core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
         self._view = change.view
         gone = ", ".join(peer_name(m) for m in former if m not in self._members)
-        self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone)
+        new = ", ".join(peer_name(m) for m in self._members if m not in former)
+        self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone, joined=new)
         return core
 
     def _go_over(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:

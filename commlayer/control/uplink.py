@@ -31,7 +31,7 @@ Left = Callable[[str, int], None]
 
 
 class Uplink:
-    """Made by `connect`. Failures that come before `follow` are kept for it."""
+    """Joins, then dials. Failures that come before `follow` are kept for it."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -43,6 +43,7 @@ class Uplink:
         self._left: Left = lambda *_: None
         self._membership: Membership | None = None
         self._missed: Callable[[], tuple[str, ...]] = tuple
+        self._dial: Callable[[float], None] = lambda _: None
         self.address = ""
         self.staying: tuple[str, ...] = ()
         """After close(): the workers that were still in the job."""
@@ -55,9 +56,8 @@ class Uplink:
         self.pace: Callable[[float], None]
         """So much this end's link carries out; 0: nobody knows."""
 
-    def connect(self, address: str, request: messages.Join) -> None:
-        """Takes a seat, waits for everyone, dials every server of the view."""
-        deadline = time.monotonic() + self._config.join_deadline_s
+    def join(self, address: str, request: messages.Join) -> None:
+        """Takes a seat, and waits for everyone."""
         keys = Keys(self._config.keys) if self._config.keys else None  # what is wrong with them takes no seat
         self._membership = membership = client.join(
             address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
@@ -78,13 +78,22 @@ class Uplink:
 
         self.limit_kept = limit_kept
         self._missed = membership.missed = carrier.missed
-        try:
+
+        def dial(deadline: float) -> None:
             for server in membership.view.servers:
                 # The last one in leaves little of the deadline to dial with.
-                dial = carriers.dialler(carrier, server, address, self._config, keys)
-                transport.connect(SERVER_BASE + server.id, dial, max(deadline, time.monotonic() + 10.0))
+                to_it = carriers.dialler(carrier, server, address, self._config, keys)
+                transport.connect(SERVER_BASE + server.id, to_it, max(deadline, time.monotonic() + 10.0))
+
+        self._dial = dial
+
+    def dial(self, deadline: float) -> None:
+        """Every server of the view. Who cannot leaves the job."""
+        try:
+            self._dial(deadline)
         except BaseException as error:
-            membership.leave(f"could not reach a server: {error}")
+            assert self._membership is not None
+            self._membership.leave(f"could not reach a server: {error}")
             self.transport.close()
             raise
 
@@ -92,6 +101,17 @@ class Uplink:
     def view(self) -> View:
         assert self._membership is not None
         return self._membership.view
+
+    @property
+    def plan(self) -> bytes:
+        """With which the job began."""
+        assert self._membership is not None
+        return self._membership.plan
+
+    def check(self) -> None:
+        """Raises what has failed before `follow`."""
+        if self._early is not None:
+            raise self._early
 
     def heed(self, on_view: OnView) -> None:
         """From now on newer views go there."""
@@ -262,6 +282,8 @@ def _place(server: ServerInfo) -> str:
 
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:
     """Joins the job at that coordinator and connects to its servers."""
+    deadline = time.monotonic() + config.join_deadline_s
     made = Uplink(config)
-    made.connect(address, request)
+    made.join(address, request)
+    made.dial(deadline)
     return made

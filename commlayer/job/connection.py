@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from commlayer.runtime.local_steps import LocalSteps
 from commlayer.runtime.plan_handover import hand_over
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
+from commlayer.transport import home_world
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
 
@@ -61,6 +62,10 @@ class Changes(Protocol):
         """Why they cannot change under that plan; "" if they can."""
         ...
 
+    def invites(self) -> bool:
+        """Whether others wait to be let in, and it is this rank's part to see that all come to a step for that."""
+        ...
+
     def pending(self, wait_s: float) -> bool:
         """Whether members have gone without whom this rank has yet to go on; waits so long to hear of it."""
         ...
@@ -74,6 +79,21 @@ class Changes(Protocol):
         ...
 
 
+class Giving(Protocol):
+    """replica.py."""
+
+    def given(self, made: Connection, plan: Plan) -> bytes: ...
+
+
+class Joined(NamedTuple):
+    """What a rank that joins is given, for when it is needed."""
+
+    local: Mapping[str, torch.Tensor]
+    """As LocalSteps.snapshot."""
+    restore: Callable[[], None]
+    """Puts the optimizer's state in place again."""
+
+
 class Connection:
     """What a session holds on to. `worker` is None where there is nobody to average with.
 
@@ -85,12 +105,15 @@ class Connection:
     rank, world, groups, members           connect(), regroup.py
     plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
-    matched                                switch(), told_lengths.py
+    matched                                switch(), told_lengths.py, newcomer.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
+    passes, fresh                          step_loop.py, exchange_schedule.py
+    lets_in                                closed_door()
+    replica, joined                        start.py
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
-    after_regroup                          added to by whoever must act when members have gone
+    after_regroup, after_between           added to by whoever must act when members have gone
     bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
     """
@@ -116,6 +139,17 @@ class Connection:
         self.matched: bool | None = None
         """Whether all ranks make means of changes as long as the changes; None: they have not told each other yet."""
 
+        self.replica: Giving | None = None
+        """What who joins is given here. None where nobody can be taken in."""
+        self.joined: Joined | None = None
+        """What this rank was given, where it has joined a running job."""
+        self.fresh = False
+        """Whether it has, and its first step is still to come."""
+        self.lets_in = True
+        """Whether members may join in what is at hand."""
+        self.passes = 0
+        """Training steps since the job began, the same on all ranks, those that were dropped among them."""
+
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
         self.events: list[StalePlan] = []
@@ -134,6 +168,8 @@ class Connection:
         """What the optimizer makes of gradients, where one was given."""
         self.after_regroup: list[Callable[[], None]] = []
         """Called on all ranks in the same step when members have gone, and the others go on."""
+        self.after_between: list[Callable[[], None]] = []
+        """The same behind that, where it is between two steps: those who are left may ask each other."""
         self.bring_in: list[Callable[[], object]] = []
         """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
         way."""
@@ -150,6 +186,27 @@ class Connection:
         that was abandoned has one, too. Under local steps each exchange counts as one.)
         """
         return 0 if self.worker is None else self.worker.counters.steps
+
+    def given(self, plan: Plan) -> bytes:
+        """What this rank gives to who joins, under the plan that then stands."""
+        assert self.replica is not None
+        return self.replica.given(self, plan)
+
+    @contextlib.contextmanager
+    def closed_door(self) -> Iterator[None]:
+        """Nobody is let in: who joins would not know what is done here."""
+        self.lets_in, before = False, self.lets_in
+        try:
+            yield
+        finally:
+            self.lets_in = before
+
+    def begun(self) -> None:
+        """The first step behind joining is whole: the script may do all that it does elsewhere."""
+        self.fresh = False
+        if self.joined is not None:  # it is as large as the model and its optimizer's state
+            self.joined = Joined({}, lambda: None)
+        home_world.release()
 
     def stats(self) -> dict[str, float]:
         if self.worker is None:

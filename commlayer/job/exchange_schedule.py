@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class ExchangeSchedule:
         connection.catch_up.append(self._if_due)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
+        connection.after_between.append(self._align)
         self._enter()
 
     @property
@@ -61,17 +62,27 @@ class ExchangeSchedule:
         if self.local is None:
             return False
         self.local.count(scale)
+        self._connection.passes += 1
         return True
+
+    def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
+        """The others have let this rank in, in an exchange. `given`: what they gave."""
+        assert self.local is not None
+        self.local.join(given)
+        if self.local.tells:
+            self._lengths.agree(self.local.starts)
 
     def drain(self) -> None:
         """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
-        if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
-            self._drained()
+        with self._connection.closed_door():
+            if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
+                self._drained()
 
     def settle(self) -> None:
         """Brings in what is under way. All ranks call it behind the same step."""
         if self.local is not None and self.local.under_way:
-            self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
+            with self._connection.closed_door():
+                self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._drained()
 
     def detach(self) -> None:
@@ -104,7 +115,8 @@ class ExchangeSchedule:
         how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if made.local is None:
             weights = StepWeights(units.weight, units.total if units.told else None)
-            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup)
+            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
+                                    hold=self._invites)
             made.local.owe(made.worker.unpaid)
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
@@ -114,6 +126,9 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
+            if (made := self._connection).fresh and made.joined is not None:
+                made.joined.restore()  # the optimizer has made a step of its own
+                made.begun()
             self._share()
             with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
                 for observer in self._observers:
@@ -126,6 +141,14 @@ class ExchangeSchedule:
         if self.local is not None and self.local.tells:
             self._lengths.agree(self.local.starts)
         return self._worker
+
+    def _align(self) -> None:
+        """Members have gone between two exchanges."""
+        if self.local is not None and self.local.tells:
+            self.local.align(self._lengths.agree)
+
+    def _invites(self) -> bool:
+        return (members := self._connection.members) is not None and members.invites()
 
     @property
     def _worker(self) -> Worker:

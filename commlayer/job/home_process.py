@@ -21,6 +21,9 @@ from typing import Any
 from commlayer.config import Launch, read_config, read_launch
 
 PR_SET_PDEATHSIG = 1
+AHEAD = ("this home joins a running job, and the others take no part in what its script asks of all ahead of the end of its "
+         "first step: leave that out, or do it behind a step (the constructor of DistributedDataParallel does such things: "
+         "homes join with attach() of a plain module)")
 OWN = (None, "", "env://")
 """What a script may say of how ranks meet: nothing, or that the launcher knows."""
 
@@ -31,10 +34,10 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     from commlayer.transport import home_world
 
     config = read_config()  # of the environment, where the launcher has put what it met the coordinator with
-    first = launch.rank - launch.local_rank
+    first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
     home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
-                     without=config.min_workers > 0)
+                     without=config.min_workers > 0, held=AHEAD if launch.joins >= 0 else "")
 
 
 def main() -> None:

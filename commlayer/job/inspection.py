@@ -56,6 +56,11 @@ class Inspection:
         return self.connection.members is not None
 
     @property
+    def joined(self) -> bool:
+        """Whether this rank has joined a running job."""
+        return self.connection.joined is not None
+
+    @property
     def observers(self) -> Observers:
         """Who looks on at each step."""
         return self._inspected.observers

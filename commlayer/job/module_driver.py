@@ -87,6 +87,10 @@ class ModuleDriver:
                                 lambda: self._syncing and plain.get("require_backward_grad_sync", True)
                                 and (ddp is None or ddp.syncing), self._loop.abandon)
 
+    def join_round(self) -> None:
+        """Where this rank has joined a running job that steps locally: the exchange that the others are in."""
+        self._loop.join_round()
+
     def _enter(self) -> None:
         """A plan has come into force."""
         worker, local = self._loop.worker, self.connection.local

@@ -70,20 +70,25 @@ class ParameterDrift:
         self._names, self._tensors = [name for name, _ in named], [tensor for _, tensor in named]
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._fixed = max(0, config.drift_steps)
-        self._span, self._place = self._fixed or FIRST, 0
         assert connection.rows is not None
         self._rows = connection.rows.rows("parameters' digests")
+        self._deadline_s = config.deadline_s
+        self._ids = {id(tensor) for tensor in self._tensors}
+        self.begin_again()
+        connection.on_close.append(register_optimizer_step_post_hook(self._stepped).remove)
+
+    def begin_again(self) -> None:
+        """With the first round: there is somebody now who knows of none before. All ranks call it in the same step."""
+        self._digests = Digests(self._tensors)
+        self._span, self._place = self._fixed or FIRST, 0
         self._began = time.perf_counter()
         self._cost_s = 0.0
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
-        self._deadline_s = config.deadline_s
-        self._ids = {id(tensor) for tensor in self._tensors}
         self._steps, self._places = 0, 0
         """How often the optimizer has stepped in this round, and a check sum of behind which exchanges."""
         self._apart = False
         """Whether that was not alike in the last round."""
-        connection.on_close.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def compare(self, tensors: Sequence[torch.Tensor]) -> None:
         """From now on these, of the same names. All ranks call it behind the same step."""

@@ -1,12 +1,18 @@
-"""Goes on with those who are left when workers die or leave, in the middle of a step. Knows a connection; no module.
+"""Goes on with those who are left when workers die or leave, and with who joins, in the middle of a step. Knows no module.
 
 The coordinator makes a view of those who are left (control/regrouping.py). Each hears of it where it waits for others, and they
 tell each other in which step that is. Who has a step whole has gone on, and then everybody gets it whole: results are pushed,
 and kept for whoever lacks them. Whoever waits for words gets it meanwhile, too: the others may wait for it behind that step, in
 a script's own collective. Where all words name one step, each therefore says that it stays in it, or has it whole: that holds.
-So all come to stand in one step, which none has whole. That step is abandoned: codecs take
-back what they coded, servers what they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes
-what the one before owed, and gets the same gradients, which are still the script's.
+So all come to stand in one step, which none has whole. That step is abandoned: codecs take back what they coded, servers what
+they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes what the one before owed, and gets
+the same gradients, which are still the script's.
+
+Who joins says only that it is ready, and is given what it must know (replica.py) before all go over: its first backward pass
+is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). Sums may
+be here before words are, step after step, so the first of the view keeps its part of one back (step_loop.py, local_steps.py):
+all come to stand in that. If members go there, or inside a save or a change of plans, the others have to do that again, and who
+joins has no part in it: it is sent away, and they go over to the view behind that.
 
 Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
 said that they are ready for it, and no step is whole that they have not all taken part in.
@@ -14,20 +20,21 @@ said that they are ready for it, and no step is whole that they have not all tak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-import msgspec
 from msgspec import structs
 
 from commlayer import records
 from commlayer.config import Config
 from commlayer.control.home import Desk
 from commlayer.control.uplink import Uplink
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.errors import CommError
 from commlayer.job.connection import Connection
+from commlayer.job.state_relay import Relay
+from commlayer.job.view_words import AWAY, Newer, ViewWords, Word, never
 from commlayer.job.ways import Forbids
 from commlayer.records import Plan, View
 from commlayer.runtime.step import Regroup
@@ -39,25 +46,6 @@ from commlayer.transport.view_change import ViewChange, wire_generation
 
 log = logging.getLogger("commlayer")
 
-LOOK_S = 0.5
-"""How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
-
-
-class Word(NamedTuple):
-    """What a member says where the view changes."""
-
-    step: int
-    weight: float
-    """Of its gradients in that step."""
-
-
-class _Newer(Exception):
-    """There is a newer view than the one that is gone over to."""
-
-
-def _never() -> bool:
-    return False
-
 
 class Regrouping:
     """One rank's side. `offer` comes from the heartbeats' thread; everything else runs on the one that waits for a step."""
@@ -65,42 +53,50 @@ class Regrouping:
     def __init__(self, made: Connection, config: Config, home: str) -> None:
         self._made, self._config, self._home = made, config, home
         assert made.uplink is not None
-        self._newest: View = made.uplink.view
+        self._words = ViewWords(made.uplink.view, made.waits.notice_s)
         self._told = (0, 0)
         """Of which view, how often this rank has said where it stands."""
-        self._said: set[str] = set()
-        """Under which names it has: nothing of that changes."""
         self._whole = self._bound = -1
         """The step that somebody has whole, so that this rank will; and the one that it has said not to have, for good."""
         self._agreed: tuple[View, list[Word]] | None = None
         made.uplink.heed(self.offer)
 
     def offer(self, view: View) -> None:
-        self._newest = view
+        self._words.newest = view
         if self._made.worker is not None:
             self._made.worker.now.wake()
 
     def pending(self, wait_s: float) -> bool:
         until, worker = time.monotonic() + wait_s, self._made.worker
         assert worker is not None
-        while self._newest.generation == self._view.generation and time.monotonic() < until and worker.error is None:
+        while not self._gone() and time.monotonic() < until and worker.error is None:
             time.sleep(0.05)
-        return self._newest.generation != self._view.generation
+        return bool(self._gone())
 
     def unfit(self, plan: Plan) -> str:
         return unfit(plan)
 
     def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
-        if worker is self._made.worker and worker.step != self._whole and self._missed(worker.step):
+        if worker is not self._made.worker or worker.step == self._whole:
+            return
+        # Who was to be let in may be gone again, and some have begun to speak of it.
+        other = self._new() or (self._newest.generation != self._view.generation and not self._gone())
+        if self._missed(worker.step) or (other and self._made.lets_in):
             served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
-            self._agree(worker, here if served else _never)
+            self._agree(worker, here if served else never)
+
+    def invites(self) -> bool:
+        return self._made.lets_in and bool(self._new()) and self._newest.members[0].rank == self._made.id
 
     def between(self, plan: Plan | None = None) -> None:
         old = self._made.worker
         assert old is not None
         if self.pending(0.0):
             old.undone()
-            self.go(plan)
+            with self._made.closed_door():
+                self.go(plan)
+                for act in self._made.after_between:
+                    act()
 
     def go(self, plan: Plan | None = None) -> None:
         made = self._made
@@ -114,7 +110,7 @@ class Regrouping:
                         raise CommError("others have the step whole that was abandoned here", step=old.step)
                     self._go_over(old, plan or old.plan)
                     return
-                except (_Newer, Regroup):
+                except (Newer, Regroup):
                     continue
         except Exception as error:
             old.now.error = error
@@ -127,9 +123,16 @@ class Regrouping:
         assert self._made.uplink is not None
         return self._made.uplink.view
 
+    @property
+    def _newest(self) -> View:
+        return self._words.newest
+
     def _gone(self) -> list[int]:
         left = {m.rank for m in self._newest.members}
         return [m.rank for m in self._view.members if m.rank not in left]
+
+    def _new(self) -> list[int]:
+        return new_in(self._newest, self._view)
 
     def _missed(self, step: int) -> bool:
         """Whether somebody of the view in force has gone without its part of that step."""
@@ -137,7 +140,7 @@ class Regrouping:
         assert link is not None
         return any(link.finished(member) <= step for member in self._gone())
 
-    def _agree(self, worker: Worker, here: Callable[[], bool] = _never) -> None:
+    def _agree(self, worker: Worker, here: Callable[[], bool] = never) -> None:
         """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
         all of it is `here`."""
         # Under local steps those who are slow come later.
@@ -146,66 +149,47 @@ class Regrouping:
         while True:
             view = self._newest
             count = self._told[1] if self._told[0] == view.generation else 0
-            whole = here if self._bound != worker.step else _never
+            whole = here if self._bound != worker.step else never
+            stay = [m.rank for m in view.members if m.rank not in new_in(view, self._view)]
             try:
-                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, worker.step, whole)
+                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, stay, whole)
                 same = all(word.step == worker.step for word in words)
                 if not words or same:
                     # Whoever has left with its step whole finds its old word in the next one, and goes on to another round.
                     if words and not whole():
                         self._bound = worker.step
                     now = Word(worker.step + (self._bound != worker.step), worker.weight)
-                    sure = self._tell(view, f"sure{count}", now, until, worker.step, _never if words else whole)
-            except _Newer:
+                    sure = self._tell(view, f"sure{count}", now, until, stay, never if words else whole)
+            except Newer:
                 continue
             if not words:
                 self._whole = worker.step
                 return
             self._told = view.generation, count + 1
-            most = max(max(word.step for word in words), *(self._made.uplink.finished(member) for member in self._gone()))
+            most = max(*(word.step for word in words), -1, *(self._made.uplink.finished(member) for member in self._gone()))
             if worker.step < most or (same and any(word.step > worker.step for word in sure)):
                 self._whole = worker.step
                 return
-            if same:
+            if same and not self._made.lets_in and new_in(view, self._view):
+                self._send_away(view)
+            elif same:
                 self._agreed = view, words
                 raise Regroup
 
-    def _tell(self, view: View, what: str, word: Word, until: float, step: int,
-              here: Callable[[], bool] = _never) -> list[Word]:
-        """Everybody's word, in the order of the view's members; none where all of the step is `here` before they have spoken.
-        _Newer if there is another view before."""
-        desk, mine = home_world.desk(), self._made.id
-        key = f"regroup{view.generation}/{what}"
-        want = [(f"{key}/{m.rank}", m.rank) for m in view.members]
-        own = f"{key}/{mine}"
-        while True:
-            # Who hears of a newer view looks once more: what the dead have said before is there for all, or for none.
-            newer = self._newest is not view
-            put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
-            try:
-                found = desk.ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer).found
-            except CommError:
-                if self._newest is view and not self._hears_of(view):
-                    raise
-                raise _Newer from None
-            self._said.add(own)
-            if None not in found:
-                return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in found if row is not None]
-            if here():
-                return []
-            if newer:
-                raise _Newer
-            if time.monotonic() >= until:
-                late = [peer_name(rank) for (_, rank), row in zip(want, found, strict=True) if row is None]
-                raise DeadlineExceeded("has not come to the step in which others were lost, before the deadline",
-                                       peer=", ".join(late), step=step)
+    def _send_away(self, view: View) -> None:
+        """Those who join, and waits for the view without them: they leave, or fall silent and are judged for that."""
+        with contextlib.suppress(Newer):
+            for what in ("ready", "left"):  # the second they never say
+                self._tell(view, what, AWAY, time.monotonic() + self._patience_s)
 
-    def _hears_of(self, view: View) -> bool:
-        """Whether a newer one than this comes: the coordinator makes it as it judges somebody dead."""
-        until = time.monotonic() + self._made.waits.notice_s
-        while self._newest is view and time.monotonic() < until:
-            time.sleep(0.05)
-        return self._newest is not view
+    @property
+    def _patience_s(self) -> float:
+        """Behind that whoever has fallen silent has been judged: nobody's end is that of the others, who could go on."""
+        return self._config.deadline_s + self._config.reconnect_s + self._made.waits.verdict_s
+
+    def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
+              here: Callable[[], bool] = never) -> list[Word]:
+        return self._words.tell(view, what, self._made.id, word, until, among=among, here=here)
 
     # ---- to the new view
 
@@ -217,23 +201,30 @@ class Regrouping:
         if not old.intact:
             raise CommError("a codec is still at work in the step that others left, so what it owes cannot be put right",
                             step=old.step)
-        begin, ids = time.monotonic(), [m.rank for m in view.members]
-        place, former = ids.index(made.id), self._view
-        plan = plan_of(under, [former_place for former_place, m in enumerate(former.members) if m.rank in ids])
+        begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
+        place, new, there = ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)}
+        plan = plan_of(under, [there[rank] for rank in ids if rank in there], len(new))
         generation = wire_generation(view)
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
         for number, server in enumerate(view.servers):
-            if number % len(ids) == place:
+            if number % (len(ids) - len(new)) == place:
                 self._send(made.uplink, server.id, change, generation)
-        self._tell(view, "ready", words[place], begin + self._config.deadline_s, old.step)
+        mine = words[place]
+        words = self._tell(view, "ready", mine, begin + self._patience_s)
+        if new:
+            relay = Relay(self._words, view, made.id, mine, self._patience_s)
+            if relay.giver == made.id:
+                relay.give(made.given(plan))
+            else:
+                relay.watch()
         # From here on nobody is asked, so nothing can break off.
-        self._new_world(view, ids, place)
+        new_world(made, self._config, self._home, view)
         made.plan, made.terms.basis, made.terms.price = plan, None, None
-        new = made.worker_for(plan, old.job, old.device, generation)
-        made.hand_on(old, new)
-        new.units.regroup(sum(word.weight for word in words))
+        after = made.worker_for(plan, old.job, old.device, generation)
+        made.hand_on(old, after)
+        after.units.regroup(sum(word.weight for word in words))
         made.uplink.adopt(view)
-        made.follow(new)
+        made.follow(after)
         old.close()
         if made.uplink.resumed is not None:
             made.uplink.resumed.end(generation)
@@ -247,36 +238,48 @@ class Regrouping:
         try:
             uplink.send_view(server, change, generation)
         except CommError:
-            if not self._hears_of(change.view):
+            if not self._words.hears_of(change.view):
                 raise
-            raise _Newer from None
-
-    def _new_world(self, view: View, ids: list[int], place: int) -> None:
-        made = self._made
-        assert made.groups is not None
-        device, former = made.groups.device, made.groups
-        former.close()
-        home_world.begin_again(Desk(self._config.join, self._config, self._home), ids, place, view.generation)
-        members.begin_anew()
-        made.groups = Groups(1, self._config.deadline_s, device)
-        made.rank, made.world = made.groups.rank, made.groups.world
-        if made.rows is not None:
-            made.rows.regroup(made.groups.members)
+            raise Newer from None
 
     def _say(self, step: int, former: View, view: View, took_s: float) -> None:
         made, left = self._made, {m.rank for m in view.members}
         assert made.uplink is not None
         gone = [peer_name(m.rank) for m in former.members if m.rank not in left]
-        what = (f"step {step}: {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone: {len(view.members)} go on, from the "
-                f"same gradients, {took_s:.1f} s after all had come to this step; what {'it' if len(gone) == 1 else 'they'} "
-                f"still owed is lost; this is rank {made.rank} of {made.world} now")
+        joined = [peer_name(rank) for rank in new_in(view, former)]
+        parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
+                 for who, what in ((gone, "gone"), (joined, "taken in")) if who]
+        parts = parts or ["who was to be taken in is gone"]
+        lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
+        what = (f"step {step}: {' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after "
+                f"all had come to this step{lost}; this is rank {made.rank} of {made.world} now")
         made.decisions.append(what)
         log.warning("%s", what)
 
 
-def plan_of(plan: Plan, places: list[int]) -> Plan:
-    """For those who stood in these places among its workers. What was predicted was of all."""
-    buckets = tuple(structs.replace(b, by_node=tuple(b.by_node[place] for place in places)) if b.by_node else b
+def new_world(made: Connection, config: Config, home: str, view: View) -> None:
+    """torch's, of the members of that view."""
+    ids = [m.rank for m in view.members]
+    former = made.groups
+    assert former is not None
+    former.close()
+    home_world.begin_again(Desk(config.join, config, home), ids, ids.index(made.id), view.generation)
+    members.begin_anew()
+    made.groups = Groups(1, config.deadline_s, former.device)
+    made.rank, made.world = made.groups.rank, made.groups.world
+    if made.rows is not None:
+        made.rows.regroup(made.groups.members)
+
+
+def new_in(view: View, former: View) -> list[int]:
+    """Who has joined since."""
+    known = {m.rank for m in former.members}
+    return [m.rank for m in view.members if m.rank not in known]
+
+
+def plan_of(plan: Plan, places: list[int], new: int = 0) -> Plan:
+    """For those who stood in these places among its workers, and so many more. What was predicted was of all."""
+    buckets = tuple(structs.replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
                     for b in plan.buckets)
     return structs.replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 

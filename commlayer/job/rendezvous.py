@@ -78,7 +78,7 @@ class Start:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, CommError):
+        if isinstance(error, CommError) or read_launch().joins >= 0:
             return  # the others cannot be reached, or did not come
         if isinstance(error, Exception) and not self._told:
             with contextlib.suppress(ValueError, CommError):  # then nobody waits for this rank, or not for long
@@ -92,10 +92,11 @@ class Start:
         members = self._members(launch, config)
         if members is None:
             return Met(None, launch, here=launch.local_world)
+        if launch.joins >= 0:  # the others have met; the coordinator compares
+            return Met(members, launch, here=launch.local_world, reachable=False)
         address = own_address.address_to(master()) if master() else own_address.default_address()
         mine = _here(agent=launch.agent, address=address,
-                     insecure=config.insecure, keys=bool(config.keys), must=_versions() | dict(must) | alike(config),
-                     model=model)
+                     insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model)
         rows = self._tell(members, config, mine)
         if problem := problem_of(rows, members.ranks, own_servers=not config.join):
             _stay(members)
@@ -124,6 +125,11 @@ class Start:
         told = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
         # Another version may say more.
         return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in told]
+
+
+def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
+    """What is to be the same on all ranks."""
+    return _versions() | dict(must) | alike(config)
 
 
 def begin_group(launch: Launch, device: torch.device, config: Config) -> None:

@@ -18,8 +18,10 @@ from commlayer.control.embedded import Embedded
 from commlayer.job import requested_plan
 from commlayer.job.agreed_plan import agreed_plan, check_plan, from_rank_0
 from commlayer.job.connection import Connection, Waits
+from commlayer.job.newcomer import enter
 from commlayer.job.regroup import Regrouping, forbidding, unfit
-from commlayer.job.rendezvous import HEARD_S, Start, plan_kind
+from commlayer.job.rendezvous import HEARD_S, Met, Start, compared, plan_kind
+from commlayer.job.replica import Replica
 from commlayer.job.ways import Asked, Forbids, stepping
 from commlayer.planner.model import float64
 from commlayer.planner.model.gradients_only import without_buffers
@@ -36,17 +38,17 @@ NOTICE_HEARTBEATS = 3
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
     forbids: Forbids = lambda _: "", asked: Asked = Asked(), whole: Job | None = None, must: Mapping[str, str] | None = None,
-    optimizer: str = "",
+    optimizer: str = "", replica: Replica | None = None,
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
     `must`: what else is to be the same on all ranks. `forbids`: why a plan cannot go a way here (allowed_ways.py).
-    `optimizer`: its family.
+    `optimizer`: its family. `replica`: what workers that join later are given here, or this one is.
     `whole`: this job and buffers that are not averaged here; a plan may be of either.
     """
     kernels.choose(config.backend)
-    given = {"plan": plan_kind(plan), "steps": str(asked)}
-    met = start.meet(config, model=job.digest(), must=given | dict(must or {}))
+    must = {"plan": plan_kind(plan), "steps": str(asked), **(must or {})}
+    met = start.meet(config, model=job.digest(), must=must)
     # A server child takes no more.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
@@ -62,6 +64,7 @@ def connect(
         made.rank = made.id = met.members.rank
         made.world = met.members.world
         regroups = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
+    made.replica = replica if regroups else None
     per_node = 1 if regroups else met.per_node  # a worker goes alone: each sends for itself
     if regroups:
         made.terms.forbids = forbids = forbidding(forbids)
@@ -75,6 +78,10 @@ def connect(
         if not isinstance(plan, Plan) or not settled.servers:
             return made
     try:
+        if met.launch.joins >= 0:
+            _enter(made, job, device, met, config, forbids, replica, compared(must, config))
+            atexit.register(made.at_exit)
+            return made
         if grouped:
             made.groups = Groups(per_node, config.deadline_s, device, met.members)
             made.rows = RowChannel(made.groups.members, config.deadline_s)
@@ -96,7 +103,8 @@ def connect(
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
         # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
-        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable, regroups=regroups)
+        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable, regroups=regroups,
+              alike=compared(must, config) if regroups else {})
         if regroups:
             made.members = Regrouping(made, config, met.launch.home)
         made.follow(made.worker_for(made.plan, job, device))
@@ -112,7 +120,27 @@ def _of(plan: Plan, whole: Job | None) -> Plan:
     return plan if whole is None else without_buffers(plan, whole)
 
 
-def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: bool, regroups: bool) -> None:
+def _enter(
+    made: Connection, job: Job, device: torch.device, met: Met, config: Config, forbids: Forbids, replica: Replica | None,
+    alike: Mapping[str, str],
+) -> None:
+    """Into a job that runs."""
+    if replica is None or not config.min_workers:
+        raise ValueError("joins a running job: allowed is attach(model, optimizer) of a plain module, in a home (commlayer "
+                         "launch), where the server says --min-workers")
+    made.id = met.launch.joins
+
+    def check(plan: Plan, workers: int) -> None:
+        check_plan(plan, job, workers, 1, device, forbids, reachable=False)
+
+    enter(made, job, device, replica, messages.worker(
+        job.digest(), made.id, 0, node=made.id, dials=True, regroups=True, alike=alike,
+        gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
+
+
+def _join(
+    made: Connection, job: Job, config: Config, per_node: int, *, dials: bool, regroups: bool, alike: Mapping[str, str],
+) -> None:
     """Starts the embedded servers where none were named, then joins and dials them."""
     assert made.plan is not None
     node, local = divmod(made.rank, per_node)
@@ -123,7 +151,7 @@ def _join(made: Connection, job: Job, config: Config, per_node: int, *, dials: b
     made.uplink = uplink.connect(address, messages.worker(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
         plan_digest=records.digest(made.plan), dials=dials, regroups=regroups,
-        gradients=sum(not tensor.buffer for tensor in job.tensors),
+        gradients=sum(not tensor.buffer for tensor in job.tensors), alike=alike,
     ), config)
 
 

@@ -114,6 +114,11 @@ class StepLoop:
         """A backward pass is over. Whether it was of a local step, which ends with the optimizer's."""
         return self._schedule is not None and self._schedule.count(loss_scale(self._scaler))
 
+    def join_round(self) -> None:
+        """Where this rank has joined a running job whose steps are local."""
+        if self._schedule is not None and self.local and self.connection.joined is not None:
+            self._schedule.join_round(self.connection.joined.local)
+
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
         """A plan has come into force. `starts`: what ranks have alike in place of weights, where these differ."""
         if self._use is not None and self.local:
@@ -132,13 +137,27 @@ class StepLoop:
         self.begin()
         if self._use is not None:
             self._use.end()
-        self._through(lambda: self.worker.finish(leftovers, self.deadline_s))
+        try:
+            self._through(lambda: self._finish(leftovers))
+        finally:
+            self.connection.passes += 1
+            if self.connection.fresh:
+                self.connection.begun()
         with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
             for observer in self.observers:
                 observer.before_commit()
         into = targets()
         self.worker.commit(into)
         return into
+
+    def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """Where others wait to take part, the part of this rank that goes when its backward pass is over waits until all are
+        in this step: nobody has it whole, however quick its sums are, so they come in here."""
+        members = self.connection.members
+        if members is not None and members.invites():
+            self.worker.stopwatch.stop(self.worker.counters.steps)
+            self.worker.heed()
+        self.worker.finish(leftovers, self.deadline_s)
 
     def _through(self, end: Callable[[], None]) -> None:
         """To the end of a step, with those who are left."""
@@ -158,6 +177,8 @@ class StepLoop:
                 self.observers.remove(who)
                 if place is Place.AUTO_PLAN:
                     who.end()
+        for drift in self.observers.at(Place.PARAMETER_DRIFT):
+            drift.begin_again()
         self._decide()
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
@@ -166,6 +187,7 @@ class StepLoop:
         if self._use is not None:
             self._use.end()
         self.worker.complete(leftovers)
+        self.connection.passes += 1
         self.worker.stopwatch.start()
 
     @property
@@ -196,7 +218,10 @@ class StepLoop:
         if not self.local:
             if self._use is not None:
                 self._use.end()
-            self._through(lambda: self.worker.abandon(self.deadline_s))
+            try:
+                self._through(lambda: self.worker.abandon(self.deadline_s))
+            finally:
+                self.connection.passes += 1
 
     # ---- between two steps
 

@@ -41,6 +41,9 @@ class ToldLengths:
         try:
             if made.matched is None:
                 made.matched = all(row[0] for row in gather(made.groups, [int(self._outer.matched)]))
+            elif made.matched and not self._outer.matched:
+                raise ValueError("sync: the job that this home joins makes means as long as changes are (Outer(matched=True)), "
+                                 "this home does not; allowed: the same on all ranks")
             made.rows.allow(self._deadline_s * every)
             if made.matched:
                 made.rows.open()  # here, where all come at once: the first of an exchange need not wait for the last
@@ -83,12 +86,14 @@ class ToldLengths:
         return CommError("members have gone while their rows were on the way") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Ranks have gone, and those who are left call it together, in one exchange: some may have had the last one's rows, and
-        others not."""
+        """Members have changed, and those who go on, or have joined, call it together, in one exchange or between two: some may
+        have had the last one's rows, and others not."""
         made = self._connection
         while True:
             assert made.groups is not None
+            assert made.rows is not None
             try:
+                made.rows.open()  # here, where nobody is late: who joins has a step to compute ahead of its rows
                 differing = align(starts, made.groups, self._deadline_s)
                 break
             except CommError as error:

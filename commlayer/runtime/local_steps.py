@@ -9,6 +9,9 @@ start + (w - s). So each change is sent once, starts are the same on all workers
 
 Where the outer optimizer asks for it (Outer.matched), the mean of a turn is made as long as what ranks have changed in it.
 
+Where others wait to take part from now on, one worker keeps its part of an exchange back until all wait for it. So nobody has
+that exchange whole, and they come in there.
+
 In fragments, a part of the buckets goes in each turn of a round, every H / fragments steps. It is merged in the next turn if
 exchanges overlap with steps, in its own otherwise.
 """
@@ -84,6 +87,8 @@ class _Sent(NamedTuple):
     """Of weights; of buffers, what they are. The means come back into these."""
     ends: dict[int, torch.Tensor]
     """The tensors when it began, where steps go on meanwhile."""
+    held: bool = False
+    """Kept back so far."""
 
     def weights(self, count: int) -> list[int]:
         """Those of the first `count` tensors."""
@@ -96,10 +101,11 @@ class LocalSteps:
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
         overlap: bool = False, regroup: Callable[[], Worker] = _stay, lengths: Lengths | None = None,
+        hold: Callable[[], bool] = lambda: False,
     ) -> None:
         """`regroup`: behind Regroup, gives the worker that goes on with those who are left. `lengths`: None if this rank is
-        alone."""
-        self._parameters, self.weights, self._regroup = parameters, weights, regroup
+        alone. `hold`: whether others wait, and it is this rank's to keep its part of an exchange back."""
+        self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
         self._matched = outer.matched
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
@@ -111,6 +117,8 @@ class LocalSteps:
         self._outer = outer.over(self.starts)
         self._turn = 0
         self._sent: _Sent | None = None
+        self._idle = 0
+        """To so many exchanges this rank brings nothing."""
         self._owed: dict[int, torch.Tensor] = {}
         """By tensor, what this rank owes in gradients."""
         self._sound: dict[int, bool] = {}
@@ -174,6 +182,8 @@ class LocalSteps:
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """A turn. What it merges is the same on all ranks afterwards, up to steps that an exchange has not seen."""
+        if self._idle and self._overlap:
+            self._begin(worker, buffers)  # as the others did behind their last round
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
         self._begin(worker, buffers)
@@ -182,6 +192,22 @@ class LocalSteps:
         # A rank whose optimizer step is still to come (the scaler skipped the last) is ahead by the steps that it took since.
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
+
+    def join(self, given: Mapping[str, torch.Tensor]) -> None:
+        """The others are in an exchange, which is over with this rank's first step: that is none of its own, and it goes on
+        from where the exchange leads. `given`: what `snapshot` gives on one of them."""
+        for number, start in enumerate(self.starts):
+            start.copy_(given[f"local.start.{number}"])
+            if (velocity := given.get(f"local.velocity.{number}")) is not None:
+                self._outer.state[start] = {"momentum_buffer": velocity.clone().to(start.device)}
+        self.taken, self._idle = self.every - 1, 1 + self._overlap
+
+    def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
+        """Between two exchanges: `agree` may change starts, and weights go with them, wherever steps have led since."""
+        before = [start.clone() for start in self.starts]
+        agree(self.starts)
+        for start, old, p in zip(self.starts, before, self._parameters, strict=True):
+            p.detach().copy_(start + (p.detach() - old))
 
     def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
         """Brings in what is under way, and what else belongs to the round. The worker that goes on."""
@@ -208,18 +234,27 @@ class LocalSteps:
         if self._turn == 0:
             worker.scale = worker.rate = 1.0  # the unit is that of the weights
             worker.weigh(*self.weights.take())
+        if self._idle:
+            worker.weigh(0.0, None)
+            for start, p in zip(self.starts, self._parameters, strict=True):
+                p.detach().copy_(start)
+            self._idle -= 1
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         mine = sorted({s.tensor for bucket in worker.turns[self._turn] for s in bucket.slices}, reverse=True)
         ends = {n: tensors[n].clone() for n in mine} if self._overlap else {}
         changes = {n: self.starts[n] - tensors[n] if n < len(self.starts) else tensors[n].clone() if ends else tensors[n]
                    for n in mine}
-        for n in mine:
-            worker.ready(n, changes[n])
-        self._sent = _Sent(self._turn, changes, ends)
+        self._sent = _Sent(self._turn, changes, ends, held=self._hold())
         self._turn = (self._turn + 1) % self._fragments
-        if self._turn == 0:
-            worker.complete([None] * len(tensors))
-        self._tell(worker, self._sent)
+        if not self._sent.held:
+            self._send(worker, self._sent)
+        self._tell(worker, self._sent)  # held or not: all tell in one order
+
+    def _send(self, worker: Worker, sent: _Sent) -> None:
+        for n, change in sent.changes.items():
+            worker.ready(n, change)
+        if sent.turn == self._fragments - 1:
+            worker.complete([None] * len(worker.job.tensors))
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
         """How long this rank's change is, while it is on its way."""
@@ -229,17 +264,19 @@ class LocalSteps:
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """The worker that goes on: another one where members have gone."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
+        again = False
         while True:
             try:
+                if sent.held or again:
+                    worker.heed()
+                    self._send(worker, sent)
+                if again:
+                    self._tell(worker, sent)
                 worker.wait(deadline_s, sent.turn)
                 break
             except Regroup:
-                worker = self._regroup()
+                worker, again = self._regroup(), True
                 worker.scale = worker.rate = 1.0
-                for n, change in sent.changes.items():
-                    worker.ready(n, change)
-                worker.complete([None] * len(tensors))
-                self._tell(worker, sent)
         told = [] if self._lengths is None else self._lengths.read()
         worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
         weights = sent.weights(len(self.starts))

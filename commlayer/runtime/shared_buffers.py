@@ -59,6 +59,14 @@ def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
             view.copy_(tensor.detach())
 
 
+def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
+    """The reverse: writes what all ranks had after the last exchange into the tensors, by their numbers."""
+    for its in shared.values():
+        mine = [tensors[s.tensor] for s in its.layout.slices]
+        for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
+            tensor.copy_(view)
+
+
 def pass_on(before: ByBucket, after: ByBucket) -> None:
     """What was agreed under one plan, to the buckets of the next."""
     known = [part for its in before.values() for part in spread(its.layout.slices, 0, its.values)]

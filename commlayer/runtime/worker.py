@@ -157,6 +157,14 @@ class Worker(Unapplied):
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
 
+    def heed(self) -> None:
+        """Heeds what there is, as who waits does, ahead of sending anything of this step."""
+        try:
+            self.now.heed(lambda: False)
+        except BaseException as error:
+            self.latch(error)
+        self.check()
+
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets` (None: leave out) and ends the step."""
         finite = [self.write(targets, turn) for turn in range(len(self.turns))]

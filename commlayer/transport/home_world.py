@@ -33,30 +33,36 @@ class _World(NamedTuple):
     """torch keeps its own half of it alone, which calls this one."""
     without: bool
     """Whether scripts' collectives go on without who is gone."""
+    held: str
+    """As of a RelayedGroup, of what scripts ask of all in the default group."""
 
 
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
-_moved: list[RelayedGroup] = []
-"""Of those, the default groups of worlds before, which nobody else may hold on to in Python."""
+_moved: dict[str, RelayedGroup] = {}
+"""Of those, the default groups of worlds before, which nobody else may hold on to in Python. By the name of their first world,
+which is the same on all ranks, also on those that were not there."""
 END_S = 5.0
 
 
-def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False) -> None:
-    """torch's default group. `home`: the ranks that share this machine, whose own groups are of backend `inside`. `without`:
-    what scripts ask of all goes on without those who are gone."""
+def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
+          held: str = "") -> None:
+    """torch's default group. `home`: the numbers of ranks that share this machine, whose own groups are of backend `inside`.
+    `without`: what scripts ask of all goes on without those who are gone. `held`: until `release` it fails with that line."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     if not _worlds:
         atexit.register(_end)
     _make(_World(desk, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(desk, timeout_s), without), rank)
+                 WorldStore(desk, timeout_s), without, held), rank)
 
 
 def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
-    """The same for those who are left, in the view of that generation. Groups of the world before are none any more."""
+    """The same for those who go on, in the view of that generation. Groups of the world before are none any more."""
     former, everybody = _worlds[-1], dist.group.WORLD
-    moved = sorted((group for group in _groups if group is everybody or group in _moved), key=lambda group: group.place)
+    for group in [group for group in _groups if group is everybody]:
+        _moved[former.name] = group
+    moved = [*_moved.values()]
     dist.destroy_process_group()
     for group in moved:
         group.join(END_S)  # what scripts ask of all is without those who are gone, so it ends soon
@@ -65,15 +71,22 @@ def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> N
         group.abort()
     name = f"view{generation}"
     _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s)), rank)
-    _moved[:] = moved
-    for number, group in enumerate(moved):
-        group.move(desk, f"{name}/former{number}", ids, rank)
+    for origin, group in _moved.items():
+        group.move(desk, f"{name}/{origin}", ids, rank)
 
 
 def _make(world: _World, rank: int) -> None:
     _worlds.append(world)
     dist.init_process_group(NAME, store=PrefixStore(world.name, world.store), rank=rank, world_size=len(world.ids),
                             timeout=datetime.timedelta(seconds=world.timeout_s))
+
+
+def release() -> None:
+    """What scripts ask of all is carried out from now on."""
+    if _worlds and _worlds[-1].held:
+        _worlds[-1] = _worlds[-1]._replace(held="")
+        for group in _groups:
+            group.held = ""
 
 
 def allow(group: Any, timeout: datetime.timedelta) -> None:
@@ -90,9 +103,9 @@ def desk() -> Desk:
 
 
 def strict(group: Any) -> Any:
-    """A collective of that group is of all its members, or fails."""
+    """A collective of that group is of all its members, or fails. It is commlayer's own, so nothing is held."""
     if isinstance(group, RelayedGroup):
-        group.without = False
+        group.without, group.held = False, ""
     return group
 
 
@@ -115,7 +128,7 @@ def _group(options: Any, _: Any) -> RelayedGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     made = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
                         options.group_rank, options.timeout.total_seconds())
-    made.without = world.without
+    made.without, made.held = world.without, world.held
     _groups.add(made)
     return made
 

@@ -90,6 +90,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self._failed = self._name = ""
         self.without = False
         """Whether those who are gone are left out, alike by all who are left. Else that is an error."""
+        self.held = ""
+        """Why nothing is carried out for now: then every call fails with this line."""
 
     @property
     def place(self) -> str:
@@ -182,6 +184,9 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave. `heirs`: if it is gone,
         the first who is left does it in its place. `every`: without a member's bytes there is none, on all who are left."""
         work, nbytes = Work(f"{what} between homes", self._timeout_s), x.numel() * x.element_size()
+        if self.held:
+            work.end(self.held)
+            return work
         data = _bytes(x) if only in (None, self._mine) else b""
 
         def carry_out() -> None:

@@ -220,15 +220,19 @@ class SumServer:
             if generation > self._core.generation:
                 self._core.end(change.step, change.undone)
                 self._core = make()
-                self._part(tuple(m.rank for m in change.view.members))
+                self._gather(tuple(m.rank for m in change.view.members))
         self._told.clear()
 
-    def _part(self, members: tuple[int, ...]) -> None:
-        """From those who are not among them."""
+    def _gather(self, members: tuple[int, ...]) -> None:
+        """These are the members now."""
         former, self._members = self._members, members
         for member in former:
             if member not in members:
                 self._transport.abort(PeerLost("is no longer of the job", peer=peer_name(member)), member)
+        for member in members:
+            if member not in former:
+                self._numbers[peer_name(member)] = member
+                self._listen(member)
 
     def _release(self, message: Message) -> None:
         self._recycle(message.body)

@@ -14,7 +14,7 @@ class ViewChange(Record, frozen=True):
     """Body of a PLAN frame with the flag ABANDON."""
 
     view: View
-    """Its members go on: they alone contribute from now on, in this order."""
+    """Its members go on: they alone contribute from now on, in this order, those who join behind the others."""
     step: int
     """Under way: no member has it whole, and all do it again. What was summed of it is taken back, or thrown away."""
     undone: dict[int, int]
@@ -40,8 +40,11 @@ def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
         return f"view {new.generation} in generation {generation}, while view {view.generation} is in force"
     if structs.replace(new, generation=view.generation, members=view.members) != view:
         return "its servers or its plan are not those of the job"
-    if not new.members or new.members != tuple(m for m in view.members if m in new.members):
-        return "its members are none, or not of those in force, in their order"
+    stay = tuple(m for m in view.members if m in new.members)
+    joined = new.members[len(stay):]
+    numbers = {m.rank for m in (*view.members, *joined)}  # given as homes come, and they take their seats as they are ready
+    if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
+        return "its members are none of those in force, or not in their order and ahead of who joins"
     if sender not in {m.rank for m in new.members}:
         return "its sender is none of its members"
     return ""

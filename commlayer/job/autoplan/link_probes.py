@@ -30,9 +30,13 @@ class RankMeasurement(NamedTuple):
 
 
 def server_nodes_of(made: Connection) -> list[int]:
-    """The node of each server."""
+    """The node of each server, beside those of the workers that there are."""
     assert made.uplink is not None
-    return [s.node for s in made.uplink.view.servers]
+    nodes = [s.node for s in made.uplink.view.servers]
+    if made.members is None:
+        return nodes
+    elsewhere = sorted(set(nodes))  # no home has one, and homes are counted anew when others go or come
+    return [made.world + elsewhere.index(node) for node in nodes]
 
 
 Ways = tuple[float, float, float]

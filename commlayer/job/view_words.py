@@ -1,0 +1,105 @@
+"""What workers tell each other where the members of a job change, through the store of their meeting. Decides nothing.
+
+A word is a row that stays, so who comes late reads it, too. Whoever waits for one stops as soon as there is a newer view. From
+then on nothing more can be said in this one, so either all who are of both have read all words that they wait for, or none has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.records import View
+from commlayer.transport import home_world
+from commlayer.transport.protocol import peer_name
+
+LOOK_S = 0.5
+"""How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
+
+
+class Word(NamedTuple):
+    """What a member says where the view changes."""
+
+    step: int
+    weight: float
+    """Of its gradients in that step."""
+
+
+AWAY = Word(-2, 0.0)
+"""In place of "ready", to who joins: members have gone where nobody can be let in."""
+
+
+class Newer(Exception):
+    """There is a newer view than the one that is gone over to."""
+
+
+def never() -> bool:
+    return False
+
+
+class ViewWords:
+    """One rank's. `newest` is set from the heartbeats' thread."""
+
+    def __init__(self, view: View, notice_s: float) -> None:
+        self.newest, self._notice_s = view, notice_s
+        self._said: set[str] = set()
+        """Under which names it has: nothing of that changes."""
+
+    def tell(self, view: View, what: str, mine: int, word: Word, until: float, *, among: Sequence[int] = (),
+             here: Callable[[], bool] = never) -> list[Word]:
+        """The words of `among` (all of the view if empty), in the view's order; none where all of the step is `here` before
+        they have spoken. Newer if there is another view before."""
+        who = [m.rank for m in view.members if not among or m.rank in among]
+        own = name_of(view, what, mine)
+        put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
+        rows = self.read(view, [(name_of(view, what, rank), rank) for rank in who], until, step=word.step, put=put, here=here)
+        self._said.add(own)
+        return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
+
+    def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
+             put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never) -> list[bytes]:
+        """What is there under these names, which those ranks are to write."""
+        while True:
+            try:
+                newer = self.newest is not view
+                found = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
+                                              view=view.generation).found
+            except CommError:
+                if self.newest is view and not self.hears_of(view):
+                    raise
+                raise Newer from None
+            put = ()
+            if None not in found:
+                return [row for row in found if row is not None]
+            if here():
+                return []
+            if newer:
+                raise Newer
+            if time.monotonic() >= until:
+                late = [peer_name(rank) for (_, rank), row in zip(want, found, strict=True) if row is None]
+                raise DeadlineExceeded("has not come to the step in which members of the job change, before the deadline",
+                                       peer=", ".join(late), step=step)
+
+    def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
+        """Leaves these, and takes away those."""
+        try:
+            home_world.desk().ask(until, put=rows, drop=drop, view=view.generation)
+        except CommError:
+            if not self.hears_of(view):
+                raise
+            raise Newer from None
+
+    def hears_of(self, view: View) -> bool:
+        """Whether a newer one than this comes: the coordinator makes it as it judges somebody dead."""
+        until = time.monotonic() + self._notice_s
+        while self.newest is view and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.newest is not view
+
+
+def name_of(view: View, what: str, rank: int) -> str:
+    return f"regroup{view.generation}/{what}/{rank}"
