@@ -11,9 +11,10 @@ from attach_kit import Run, Setting, mlp, play
 from pool_kit import pool
 
 from commlayer.job.autoplan import link_probes
-from commlayer.job.autoplan.link_probes import BUSY, EVEN, SLOW_BPS, Seen, even, probed, sustained
+from commlayer.job.autoplan.link_probes import BUSY, EVEN, TOLD_BPS, Seen, even, probed, sustained
+from commlayer.job.autoplan.measuring import held_up
 from commlayer.measure import link_rates
-from commlayer.observe import Direction, Throughput
+from commlayer.observe import Direction, RecordedStep, Throughput
 from commlayer.observe.link_watch import PAYLOAD
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
@@ -29,7 +30,7 @@ TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
     (Seen(SELDOM, 2.0), 2.0, 0.08, (0.0, 0.0)),
     (Seen(SELDOM, 8.0), 2.0, 0.08, TOLD),  # the script did something else, too
     (Seen(Throughput(Direction(1e5, BUSY), SELDOM.down), 2.0), 2.0, 0.08, (TOLD[0], 0.0)),
-    (Seen(Throughput(Direction(SLOW_BPS, 1.0), BUSILY.down), 2.0), 2.0, 0.08, (0.0, TOLD[1])),  # it may be processors
+    (Seen(Throughput(Direction(TOLD_BPS, 1.0), BUSILY.down), 2.0), 2.0, 0.08, (0.0, TOLD[1])),  # it may be processors
     (Seen(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
     (Seen(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),
 ])
@@ -37,6 +38,12 @@ def test_what_went_on_for_most_of_the_steps_is_what_the_link_carries(
     seen: Seen | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
 ) -> None:
     assert sustained(seen, steps_s, round_trip_s) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("backward_s", "wanted"), [(0.3, True), (1.0, True), (1.01, False), (1.9, False)])
+def test_what_links_carry_beside_computing_tells_nothing_of_them(backward_s: float, wanted: bool) -> None:
+    steps = [RecordedStep({}, {"backward": backward_s + more, "end": 2.0 + more}, []) for more in (0.0, 0.0, 5.0)]
+    assert held_up(steps) == wanted
 
 
 @pytest.mark.parametrize(("rates", "asks", "wanted"), [

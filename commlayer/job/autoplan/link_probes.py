@@ -53,6 +53,8 @@ EVEN = FACTOR
 one of them receive faster than it sends."""
 SLOW_BPS = 50e6
 """Processors keep up with links as slow as that."""
+TOLD_BPS = 20e6
+"""Faster links are probed in any case: what held steps up may have been processors, or servers that wait for each other."""
 BUSY, BUSY_TRIPS = 0.5, 8
 """What went on for this part of the steps, and for so many round trips, which is longer than windows take to open, was held up
 by the link."""
@@ -118,7 +120,7 @@ def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[f
     if seen is None:
         return 0.0, 0.0
     least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
-    busy = [way.bps < SLOW_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
+    busy = [way.bps < TOLD_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
     up, down = (PAYLOAD * way.bps if known else 0.0 for way, known in zip(seen.carried, busy, strict=True))
     return up, down
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ PROBE_S = 1.6
 """Of all probes together, besides waiting for each other."""
 GROUPS_SHARE = 0.2
 """Part of the probes' time that is for collectives."""
+WAITED = 0.5
+"""Part of a step."""
 PROBE_AGAIN_S = 1.2
 """Of all probes of links that may have become faster."""
 
@@ -55,7 +58,8 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     timing = timing_of(steps, len(job.tensors), worker.places)
     step_s = median(s.marks["end"] for s in steps)
     steps_s = (len(steps) + 1) * step_s  # the one in which recording began was seen, too
-    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, seen, steps_s), seen and seen.carried)
+    told = seen if held_up(steps) else None
+    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, told, steps_s), seen and seen.carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
@@ -63,6 +67,13 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
         collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives, energy_of(worker))
+
+
+def held_up(steps: Sequence[RecordedStep]) -> bool:
+    """Whether steps mostly waited for others behind their backward passes: beside computing a link may be busy, as rarely as
+    gradients come, and is not what holds anything up."""
+    waited_s = median(s.marks["end"] - s.marks["backward"] for s in steps)
+    return waited_s >= WAITED * median(s.marks["end"] for s in steps)
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:
