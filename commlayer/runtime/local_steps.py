@@ -247,14 +247,14 @@ class LocalSteps:
         self._sent = _Sent(self._turn, changes, ends, held=self._hold())
         self._turn = (self._turn + 1) % self._fragments
         if not self._sent.held:
-            self._send(worker, self._sent)
+            self._send(worker, self._sent, len(tensors))
         self._tell(worker, self._sent)  # held or not: all tell in one order
 
-    def _send(self, worker: Worker, sent: _Sent) -> None:
+    def _send(self, worker: Worker, sent: _Sent, tensors: int) -> None:
         for n, change in sent.changes.items():
             worker.ready(n, change)
         if sent.turn == self._fragments - 1:
-            worker.complete([None] * len(worker.job.tensors))
+            worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
         """How long this rank's change is, while it is on its way."""
@@ -269,7 +269,7 @@ class LocalSteps:
             try:
                 if sent.held or again:
                     worker.heed()
-                    self._send(worker, sent)
+                    self._send(worker, sent, len(tensors))
                 if again:
                     self._tell(worker, sent)
                 worker.wait(deadline_s, sent.turn)
