@@ -51,8 +51,6 @@ DRAINED = 3
 EVEN = FACTOR
 """Nodes whose rates up differ by no more than this factor send equally fast. Where all of them have servers, too, no plan has
 one of them receive faster than it sends."""
-SLOW_BPS = 50e6
-"""Processors keep up with links as slow as that."""
 TOLD_BPS = 20e6
 """Faster links are probed in any case: what held steps up may have been processors, or servers that wait for each other."""
 BUSY, BUSY_TRIPS = 0.5, 8
@@ -107,8 +105,8 @@ def probed(made: Connection, budget_s: float, seen: Seen | None = None, steps_s:
     alike = even(nodes)
     if asks and not (alike and all(node.down_bps for node in nodes)):
         down_s = up_s if alike else (1 - UP_SHARE) * budget_s / len(nodes)
-        # All have heard the others at about the same time, so turns need no meeting.
-        time.sleep(0.0 if alike else groups.node * (down_s + DRAINED * max(node.round_trip_s for node in nodes)))
+        if not alike:  # in turns, which need no meeting: all have heard the others at about the same time
+            time.sleep(groups.node * (down_s + DRAINED * max(node.round_trip_s for node in nodes)))
         mine = mine._replace(down_bps=link_rates.rate(
             network, link_rates.DOWN, away, mine.round_trip_s, down_s, patience_s, expected_bps=mine.up_bps))
     # To the server and back, and from each machine to the network between them: four ways of about equal length.

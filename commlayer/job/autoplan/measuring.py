@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.job.autoplan.link_probes import SLOW_BPS, RankMeasurement, Seen, at_least, gathered, probed
+from commlayer.job.autoplan.link_probes import RankMeasurement, Seen, at_least, gathered, probed
 from commlayer.job.connection import Connection
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
@@ -22,6 +22,8 @@ PROBE_S = 1.6
 """Of all probes together, besides waiting for each other."""
 GROUPS_SHARE = 0.2
 """Part of the probes' time that is for collectives."""
+SLOW_BPS = 50e6
+"""Over links as slow as that collectives between nodes take what the links take, and measuring them would take long."""
 WAITED = 0.5
 """Part of a step."""
 PROBE_AGAIN_S = 1.2
@@ -63,7 +65,6 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
-    # Between nodes they take what slow links take, and measuring them there would take long.
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
         collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives, energy_of(worker))
