@@ -19,33 +19,38 @@ REFUSED = b"!"
 
 def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
     """What settle() gives on rank 0, on every rank, or its reason for failing."""
-    data = from_rank_0(lambda: records.encode(planner.lower(settle())), groups)
+    return plan_in(from_rank_0(lambda: bytes_of(settle()), groups))
+
+
+def bytes_of(plan: Plan) -> bytes:
+    return records.encode(planner.lower(plan))
+
+
+def plan_in(data: bytes) -> Plan:
     return records.decode(data, Plan, "plan of rank 0")
 
 
 class Offer:
-    """Rank 0's plan, made ahead of being shared, so that ranks can tell each other its size along with something else."""
+    """What make() gives on rank 0, made ahead of being shared, so that ranks can tell each other its size along with something
+    else. Where it fails, the reason is shared."""
 
-    def __init__(self, settle: Callable[[], Plan], rank: int) -> None:
-        self._data = b""
+    def __init__(self, make: Callable[[], bytes], rank: int) -> None:
+        self.data = b""
+        """Nothing on other ranks."""
         self._error: Exception | None = None
         if rank == 0:
             try:
-                self._data = records.encode(planner.lower(settle()))
+                self.data = make()
             except (ValueError, CommError) as error:
-                self._data, self._error = REFUSED + str(error).encode(), error
+                self.data, self._error = REFUSED + str(error).encode(), error
 
-    @property
-    def nbytes(self) -> int:
-        """0 on other ranks."""
-        return len(self._data)
-
-    def shared(self, groups: Groups, nbytes: int) -> Plan:
-        """On every rank; or rank 0's reason for failing. `nbytes`: of rank 0's."""
-        data = groups.share_bytes(self._data, nbytes)
+    def taken(self, data: bytes) -> bytes:
+        """On every rank, of rank 0's data as it came: what was made, or raises rank 0's reason for failing."""
         if self._error is not None:
             raise self._error
-        return records.decode(_unless_refused(data), Plan, "plan of rank 0")
+        if data.startswith(REFUSED):
+            raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
+        return data
 
 
 def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
@@ -55,24 +60,8 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
     """
     if groups is None:
         return make()
-
-    def share(data: bytes) -> bytes:
-        return groups.members.tell(data, wait_s, "start")[0] if wait_s else groups.share_bytes(data)
-
-    data = b""
-    if groups.rank == 0:
-        try:
-            data = make()
-        except (ValueError, CommError) as error:
-            share(REFUSED + str(error).encode())
-            raise
-    return _unless_refused(share(data))
-
-
-def _unless_refused(data: bytes) -> bytes:
-    if data.startswith(REFUSED):
-        raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
-    return data
+    offer = Offer(make, groups.rank)
+    return offer.taken(groups.members.tell(offer.data, wait_s, "start")[0] if wait_s else groups.share_bytes(offer.data))
 
 
 def check_plan(

@@ -11,7 +11,7 @@ from msgspec import structs
 from commlayer import records
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
-from commlayer.job.agreed_plan import Offer, check_plan
+from commlayer.job.agreed_plan import Offer, bytes_of, check_plan, plan_in
 from commlayer.job.connection import Connection
 from commlayer.job.regroup import plan_of
 from commlayer.job.ways import in_updates, stepping
@@ -105,9 +105,9 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
 def _go_over(
     made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
-    offer = Offer(lambda: stepping(_given(plan), made.terms.asked), made.rank)
-    stands = _stand_alike(made, old, groups, offer.nbytes)
-    agreed = offer.shared(groups, stands[0].plan_nbytes)
+    offer = Offer(lambda: bytes_of(stepping(_given(plan), made.terms.asked)), made.rank)
+    stands = _stand_alike(made, old, groups, len(offer.data))
+    agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
     said = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
         agreed, said = _updates_still(agreed, old.step, by_itself=by_itself)
