@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -92,7 +92,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit, with a plus where the tree differs from it; empty outside a checkout."""
     answer = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"], cwd=ROOT, capture_output=True, text=True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.tta import cells, shown
+from bench import Unmeasurable
+from bench.tta import TASKS, cells, flags, run, shown
 from bench.tta.store import Store, key_of
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
@@ -25,7 +27,7 @@ def row(
     return {
         "task": task, "link": link, "system": system, "seed": seed, "seconds": end_s, "data": "d",
         "group": SYSTEMS[system].group, "targets": (3.0, 2.0, 1.0), "curve": curve, "late_pct": 0.0, "void": "",
-        "s_per_step": STEP_S, "up_kb": 1.0, "down_kb": 1.0, "cpu_s": 1.0, "peak_mb": 1.0,
+        "s_per_step": STEP_S, "up_kb": 1.0, "down_kb": 1.0, "cpu_s": 1.0, "peak_mb": 1.0, "commit": "c", "day": "2026-01-01",
     } | others
 
 
@@ -134,3 +136,21 @@ def test_what_is_measured_follows_the_flags() -> None:
     full = cells(False, None, None, None, None)
     assert {cell.task for cell in full if cell.link == "trace"} == {"chars"}
     assert {cell.seed for cell in full if cell.system.name == "auto" and cell.link == "10m-80ms"} == {0, 1, 2}
+
+
+def test_what_a_store_has_is_shown_without_measuring(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    flags(parser)
+    path, data = tmp_path / "rows.jsonl", {name: task().digest() for name, task in TASKS.items()}
+    store = Store(path)
+    for row_ in (row("auto", "100m-30ms", 24.0), row("auto", "trace", 30.0, task="digits"), *BOUNDS,
+                 row("auto", "10m-80ms", 30.0, end_s=75.0), row("auto", "1g-2ms", 30.0, task="digits") | {"data": "of before"}):
+        store.add(row_ if row_["data"] == "of before" else row_ | {"data": data[row_["task"]]})
+    found = run(False, parser.parse_args(["--stored", "--store", str(path)]))
+    assert [(line["task"], line["link"], line["system"]) for line in found["rows"]] == [
+        ("chars", "none", "ideal"), ("chars", "none", "alone"), ("chars", "100m-30ms", "auto"), ("digits", "trace", "auto")]
+    assert found["summary"]["auto_vs_ideal_100m"] == pytest.approx(1.2)
+    found = run(False, parser.parse_args(["--stored", "--store", str(path), "--task", "digits"]))
+    assert [line["link"] for line in found["rows"]] == ["trace"]
+    with pytest.raises(Unmeasurable, match="--store FILE"):
+        run(False, parser.parse_args(["--stored", "--store", str(tmp_path / "none.jsonl")]))

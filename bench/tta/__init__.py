@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import tasks
+from bench import Unmeasurable, report, tasks
 from bench.lab import Lab, check
 from bench.paced.pace import BACKWARD_S, FORWARD_S
 from bench.paced.race import LATE_PCT, Run, reached, trained
@@ -48,6 +48,8 @@ class Cell(NamedTuple):
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, metavar="FILE", help="keep each row here as it comes; what it has is not run")
     parser.add_argument("--again", action="store_true", help="measure rows of the store again that failed or are void")
+    parser.add_argument("--renew", action="store_true", help="measure rows again though the store has them; the newest count")
+    parser.add_argument("--stored", action="store_true", help="measure nothing: show what the store has, by the choices below")
     for name, allowed in (("task", TASKS), ("link", NETWORKS), ("system", SYSTEMS)):
         parser.add_argument(f"--{name}", action="append", choices=allowed, metavar=name.upper(), help=", ".join(allowed))
     parser.add_argument("--seeds", type=int, metavar="N", help="for every row (3 for what the summary is of, 1 for others)")
@@ -55,7 +57,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
-    asked = args or argparse.Namespace(store=None, again=False, task=None, link=None, system=None, seeds=None, seconds=None)
+    asked = args or argparse.Namespace(store=None, again=False, renew=False, stored=False, task=None, link=None, system=None,
+                                       seeds=None, seconds=None)
+    if asked.stored:
+        return stored(asked)
     seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
     store = Store(asked.store, again=asked.again)
     data = {name: TASKS[name]().digest() for name in TASKS}
@@ -65,7 +70,7 @@ def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
         return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
                        "data": data[cell.task]})
 
-    left = [cell for cell in wanted if key(cell) not in store]
+    left = [cell for cell in wanted if asked.renew or key(cell) not in store]
     minutes = len(left) * (seconds + AROUND_S) / 60
     say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -80,6 +85,22 @@ def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
             for cell in here:
                 store.add(measured(lab, passed, cell, seconds, data[cell.task]))
     rows = [store.rows[key(cell)] for cell in wanted]
+    return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
+
+
+def stored(asked: argparse.Namespace) -> Result:
+    """What was measured before, of the data that tasks have now and, unless another is asked for, of rows of QUICK_SECONDS."""
+    if not (asked.store and asked.store.exists()):
+        raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
+    seconds = asked.seconds or QUICK_SECONDS
+    data = {name: TASKS[name]().digest() for name in TASKS}
+    order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
+    rows = sorted(
+        (row for row in Store(asked.store).rows.values()
+         if row["seconds"] == seconds and row["data"] == data.get(row["task"])
+         and row["system"] in (asked.system or SYSTEMS) and row["task"] in (asked.task or TASKS)
+         and row["link"] in (NO_LINK, *(asked.link or NETWORKS))),
+        key=lambda row: (order[row["task"]], order[row["link"]], order[row["system"]], row["seed"]))
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
 
@@ -106,7 +127,8 @@ def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: st
     """One row; one that says why, where it cannot be measured."""
     row: dict[str, Any] = {
         "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
-        "group": cell.system.group, "targets": TASKS[cell.task]().targets,
+        "group": cell.system.group, "targets": TASKS[cell.task]().targets, "commit": report.commit(),
+        "day": time.strftime("%Y-%m-%d"),
     }
     say(f"{time.strftime('%H:%M:%S')} {cell.task}, {cell.link}, {cell.system.name}, seed {cell.seed}", end=" ... ")
     if reason := cell.system.missing():
@@ -142,7 +164,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     """As a line of the table; what begins with _ is for the picture."""
     told = {key: row[key] for key in ("task", "link", "system", "seed")}
     if "error" in row:
-        return told | {"void": row["error"], "_group": row["group"]}
+        return told | {"void": row["error"], "commit": row["commit"], "_group": row["group"]}
     for name, target in zip(("easy", "middle", "hard"), row["targets"], strict=True):
         seconds = reached(row["curve"], target)
         told[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
@@ -151,7 +173,8 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     return told | {
         "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s, "up kB": row["up_kb"],
         "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"], "late %": row["late_pct"],
-        "void": row["void"], "_group": row["group"], "_curve": row["curve"], "_targets": row["targets"],
+        "void": row["void"], "commit": row["commit"], "_group": row["group"], "_curve": row["curve"],
+        "_targets": row["targets"],
     }
 
 
