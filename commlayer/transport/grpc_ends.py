@@ -51,12 +51,16 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
             peer = certified(name)
         except PermissionError as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        over = asyncio.Event()
+        over, begun = asyncio.Event(), asyncio.Event()
 
         async def finish() -> None:
             over.set()
 
-        stream = GrpcStream(context.read, context.write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
+        async def write(data: bytes) -> None:
+            await begun.wait()  # a message on top of the metadata that begin the answer would end the stream
+            await context.write(data)
+
+        stream = GrpcStream(context.read, write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
         try:
             try:
                 room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
@@ -64,8 +68,8 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
             if not room:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
-            with contextlib.suppress(grpc.aio.UsageError):  # who does not wait for it may have been answered already
-                await context.send_initial_metadata((TAKEN,))
+            await context.send_initial_metadata((TAKEN,))
+            begun.set()
             await over.wait()  # or this is cancelled: the other end is gone
         finally:
             stream.close()
