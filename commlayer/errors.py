@@ -21,6 +21,10 @@ class PeerLost(CommError):
     """The peer is gone: its connection ended, its heartbeats stopped, or it left the job."""
 
 
+class PeerEnded(PeerLost):
+    """It closed its end in order: what it had sent has arrived."""
+
+
 class StepAbandoned(CommError):
     """A worker broke a step off, so it is none on any rank: gradients are as they were, and the next step goes on."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from commlayer.control import membership
 from commlayer.control.membership import State
-from commlayer.control.messages import ANY, PROTOCOL, Heartbeat, Join, Seat, digest_of
+from commlayer.control.messages import ANY, FINISHED, PROTOCOL, Heartbeat, Join, Seat, digest_of
 from commlayer.transport.protocol import SERVER_BASE
 
 PLAN = b'{"a": "plan"}'
@@ -307,6 +307,24 @@ def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
     assert not membership.empty(state)
     assert membership.heartbeat(state, "s0", 10.0)[1].over
     assert membership.empty(membership.leave(state, "s0", "finished"))
+
+
+def test_a_job_whose_workers_have_all_ended_unheard_is_over_once_servers_say_so() -> None:
+    """As of a coordinator that was killed and comes back behind them. One that may still work is waited for."""
+    def silent(ended: tuple[str, ...], teller: str = "s0", last_s: float = 0.0) -> State:
+        state = running()
+        state, _ = membership.heartbeat(state, "w2", last_s)
+        state, _ = membership.heartbeat(state, teller, 5.0, Heartbeat(teller, ended=ended))
+        return membership.tick(state, 6.0, DEAD_AFTER_S, 60.0, 6.0)
+
+    every = ("worker 0", "worker 1", "worker 2")
+    state = silent(every)
+    assert membership.over(state)
+    assert {p.left for p in state.places.values() if p.join.kind == "worker"} == {FINISHED}
+    assert membership.heartbeat(state, "s0", 6.0)[1].over
+    for other in (silent(every[:2]), silent(every, last_s=1.0), silent(every, teller="w0")):
+        assert not membership.over(other)
+        assert all(p.here for p in other.places.values())
 
 
 def test_a_plan_that_is_left_out_is_asked_for_where_it_is_not_known() -> None:

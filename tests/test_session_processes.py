@@ -38,8 +38,8 @@ def main(how: str, fail_on: int) -> None:
     together = {"plan": "auto", "config": {"ranks_per_node": torch.distributed.get_world_size()}}
     apart = {"plan": commlayer.compressors.parse("topk(ratio=0.1)")}
     stages = {"plan": staged(model)} if how == "staged" else {}
-    if how == "rows" and rank == fail_on:
-        RowChannel.open = end  # type: ignore[method-assign]
+    if how == "groups" and rank == fail_on:
+        RowChannel.__init__ = end  # type: ignore[method-assign]
     session = commlayer.attach(model, **stages or (together if how == "allreduce" else apart))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)
@@ -96,10 +96,9 @@ def last_line(errors: str) -> str:
     return found[-1]
 
 
-@pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0), ("rows", 1)],
-                         ids=["module", "ddp, on the host of the server", "where the first row is told"])
+@pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0)], ids=["module", "ddp, on the host of the server"])
 def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
-    with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS | {"drift_steps": 5}) as run:
+    with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS) as run:
         servers = begin(run)
         results = run.ended(END_S)
         assert all(code == 1 for code, _ in results), results
@@ -107,6 +106,15 @@ def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
         expected = f"commlayer.errors.PeerLost: worker {failing}: left the job: ValueError: the script's own mistake"
         assert last_line(results[1 - failing][1]).startswith(expected), results
         assert all(gone(pid, END_S) for pid in servers)
+
+
+def test_a_rank_that_fails_while_groups_are_made_is_named() -> None:
+    """Nobody's heartbeats are heard yet."""
+    with tree(__file__, 2, args=("groups", "1"), settings=SETTINGS | {"deadline_s": 2.0}) as run:
+        results = run.ended(END_S)
+        assert [code for code, _ in results] == [1, 1]
+        assert last_line(results[1][1]) == "ValueError: the script's own mistake"
+        assert last_line(results[0][1]).startswith("commlayer.errors.DeadlineExceeded: rank 1: making a process group"), results
 
 
 @pytest.mark.parametrize(("how", "sent"), [

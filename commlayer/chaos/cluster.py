@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from commlayer.chaos import oracle, processes
+from commlayer.chaos import processes
 from commlayer.chaos.faults import FAULTS, FULL_NBYTES
 from commlayer.chaos.processes import Started
 from commlayer.chaos.proxy import Link, Proxy
@@ -47,6 +47,9 @@ PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadli
 """Nothing that heals takes so long, on however busy a machine."""
 BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 2.0}
 """Where somebody is lost for good, the others are to notice within a run's time."""
+
+UNTOLD = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
+"""Where the coordinator is struck: servers whose job ends without it end by its silence, within the run."""
 
 
 class Evidence(NamedTuple):
@@ -88,7 +91,7 @@ class Cluster:
         self.trial, self._steps, self._store, self._told_every = trial, steps, store, told_every
         self.setting, self._fault = trial.setting, FAULTS[trial.fault]
         self._chance = random.Random(f"{trial.fault} {trial.seed} strikes")
-        self.waits = BRIEF if self._fault.ends else PATIENT
+        self.waits = BRIEF if self._fault.ends else UNTOLD if self._fault.strikes == "coordinator" else PATIENT
         self.seen = Seen(self.setting.workers)
         self.links: list[Link] = []
         self.controls: list[Link] = []
@@ -326,8 +329,6 @@ class Cluster:
     def _servers_left(self) -> tuple[str, ...]:
         names = {f"server {n}": s for n, s in enumerate(self.servers)}
         names |= {"coordinator": self._coordinator} if self._coordinator is not None else {}
-        if oracle.stays(self.trial):
-            return ()
         until = time.monotonic() + LINGER_S
         for one in names.values():
             one.process.join(max(0.0, until - time.monotonic()))

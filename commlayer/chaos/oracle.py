@@ -44,9 +44,9 @@ def alone(trial: Trial) -> tuple[str, ...]:
     return "coordinator", *(f"server {number}" for number in range(trial.setting.servers))
 
 
-def stays(trial: Trial) -> bool:
-    """Whether servers may be left behind the job for a while: it may have ended while nobody was there to tell them."""
-    return trial.strikes == "coordinator"
+def leaves(trial: Trial) -> tuple[str, ...]:
+    """Whose journal stays behind a job that went on: nobody is there to remove it."""
+    return ("coordinator",) if trial.fault == "lose-coordinator" else ()
 
 
 def allowed(trial: Trial) -> tuple[Outcome, ...]:

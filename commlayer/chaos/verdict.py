@@ -55,7 +55,7 @@ def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
     if outcome == GOES_ON:
         findings += _at_the_end(trial, found, plain)
     elif outcome.how == "goes on without":
-        findings += _left_behind(found)
+        findings += _left_behind(trial, found)
         findings += [Finding("outcome", f"worker {rank} took {len(found.stepped[rank])} steps of {STEPS}")
                      for rank in others if len(found.stepped[rank]) != STEPS]
     return Verdict(str(outcome), tuple(findings), _recovery_s(found, others), _steps(found, others), lost)
@@ -70,12 +70,13 @@ def _at_the_end(trial: Trial, found: Evidence, plain: Evidence) -> list[Finding]
     if found.contributions is not None and found.contributions != plain.contributions:
         line = f"{found.contributions} contributions were in sums, {plain.contributions} in the undisturbed run"
         findings.append(Finding("contributions", line))
-    return findings if oracle.stays(trial) else findings + _left_behind(found)
+    return findings + _left_behind(trial, found)
 
 
-def _left_behind(found: Evidence) -> list[Finding]:
+def _left_behind(trial: Trial, found: Evidence) -> list[Finding]:
+    files = [file for file in found.left_files if file.partition(".")[0] not in oracle.leaves(trial)]
     return [Finding("left", f"{name} did not end behind the job") for name in found.servers_left] + \
-        [Finding("left", f"{name} was left behind the job") for name in found.left_files]
+        [Finding("left", f"{name} was left behind the job") for name in files]
 
 
 def _victim(trial: Trial, found: Evidence) -> list[Finding]:

@@ -68,6 +68,8 @@ class Membership:
         """Whether the coordinator answered the last heartbeat."""
         self.missed: Callable[[], tuple[str, ...]] = tuple
         """Whose data connections the other machine has ended: set by who has any."""
+        self.ended: Callable[[], tuple[str, ...]] = tuple
+        """Who has ended them in order: set by a server."""
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
@@ -117,7 +119,7 @@ class Membership:
             began = time.monotonic()
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
-                beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation)
+                beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended())
                 pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():

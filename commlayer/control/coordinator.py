@@ -232,8 +232,10 @@ class Coordinator:
             self._gathering.tick()
             with self._lock:
                 before = self._state
-                self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s)
+                self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
+                                              TOLD_HEARTBEATS * self._heartbeat_s)
                 self._note_deaths(before)
+                self._note_unheard(before)
             try:
                 self._drop_revoked()
             except Exception:  # without the ticker nobody who falls silent would be missed
@@ -280,6 +282,13 @@ class Coordinator:
             if place.dead and not before.places[token].dead:
                 log.warning("%s: %s", place.peer, place.dead)
                 self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
+
+    def _note_unheard(self, before: membership.State) -> None:
+        """Who has left, as a tick has found."""
+        for token, place in self._state.places.items():
+            if place.left and not before.places[token].left:
+                log.warning("%s: has ended while no coordinator was there, as its servers say", place.peer)
+                self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
 
     def _note_end(self) -> None:
         if membership.over(self._state) and not self._gathering.staying():

@@ -54,6 +54,8 @@ class Place(Record, frozen=True):
     """Its machine is there, and says that it does nothing."""
     missed_by: tuple[str, ...] = ()
     """Tokens of those whose data connection with it was ended by its machine."""
+    parted: bool = False
+    """A server says that it has closed its data connection in order."""
     blames: str = ""
     """Of one that has left because of another that is here: that one, until it is heard again."""
 
@@ -126,6 +128,7 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
+        state = _parted(state, said.ended) if place.join.kind == "server" else state
     others = [p for t, p in sorted(state.places.items()) if t != token]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
@@ -184,11 +187,19 @@ def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
     return state
 
 
-def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0) -> State:
+def _parted(state: State, peers: tuple[str, ...]) -> State:
+    for p in [p for p in state.places.values() if p.here and not p.parted and p.peer in peers]:
+        state = _with(state, msgspec.structs.replace(p, parted=True))
+    return state
+
+
+def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0, ended_after_s: float = 0.0) -> State:
     """Judges silence. Call it a few times per second.
 
     Whose machine says that its process does nothing, or has ended a connection for it, is dead after `dead_after_s`. Of whom
-    nothing is heard at all may be cut off and come back: for that `patience_s`, if it is longer.
+    nothing is heard at all may be cut off and come back: for that `patience_s`, if it is longer. Where servers say of all who
+    are left that they have ended in order, they have, once they are silent for `ended_after_s`: nobody was there to hear
+    them leave.
     """
     paused_s = now - state.ticked_s if state.ticked_s is not None else 0.0
     places = state.places
@@ -198,6 +209,11 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0)
     silent = {t: p for t, p in places.items() if p.here and now - p.seen_s >= dead_after_s}
     if state.view is None:
         return _without(state, silent) if silent else state
+    workers = {t: p for t, p in places.items() if p.here and p.join.kind == "worker"}
+    if all(p.parted and now - p.seen_s >= ended_after_s for p in workers.values()):
+        for t, p in workers.items():
+            state = _with(state, msgspec.structs.replace(p, left=FINISHED))
+            silent.pop(t, None)
     silent = {t: p for t, p in silent.items()
               if ((p.stopped or p.missed_by) and not p.join.returns) or now - p.seen_s >= patience_s}
     for p in silent.values():

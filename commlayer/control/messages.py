@@ -106,6 +106,8 @@ class Heartbeat(Record, frozen=True):
     """What the child says of the process whose seat it is, when that does not beat."""
     generation: int = 0
     """Of the newest view that the process knows; 0: it asks for none."""
+    ended: tuple[str, ...] = ()
+    """Of a server: workers who have closed their data connections in order."""
 
 
 class Gone(Record, frozen=True):

@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -26,10 +26,16 @@ from commlayer.control.coordinator_journal import CoordinatorJournal
 from commlayer.errors import CommError, line_of
 from commlayer.transport.key_folder import Keys
 
+if TYPE_CHECKING:
+    from commlayer.control.serving import Serving
+
 log = logging.getLogger("commlayer")
 
 UNFIT_S = 10.0
 """With a plan that it cannot serve, a server stays for so long, or until the workers have left, to tell them as they dial."""
+
+LAST_S = 0.5
+"""Who is connected still when the job is over is dead: nobody waits for long until it has heard the last words."""
 
 
 class Part(NamedTuple):
@@ -85,7 +91,8 @@ def run(config: Config, part: Part) -> None:
             from commlayer.control.serving import Serving
 
             serving = Serving(config.bind, data_port, config, coordinator)
-            stack.callback(lambda: serving.close(over=not goes_on()))
+            stack.callback(lambda: serving.close(over=not goes_on(), flush_s=None if part.parent or stopped.is_set() or
+                                                 not end.is_set() else LAST_S))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
@@ -100,14 +107,12 @@ def run(config: Config, part: Part) -> None:
                     request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
-                                     on_silence=lambda silent_s: _alone(
-                                         serving.alone and silent_s >= reconnect_window_s(config), control, silent_s,
-                                         end, stopped))
+                                     on_silence=functools.partial(_silent, serving, config, control, end, stopped))
             except CommError:
                 if end.is_set():
                     return
                 raise
-            member.missed = serving.missed
+            member.missed, member.ended = serving.missed, serving.ended
             stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
             try:
                 # The workers of an embedded server stay: its coordinator makes no other view.
@@ -166,10 +171,16 @@ def _abandon(reason: list[str], parent: int) -> None:
     reason[0] = f"its training process (pid {parent}) has ended"
 
 
-def _alone(alone: bool, control: str, silent_s: float, end: threading.Event, stopped: threading.Event) -> None:
-    """The coordinator does not answer. Without it nobody says that the job is over, so a server ends to which no worker comes
-    back."""
-    if alone and not end.is_set():
+def _silent(serving: Serving, config: Config, control: str, end: threading.Event, stopped: threading.Event,
+            silent_s: float) -> None:
+    """The coordinator does not answer, and without it nobody says that the job is over. It is where all workers have ended in
+    order; and a server ends to which no worker comes back, but others may."""
+    if end.is_set():
+        return
+    if serving.finished:
+        log.warning("coordinator %s: no answer for %.1f s, and all workers have ended: so does this server", control, silent_s)
+        end.set()
+    elif serving.alone and silent_s >= reconnect_window_s(config):
         log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
         _stop(end, stopped)
 

@@ -237,6 +237,15 @@ class Serving:
         """As StreamTransport.missed."""
         return self._transport.missed()
 
+    def ended(self) -> tuple[str, ...]:
+        """Workers who have closed their ends in order."""
+        return () if self._server is None else self._server.ended()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all have."""
+        return self._server is not None and len(self.ended()) == len(self._members)
+
     @property
     def alone(self) -> bool:
         """Whether no worker is connected."""
@@ -246,13 +255,13 @@ class Serving:
         """Until `stop` is set; the carrier's threads do the work."""
         stop.wait()
 
-    def close(self, reason: CommError | None = None, *, over: bool = True) -> None:
-        """`over`: the job is, as the coordinator has said. Else, with a journal, workers hear no farewell, and dial until the
-        process that takes it up is there."""
+    def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
+        """`flush_s`: how long workers may take to hear all that they were sent. `over`: the job is, as the coordinator has
+        said. Else, with a journal, workers hear no farewell, and dial until the process that takes it up is there."""
         if self.journal is not None and not over:
             self._away, reason = Later("is being started again"), CommError("was stopped, and its journal is kept")
         if self._server is not None:
-            self._server.close(reason)
+            self._server.close(reason, flush_s)
         else:
             self._transport.close()
         if self._streams is not None:

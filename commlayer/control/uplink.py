@@ -30,6 +30,10 @@ Left = Callable[[str, int], None]
 """Told who has ended in order, and after how many exchanges."""
 
 
+FAILED_S = 0.5
+"""How long an end with an error flushes: what it had sent is of no use, and the way may be why it ends."""
+
+
 class Uplink:
     """Joins, then dials. Failures that come before `follow` are kept for it."""
 
@@ -266,7 +270,7 @@ class Uplink:
             return True
         if reason:
             heard = membership.leave(reason)
-            self.transport.close()
+            self.transport.close(FAILED_S)
         else:
             with self._lock:
                 self._fail = self.transport.abort  # who dies now must not be waited for

@@ -13,7 +13,7 @@ import torch
 
 from commlayer import records
 from commlayer.compressors import restore, snapshot
-from commlayer.errors import CommError
+from commlayer.errors import CommError, PeerLost
 from commlayer.job import checkpoint_files
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
@@ -24,6 +24,9 @@ from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, gather_bytes, together
 
 log = logging.getLogger("commlayer")
+
+_Files = dict[str, dict[str, torch.Tensor]]
+"""By name, as checkpoint_files.mine."""
 
 
 def worker_state(connection: Connection) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def _save(connection: Connection, directory: Path) -> None:
         act()
     worker, uplink = connection.worker, connection.uplink  # of the plan that stands then
     assert worker is not None
-    files: dict[str, dict[str, torch.Tensor]] = {}
+    files: _Files = {}
     with together(connection.groups, "save()"):
         with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply
             highest = max(checkpoint_files.numbers(directory), default=0)
@@ -126,10 +129,42 @@ def _save(connection: Connection, directory: Path) -> None:
 
 
 def load(connection: Connection, directory: Path) -> None:
-    """See Session.load. Nothing is restored unless every rank has read files of one save."""
-    worker, uplink, rank = connection.worker, connection.uplink, connection.rank
-    if worker is None:
+    """See Session.load. Nothing is restored unless every rank has read files of one save. Where somebody goes meanwhile, or
+    fails at what is restored, nobody trains on."""
+    if connection.worker is None:
         return
+    try:
+        read, mark = _read(connection, directory)
+    except (CommError, Regroup) as error:
+        raise _not_loaded(connection, directory, error) from None
+    try:
+        _put(connection, read, mark)
+    except Exception as error:
+        raise _not_loaded(connection, directory, error) from error
+
+
+def _not_loaded(connection: Connection, directory: Path, error: Exception) -> CommError:
+    """The end of the job on all ranks: what was saved is of all who were there, and some may have theirs back by now."""
+    if isinstance(error, Regroup) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    known = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+    if (members := connection.members) is not None and members.pending(connection.waits.verdict_s):
+        peer = members.gone()[0]
+        known = PeerLost(str(known).partition(f"{peer}: ")[2] or "is gone", peer=peer)
+    else:
+        explained = connection.explain(known)
+        assert isinstance(explained, CommError)
+        known = explained
+    ended = type(known)(f"{known.what}; so {directory} is not loaded, and all stop: a save is loaded by as many as made it, "
+                        "and nobody trains on with a part of it; it lies as it was: start all again", peer=known.peer)
+    assert connection.worker is not None
+    connection.worker.latch(ended)
+    return ended
+
+
+def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_files.Mark]:
+    """Where all have chosen the same save, gone over to its plan and read their files."""
+    rank = connection.rank
     for act in connection.bring_in:
         act()
     with together(connection.groups, "load()"), checkpoint_files.reading(directory):
@@ -144,19 +179,26 @@ def load(connection: Connection, directory: Path) -> None:
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
+    read: _Files = {}
     with together(connection.groups, "load()"), checkpoint_files.reading(directory):
         worker.drain()
         mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
         names = checkpoint_files.mine(rank, connection.world, worker.plan.servers)
         read = {name: checkpoint_files.read(folder, name, mark) for name in names}
+    return read, mark
+
+
+def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> None:
+    worker, uplink = connection.worker, connection.uplink
+    assert worker is not None
     with together(connection.groups, "load()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
             for bucket in _summed_by(worker.plan, server):
                 data = safetensors.torch.save(_of_bucket(read[f"server-{server}"], bucket.id))
                 uplink.put_state(server, bucket.id, mark.step, data)
-        _restore(connection, worker, {"step": mark.step, "plan": mark.plan, "tensors": read[f"rank-{rank}"]})
+        _restore(connection, worker, {"step": mark.step, "plan": mark.plan, "tensors": read[f"rank-{connection.rank}"]})
 
 
 def _take_plan(connection: Connection, folder: Path) -> None:
@@ -171,10 +213,7 @@ def _take_plan(connection: Connection, folder: Path) -> None:
     assert connection.worker is not None
     other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
     if gather(connection.groups, [other])[0][0]:
-        try:
-            switch(connection, saved)
-        except Regroup as error:  # what was saved is of all who were there
-            raise error.__cause__ or error from None
+        switch(connection, saved)
 
 
 def _servers_of(connection: Connection) -> list[int]:

@@ -70,6 +70,10 @@ class Changes(Protocol):
         """Whether members have gone without whom this rank has yet to go on; waits so long to hear of it."""
         ...
 
+    def gone(self) -> list[str]:
+        """Their names in errors."""
+        ...
+
     def go(self) -> None:
         """Behind Regroup: goes over to the view of those who are left. CommError if that fails."""
         ...

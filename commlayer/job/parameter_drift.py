@@ -124,7 +124,7 @@ class ParameterDrift:
         self._began, self._cost_s, self._place = now, 0.0, 0
         self._steps = self._places = 0
         try:
-            self._rows.start(*row)  # the first one makes a group, which lacks whoever is gone
+            self._rows.start(*row)
         except CommError as error:
             self._connection.broke(error)
 

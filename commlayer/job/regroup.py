@@ -73,6 +73,9 @@ class Regrouping:
             time.sleep(0.05)
         return bool(self._gone())
 
+    def gone(self) -> list[str]:
+        return [peer_name(rank) for rank in self._gone()]
+
     def unfit(self, plan: Plan) -> str:
         return unfit(plan)
 

@@ -59,7 +59,7 @@ def connect(
     made.terms.loss, made.terms.learning = config.loss, config.learning
     notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
     made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
-    grouped, regroups = met.members is not None, False
+    regroups = False
     if met.members is not None:
         made.rank = made.id = met.members.rank
         made.world = met.members.world
@@ -70,7 +70,7 @@ def connect(
         made.terms.forbids = forbids = forbidding(forbids)
     how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
                            "fragments": asked.fragments or 1}
-    if not grouped and not config.join:
+    if met.members is None and not config.join:
         settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
         # A mistake in it is one on a single process, too; how many nodes it is for is none.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
@@ -82,9 +82,10 @@ def connect(
             _enter(made, job, device, met, config, forbids, replica, compared(must, config))
             atexit.register(made.at_exit)
             return made
-        if grouped:
-            made.groups = Groups(per_node, config.deadline_s, device, met.members)
-            made.rows = RowChannel(made.groups.members, config.deadline_s)
+        if met.members is not None:
+            with met.members.all_there(config.deadline_s):
+                made.groups = Groups(per_node, config.deadline_s, device, met.members)
+                made.rows = RowChannel(met.members, config.deadline_s)
             made.on_close.append(made.rows.close)
             align_tensors(align, made.groups, config.deadline_s)
         made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None

@@ -45,8 +45,6 @@ class ToldLengths:
                 raise ValueError("sync: the job that this home joins makes means as long as changes are (Outer(matched=True)), "
                                  "this home does not; allowed: the same on all ranks")
             made.rows.allow(self._deadline_s * every)
-            if made.matched:
-                made.rows.open()  # here, where all come at once: the first of an exchange need not wait for the last
             return made.matched
         except CommError as error:
             with contextlib.suppress(Regroup):  # then nobody tells anything under this plan
@@ -91,9 +89,7 @@ class ToldLengths:
         made = self._connection
         while True:
             assert made.groups is not None
-            assert made.rows is not None
             try:
-                made.rows.open()  # here, where nobody is late: who joins has a step to compute ahead of its rows
                 differing = align(starts, made.groups, self._deadline_s)
                 break
             except CommError as error:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from commlayer.errors import CommError, CorruptFrame, Damaged, PeerLost
+from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import credit, framing, mailbox
 from commlayer.transport.byte_channel import ByteChannel, certified_of, tells_ends
 from commlayer.transport.crc import crc32c
@@ -314,7 +314,7 @@ class Connection:
         if self._over is not None:
             raise self._over  # what was read ahead must not mix with a new connection of this peer
         if kind == Kind.BYE:
-            raise PeerLost("closed its end")
+            raise PeerEnded("closed its end")
         if kind in _ONCE:
             raise CorruptFrame(f"{Kind(kind).name} in the middle of a connection")
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))

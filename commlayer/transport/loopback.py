@@ -6,7 +6,7 @@ import heapq
 import threading
 from collections.abc import Iterable
 
-from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.errors import CommError, CorruptFrame, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name
@@ -37,7 +37,7 @@ class _Wire:
         while (item := self._next()) is not None:
             *_, operation, header, body = item
             if operation is None:
-                self._target.end(PeerLost("closed its end", peer=peer_name(self._source)), self._source)
+                self._target.end(PeerEnded("closed its end", peer=peer_name(self._source)), self._source)
                 continue
             try:
                 self._target.deliver(Message(self._source, header, body))

@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d
 
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.transport import home_world
+from commlayer.transport.pending import GROUP, named
+from commlayer.transport.store_waits import bounded
 
 _told: dict[str, int] = {}
 """How often these ranks have told each other something. They do so together, so they count alike."""
@@ -33,6 +35,10 @@ def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_
     By the store that made the process group: it works before there is a group, whatever its collectives would do, and it knows
     who is missing.
     """
+    return bounded(lambda: _exchange(store, ranks, rank, data, deadline_s, what), deadline_s, what, "the launcher")
+
+
+def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
     place = "commlayer/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     number = _told[place] = _told.get(place, 0) + 1
     keys = [f"{place}/{number}/{r}" for r in range(len(ranks))]
@@ -92,26 +98,42 @@ class Members:
         chosen = range(self.world) if members is None else list(members)
         ranks = [self.ranks[m] for m in chosen]
         backend = home_world.backend_for(ranks, backend)
-        timeout = datetime.timedelta(seconds=timeout_s)
+        what = "making a process group"
+
+        def make(**how: Any) -> Any:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            with named(what):
+                return bounded(lambda: dist.new_group(ranks, timeout=timeout, backend=backend, **how), timeout_s, what, GROUP)
+
         if self._all:
-            made = home_world.strict(dist.new_group(ranks, timeout=timeout, backend=backend))
+            made = home_world.strict(make())
             return made if self.rank in chosen else None
-        with self._numbered(timeout_s):
-            return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        with self._numbered(timeout_s, what):
+            return make(use_local_synchronization=True)
+
+    @contextlib.contextmanager
+    def all_there(self, deadline_s: float) -> Iterator[None]:
+        """Around groups that are made before anybody's heartbeats are heard: who says nothing more is named."""
+        try:
+            yield
+        except CommError as error:
+            if error.peer == GROUP:
+                self.tell(b"", deadline_s, error.what)
+            raise
 
     def allow(self, group: Any, timeout_s: float) -> None:
         """So long may collectives take that begin in that group from now on. It is of CPUs."""
         home_world.allow(group, datetime.timedelta(seconds=timeout_s))
 
     @contextlib.contextmanager
-    def _numbered(self, timeout_s: float) -> Iterator[None]:
+    def _numbered(self, timeout_s: float, what: str) -> Iterator[None]:
         """Where others of the world take no part, torch names a group by its ranks and by how many groups this process is in.
 
         That may differ between members, and would repeat a name whose keys are in the store from a group that was closed. So
         all go to a number that none has used; groups of one, which talk to nobody, fill up to it.
         """
         mine = max(len(distributed_c10d._world.pg_names), _named.get(self.ranks, 0) + 1)
-        told = self.tell(str(mine).encode(), timeout_s, "making a process group")
+        told = self.tell(str(mine).encode(), timeout_s, what)
         number = _named[self.ranks] = max(int(row) for row in told)
         alone = [dist.get_rank()]
         fillers = [dist.new_group(alone, backend="gloo", use_local_synchronization=True)

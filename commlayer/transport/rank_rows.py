@@ -19,15 +19,16 @@ CLOSE_S = 2.0
 
 
 class RowChannel:
-    """A group of its own, on CPUs, so that rows neither wait for gradients nor change their order. Made with the first row.
+    """A group of its own, on CPUs, so that rows neither wait for gradients nor change their order.
 
-    Who tells rows takes `rows` of it. All ranks begin exchanges in one order, of whatever these are.
+    All ranks make it together, before anybody can be gone: making a group would wait for who is. Who tells rows takes `rows`
+    of it. All ranks begin exchanges in one order, of whatever these are.
     """
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         self.members, self.timeout_s = members, timeout_s
         self._late_s = timeout_s
-        self._group: Any = None
+        self._group: Any = members.group(timeout_s=timeout_s, backend="gloo")
         self._told: list[Rows] = []
 
     def rows(self, what: str = "measured times") -> Rows:
@@ -36,26 +37,19 @@ class RowChannel:
 
     def regroup(self, members: Members) -> None:
         """Other ranks tell each other from now on. What was on its way was among those before."""
-        self.members, self._group = members, None
+        self.members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
         for rows in self._told:
             rows.forget()
-
-    def open(self) -> None:
-        """Makes the group now: where somebody could be gone before the first row, making it would wait for them."""
-        if self._group is None:
-            with named("a group for rows"):
-                self._group = self.members.group(timeout_s=self._late_s, backend="gloo")
 
     def allow(self, late_s: float) -> None:
         """From now on ranks may come to an exchange so much later than others. `timeout_s` it is at least."""
         late_s = max(late_s, self.timeout_s)
-        if self._group is not None and late_s != self._late_s:
+        if late_s != self._late_s:
             self.members.allow(self._group, late_s)
         self._late_s = late_s
 
     def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, torch.Tensor]:
         """Begins to give everybody's row to all."""
-        self.open()
         mine = torch.tensor(row, dtype=torch.float64)
         with named(what):
             work, rows = rows_of_all(mine, self.members.world, self._group)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from commlayer.errors import CommError, CorruptFrame, PeerLost, one_line
+from commlayer.errors import CommError, CorruptFrame, PeerEnded, PeerLost, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport.protocol import NUMBERED, Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summation import Summation
@@ -90,6 +90,7 @@ class SumServer:
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
+        self._ended: set[str] = set()
         self._told: dict[int, tuple[Stall, float]] = {}
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
         """By member: its probes under way, and how many bytes they have asked for."""
@@ -113,11 +114,21 @@ class SumServer:
             if not handle.done():
                 handle.on_done(self._arrived)
                 return
-            if handle.error() is not None or self._failed is not None:
+            if (error := handle.error()) is not None or self._failed is not None:
+                self._note_end(error)
                 return  # this member is gone; heartbeats judge what that means
             self._take(handle.message())
 
+    def _note_end(self, error: CommError | None) -> None:
+        if isinstance(error, PeerEnded):
+            self._ended.add(error.peer)
+
+    def ended(self) -> tuple[str, ...]:
+        """Members who have closed their ends in order."""
+        return tuple(name for name in map(peer_name, self._members) if name in self._ended)
+
     def _arrived(self, handle: Handle) -> None:
+        self._note_end(handle.error())
         if handle.error() is None and self._failed is None:
             message = handle.message()
             self._take(message)
@@ -281,9 +292,9 @@ class SumServer:
         header = Header(Kind.STALLED, self._core.generation, sender=self._core.peer)
         return self._transport.send(member, header, msgspec.msgpack.encode(what))
 
-    def close(self, reason: CommError | None = None) -> None:
+    def close(self, reason: CommError | None = None, flush_s: float | None = None) -> None:
         self._closing.set()
         self._thread.join(2.0)
         if reason is not None:
             self._transport.abort(reason)
-        self._transport.close()
+        self._transport.close(flush_s)

@@ -255,8 +255,6 @@ class AutoPlan:
 
     def _await_plan(self, most_s: float) -> None:
         groups = self._groups()
-        assert self._connection.rows is not None
-        self._connection.rows.open()  # which takes several round trips, while there is nothing else to do
         if self._thread is not None:
             self._thread.join(min(most_s, SEARCH_S))
             self._feed(self._meanwhile())

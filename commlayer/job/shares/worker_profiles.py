@@ -52,7 +52,6 @@ def together(
         found, first = [run()], _free(sampler)
     else:
         with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
-            channel.open()
             found, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
     begun = opening(found, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
