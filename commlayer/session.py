@@ -115,7 +115,8 @@ class Session:
 
         When it is whole on all ranks it takes the place of the save before, which is there until then, whatever breaks off.
         """
-        checkpoint.save(self._driver.connection, Path(directory))
+        if not self._fresh("save()"):
+            checkpoint.save(self._driver.connection, Path(directory))
 
     def load(self, directory: str | Path) -> None:
         """Takes up the newest whole save in `directory`, under the same plan and world. All ranks call it before training."""
@@ -125,7 +126,7 @@ class Session:
     def _fresh(self, what: str) -> bool:
         """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
         if self._driver.connection.fresh:
-            log.warning("%s: nothing is loaded, since this home has joined a running job, and has what its workers have", what)
+            log.warning("%s: nothing is done, since this home has joined a running job, and has what its workers have", what)
         return self._driver.connection.fresh
 
     @property
