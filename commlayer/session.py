@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.config import Config, read_config
+from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
 from commlayer.errors import cause_of
 from commlayer.job import checkpoint
@@ -24,7 +24,7 @@ from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
-from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
+from commlayer.job.quiet_ddp import QuietDDP, check_silenceable, silenceable
 from commlayer.job.rendezvous import Start
 from commlayer.job.replica import Replica
 from commlayer.job.start import connect
@@ -197,7 +197,7 @@ def attach(
         if asked.overlap == "forward":
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
-            if not asked.updates:
+            if not (asked.updates or (read.min_workers and read_launch().home and silenceable(model))):
                 state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer, exact=exact)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
                 state.ways = DDPWays(model, optimizer, asked=asked, forbids=forbids, outer=outer, deadline_s=read.deadline_s)

@@ -28,6 +28,7 @@ def main(home: str, workers: str, *more: str) -> None:
 
     model = Given()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    (group,) = optimizer.param_groups
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
     sampler, last = Sampler(LENGTH, BATCH), sys.maxsize
     loader: Any = torch.utils.data.DataLoader(range(LENGTH), batch_sampler=sampler, num_workers=int(workers))  # type: ignore[arg-type]
@@ -51,7 +52,7 @@ def main(home: str, workers: str, *more: str) -> None:
             scheduler.step()
             if made.fresh:
                 session.save("nowhere")  # behind an epoch that the others are through with
-        told = {"worlds": worlds, "weights": flat([p.detach() for p in model.parts]), "rate": optimizer.param_groups[0]["lr"],
+        told = {"worlds": worlds, "weights": flat([p.detach() for p in model.parts]), "rate": group["lr"],
                 "rank": sampler.rank, "shares": sampler.announced[1]}
     print(json.dumps(told), flush=True)
 

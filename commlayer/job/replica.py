@@ -128,8 +128,13 @@ class Replica:
                                  f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
 
         def restore() -> None:
-            if self._optimizer is not None:
-                self._optimizer.load_state_dict(_whole(told.state, tensors))
+            if self._optimizer is None:
+                return
+            groups = list(self._optimizer.param_groups)
+            self._optimizer.load_state_dict(_whole(told.state, tensors))
+            for group, loaded in zip(groups, self._optimizer.param_groups, strict=True):
+                group.update(loaded)
+            self._optimizer.param_groups[:] = groups  # scripts hold on to them
 
         restore()
         if self._scaler is not None and told.scaler:
