@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.config import Config, read_config
+from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
 from commlayer.errors import cause_of
 from commlayer.job import checkpoint
@@ -24,7 +24,7 @@ from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
-from commlayer.job.quiet_ddp import QuietDDP, check_silenceable
+from commlayer.job.quiet_ddp import QuietDDP, check_silenceable, silenceable
 from commlayer.job.rendezvous import Start
 from commlayer.job.replica import Replica
 from commlayer.job.start import connect
@@ -115,7 +115,8 @@ class Session:
 
         When it is whole on all ranks it takes the place of the save before, which is there until then, whatever breaks off.
         """
-        checkpoint.save(self._driver.connection, Path(directory))
+        if not self._fresh("save()"):
+            checkpoint.save(self._driver.connection, Path(directory))
 
     def load(self, directory: str | Path) -> None:
         """Takes up the newest whole save in `directory`, under the same plan and world. All ranks call it before training."""
@@ -125,7 +126,7 @@ class Session:
     def _fresh(self, what: str) -> bool:
         """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
         if self._driver.connection.fresh:
-            log.warning("%s: nothing is loaded, since this home has joined a running job, and has what its workers have", what)
+            log.warning("%s: nothing is done, since this home has joined a running job, and has what its workers have", what)
         return self._driver.connection.fresh
 
     @property
@@ -196,7 +197,7 @@ def attach(
         if asked.overlap == "forward":
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
-            if not asked.updates:
+            if not (asked.updates or (read.min_workers and read_launch().home and silenceable(model))):
                 state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer, exact=exact)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
                 state.ways = DDPWays(model, optimizer, asked=asked, forbids=forbids, outer=outer, deadline_s=read.deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from commlayer.records import Plan
@@ -13,8 +14,10 @@ class Noted:
     def __init__(self) -> None:
         self.n = 0.0
         self.plan: Plan | None = None
-        self.members = (0,)
-        self.may_leave = self.joined = False
+        self.members: tuple[int, ...] = (0,)
+        self.own, self.may_leave = 0, False
+        self.followers: dict[str, Callable[[], str]] = {}
+        self.given: dict[str, str] = {}
 
     @property
     def inspect(self) -> Noted:

@@ -347,19 +347,12 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
     batches.close()
 
 
-def test_a_home_that_has_joined_is_refused_since_all_samples_are_dealt_out_without_it() -> None:
-    session = Left((0, 2, 3))
-    session.joined = True
-    with pytest.raises(ValueError, match="follow: this home has joined a running job"):
-        next(Sampler(400, 3, rank=2, world=3).follow([], session))
-
-
 class Left(Noted):
     """A job whose members may leave."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         super().__init__()
-        self.members, self.may_leave, self.joined = members, True, False
+        self.members, self.may_leave = members, True
 
 
 def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed() -> None:

@@ -59,7 +59,9 @@ class Session:
     def __init__(self) -> None:
         self.steps = 0
         groups = SimpleNamespace(timeout_s=1.0, members=None)
-        self.members, self.may_leave, self.joined = (0,), False, False
+        self.members, self.own, self.may_leave = (0,), 0, False
+        self.followers: dict[str, Any] = {}
+        self.given: dict[str, str] = {}
         self.connection = SimpleNamespace(groups=groups, members=None, on_close=[], on_shares=[], decisions=[],
                                           terms=SimpleNamespace(price=None), explain=lambda error: error)
 

@@ -63,12 +63,35 @@ def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> 
         "the job stops, naming worker 2; allowed: goes on without worker 2",)
 
 
+def test_a_home_that_comes_again_is_one_of_all_who_end_alike_and_has_samples() -> None:
+    came = Trial(7, "rejoin-home", HOMES, "worker", 2, 3)
+    there = left()
+    began, stepped = [*there.began, there.began[1]], [*there.stepped, there.stepped[1]]
+    there = there._replace(began=began, stepped=stepped, ended=[*there.ended, Ended(STEPS, STEPS)])
+
+    def wrong(found: Evidence) -> tuple[str, ...]:
+        return verdict.judge(came, found, found).wrong
+
+    said = verdict.judge(came, there, there)
+    assert (said.outcome, said.wrong) == ("goes on with worker 3", ())
+    short = there._replace(stepped=[*stepped[:3], stepped[3][:-1]])
+    assert wrong(short) == ("worker 3 ended behind step 39, worker 0 behind 40",)
+    idle = there._replace(stepped=[*stepped[:3], [step._replace(samples=()) for step in stepped[3]]])
+    assert wrong(idle) == ("worker 3 came again and was given none",)
+    never = there._replace(stepped=[*stepped[:3], []])
+    assert wrong(never)[0] == "the job goes on without worker 2; allowed: goes on with worker 3"
+    other = there._replace(stepped=[*stepped[:3], [stepped[3][0]._replace(digest="another"), *stepped[3][1:]]])
+    assert wrong(other) == ("worker 3 has other weights than plain means give, from step 1 on",)
+    failed = there._replace(ended=[*there.ended[:3], Ended(9, 9.0, "worker 0", "worker 0: silent")])
+    assert wrong(failed)[0] == "the job stops, naming worker 0; allowed: goes on with worker 3"
+
+
 def test_a_share_of_the_seeds_has_keys_and_no_other_run_is_another_for_it() -> None:
     made = [trial(seed, dealt()) for seed in range(30 * len(dealt()))]
     keyed = [one for one in made if one.setting.keys]
     assert 0.8 * KEYED < len(keyed) / len(made) < 1.2 * KEYED
     assert {one.fault for one in made} - {one.fault for one in keyed} == {"clock-jump"}
-    assert {one.fault for one in made if one.setting.least} == {"kill-home", "kill-homes"}
+    assert {one.fault for one in made if one.setting.least} == {"kill-home", "kill-homes", "rejoin-home"}
 
 
 def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() -> None:
@@ -81,3 +104,11 @@ def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() ->
     assert rows[1].evidence.shots > 0
     told = summary(rows, 2)
     assert (told["went_on"], told["went_on_without"], told["over_tls"]) == (1, 1, 1)
+
+
+def test_a_home_that_was_killed_comes_again_and_all_go_on() -> None:
+    with Campaign() as campaign:
+        row = campaign.one(Trial(0, "rejoin-home", HOMES, "worker", 1, 5))
+    assert (row.verdict.outcome, row.verdict.wrong) == ("goes on with worker 3", ()), row.evidence.lines
+    assert summary([row], 1)["went_on_with"] == 1
+    assert row.evidence.stepped[3][0].members == (0, 2, 3)

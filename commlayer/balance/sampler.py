@@ -17,17 +17,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+from msgspec import structs
+
 from commlayer.balance.epoch_steps import KEEP_STEPS, Course
 from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
 from commlayer.balance.ledger import Ledger, text_of
+from commlayer.balance.roster import SOON_STEPS, Roster
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
 from commlayer.balance.shuffle import Permutation
 from commlayer.config import read_launch
 from commlayer.errors import RecordError
 from commlayer.records import Record, decode
-
-SOON_STEPS = KEEP_STEPS - 1
-"""So many steps behind a loss all workers hand out anew. No loader may draw more batches ahead: one that does is refused."""
 
 
 class SamplerState(Record, frozen=True):
@@ -41,7 +41,19 @@ class SamplerState(Record, frozen=True):
     ledger: dict[str, str]
     schedule: list[Announcement]
     world: int = 0
-    """How many workers it was made for; 0 where nobody said."""
+    """How many workers it was made for; 0 where nobody said, -1 where some of them have gone, or others have come."""
+
+
+class GivenSampler(Record, frozen=True):
+    """What a worker that joins a running job must know of the others' sampler."""
+
+    state: SamplerState
+    numbers: list[int]
+    gone: list[int]
+    amiss: int
+    """As those of Roster."""
+    under_way: bool
+    """Whether a step of it is: the one in which that worker joins."""
 
 
 class Sampler(HandsOut):
@@ -77,13 +89,9 @@ class Sampler(HandsOut):
         self.epoch = 0
         self._queue: deque[DrawnBatch] = deque()
         self._handout = Handout()
-        self._numbers: tuple[int, ...] | None = None
-        """How the session counts the workers that this sampler counts from 0."""
-        self._gone: frozenset[int] = frozenset()
+        self._roster = Roster()
         self._lead = 0
         """So many batches the loader may draw ahead, as far as it tells."""
-        self._amiss = 0
-        """Up to this step others have been given samples that are gone."""
         self._begin(Ledger(self.length), 0)
 
     # ---- for the loop
@@ -146,12 +154,20 @@ class Sampler(HandsOut):
         """
         if self._trained.finished():
             self.set_epoch(self.epoch + 1)
-        if session is not None and session.inspect.joined:
-            raise ValueError("follow: this home has joined a running job, whose samplers deal out all samples without it; "
-                             "allowed there: a sampler of the script's own, such as DistributedSampler")
         self._lead = _lead_of(loader)
         self._check_lead(session)
-        self._heed(self.step, session)
+        given = self._given_by(session)
+        if given is not None and self.epoch < _epoch_of(given):
+            self._begin(Ledger(0), self.step)  # the others are through with this one
+            return
+        if given is not None:
+            assert session is not None
+            self._join(given)
+            del session.inspect.given[self._name]
+        if given is None or not given.under_way:
+            self._heed(self.step, session)
+        if session is not None:
+            session.inspect.followers[self._name] = self._give
         try:
             while not self._trained.finished():  # more than once only where a loss came after all was drawn
                 step = self.step
@@ -171,17 +187,19 @@ class Sampler(HandsOut):
                 raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
             parts.append((batch, self._queue.popleft()))
             if parts[-1][1].last:
-                yield from self._handout.run(parts, session, weigh, whole=self.step >= self._amiss)
+                yield from self._handout.run(parts, session, weigh, whole=self.step >= self._roster.amiss)
                 step = self.step
                 self._commit()
                 self._heed(step, session)
                 parts = []
 
     def _heed(self, step: int, session: Averaging | None) -> None:
-        """Whoever has gone was missed first in the step that is over: the others take over its share, and what it was given."""
-        if session is None or (members := session.inspect.members) == self._numbers:
+        """Whoever has gone was missed first in the step that is over: the others take over its share, and what it was given.
+        Whoever has come took part in it first, with nothing, and has a share from the same step on."""
+        if session is None:
             return
-        if self._numbers is None:
+        members, own = session.inspect.members, session.inspect.own
+        if not self._roster.numbers:
             if len(members) != self._world:
                 if self._of_job and session.inspect.may_leave:
                     raise ValueError(f"follow: this sampler was made for {self._world} workers, the job has {len(members)}: "
@@ -189,15 +207,54 @@ class Sampler(HandsOut):
                                      "state_dict() gives")
                 return  # shares of others than the session's workers
             self._check_lead(session)  # DDP has only now met the others
-            self._numbers = members
-        gone = frozenset(worker for worker, member in enumerate(self._numbers) if member not in members)
-        if new := gone - self._gone:
-            self._gone, self._amiss = gone, step + 1 + SOON_STEPS
-            shares = self._schedule.shares(self._amiss)
-            left = {worker: share for worker, share in shares.items() if worker not in gone}
-            if not any(left.values()):
-                left = dict.fromkeys(left, 1)
-            self.announce(self._amiss, scaled(left, self.batch), lost=dict.fromkeys(new, step))
+            self._roster.meet(members)
+            if self._of_job and session.inspect.may_leave:
+                self.rank = members.index(own)
+        shares = self._schedule.shares(step + 1 + SOON_STEPS)
+        change = self._roster.heed(step, members, shares, self.batch, self.least)
+        if change is not None:
+            self.rank = self._roster.numbers.index(own)
+            self._schedule.add(change, amends=True)
+
+    def epoch_of(self, session: Averaging) -> int:
+        """The one that is under way, or comes next: in a home that has joined a running job, as the others stand.
+
+        `for epoch in range(sampler.epoch_of(session), epochs)` begins there; otherwise `follow` has no batches for epochs that
+        they are through with.
+        """
+        given = self._given_by(session)
+        return self.epoch + self._trained.finished() if given is None else _epoch_of(given)
+
+    # ---- joining a running job
+
+    @property
+    def _name(self) -> str:
+        """By which workers find what others say of the same sampler."""
+        return f"sampler of {self.length} samples, batch {self.batch}, seed {self.seed}"
+
+    def _give(self) -> str:
+        """What a worker that joins now must know."""
+        there = self._roster
+        return text_of(GivenSampler(self._state(), list(there.numbers), sorted(there.gone), there.amiss, self._handout.out))
+
+    def _given_by(self, session: Averaging | None) -> GivenSampler | None:
+        """What those say who were here before, until it is taken."""
+        if session is None or (given := session.inspect.given.get(self._name)) is None:
+            return None
+        return decode(given.encode(), GivenSampler, "state of the others' sampler")
+
+    def _join(self, given: GivenSampler) -> None:
+        """Goes on where the others stand. This worker has no part until they have heard of it and drawn what they have."""
+        if not given.numbers:
+            raise ValueError("follow: this home has joined a running job, whose sampler has shares of others than its workers; "
+                             "allowed there: a Sampler made without world and shares")
+        if given.under_way and self.epoch > given.state.epoch:
+            raise ValueError(f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
+                             f"{given.state.epoch}; allowed: that, which sampler.epoch_of(session) gives")
+        self._roster = Roster(given.numbers, given.gone, given.amiss)
+        self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
+        ledger = Ledger.from_state(given.state.ledger)
+        self._begin(ledger if self.epoch == given.state.epoch else Ledger(self.length), given.state.step)
 
     def _check_lead(self, session: Averaging | None) -> None:
         if session is not None and session.inspect.may_leave and self._lead > SOON_STEPS:
@@ -235,10 +292,14 @@ class Sampler(HandsOut):
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: plain values, the same on every worker after the same step."""
         self._account()
-        ledger = self._trained.ledger.state_dict()
-        state = SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, ledger, self._schedule.since(self.step),
-                      self._world)
+        state = self._state()
+        if self._roster.changed:
+            state = structs.replace(state, world=-1)
         return {"sampler": text_of(state)}
+
+    def _state(self) -> SamplerState:
+        return SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, self._trained.ledger.state_dict(),
+                            self._schedule.since(self.step), self._world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, by this or any other worker of the job.
@@ -280,6 +341,11 @@ class Sampler(HandsOut):
             self._handout.over()
             self._trained.advance(self.step - KEEP_STEPS)
             self._schedule.forget(self.step)
+
+
+def _epoch_of(given: GivenSampler) -> int:
+    """The one that is under way there, or comes next."""
+    return given.state.epoch + (not given.under_way and not Ledger.from_state(given.state.ledger).left)
 
 
 def _lead_of(loader: Any) -> int:

@@ -88,10 +88,11 @@ class SharesSchedule:
         made.newest_step = step - 1  # others may be announced for that very step
         return made
 
-    def add(self, announcement: Announcement) -> None:
-        """They come in the order of their steps, one for a step, so that workers that hear them late agree all the same."""
+    def add(self, announcement: Announcement, *, amends: bool = False) -> None:
+        """They come in the order of their steps, one for a step, so that workers that hear them late agree all the same.
+        `amends`: it may be for the step of the newest, and is made of that."""
         step = announcement.step
-        if step <= self.newest_step:
+        if step < self.newest_step or (step == self.newest_step and not amends):
             raise ValueError(f"announce: step {step} is not after step {self.newest_step}, announced before")
         self.newest_step = step
         same = self._all.pop() if self._all[-1].step == step else announcement

@@ -107,6 +107,7 @@ def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
         "asked": asked, "runs": len(rows), "violations": len(rows) - len(right),
         "went_on": sum(outcome == "goes on" for outcome in right),
         "went_on_without": sum(outcome.startswith("goes on without") for outcome in right),
+        "went_on_with": sum(outcome.startswith("goes on with worker") for outcome in right),
         "stopped_named": sum(outcome.startswith("stops, naming") for outcome in right),
         "never_fired": sum(row.has("never fired") for row in rows),
         "digest_mismatches": sum(row.has("weights") for row in rows),

@@ -36,6 +36,8 @@ PORTS = range(20_000, 32_000)
 PORT_TRIES = 50
 TOKEN = "of-a-chaos-run"
 POLL_S = 0.02
+BEHIND = 80
+"""So many steps go on behind the one in which a home joins: it has a part of the samples 64 steps behind that."""
 AHEAD = 10
 """So many steps behind the one at which a fault is to strike workers wait for it, so that it does not come too late."""
 MEET_S = 20.0
@@ -145,7 +147,8 @@ class Cluster:
         return self._ports[1 + number + self.setting.apart] if self.setting.apart else self._ports[1 + number]
 
     def _make_links(self, stack: ExitStack) -> None:
-        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers)]
+        more = int(self.trial.fault == "rejoin-home")  # who comes again is another
+        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers + more)]
         self.controls = [Link(chance) for chance in chances]
         grpc = self.setting.carrier == "grpc"  # data passes where control does
         self.links = self.controls if grpc else [Link(chance) for chance in chances]
@@ -185,29 +188,34 @@ class Cluster:
         return Started(processes.attend, rank, environ=self._environ(f"worker-{rank}") | join,
                        lines=self.folder / f"home-{rank}.lines", inside=self._inside(1 + rank))
 
-    def _in_home(self, rank: int) -> dict[str, str]:
-        """What its launcher gives to that worker, when all have met."""
-        home = self._homes[rank]
+    def _seat(self, home: Started) -> Any:
+        """What its launcher hears, when all have met. EOFError where it is refused."""
         if not home.pipe.poll(MEET_S):
             raise CommError(f"the homes have not met within {MEET_S:g} s:\n{self._lines()}", peer="chaos")
-        launch, nodes, least = home.pipe.recv()
+        return home.pipe.recv()
+
+    def _in_home(self, rank: int, seat: Any) -> dict[str, str]:
+        """What its launcher gives to that worker then."""
+        launch, nodes, least = seat
         made = home_environment(launch, nodes, {"join": f"{self._join(rank)}:{self._ports[0]}", "min_workers": str(least)})
         others = [name for name in made if name.startswith("COMMLAYER_") and name not in FROM_LAUNCHER]
         return self._environ(f"worker-{rank}") | {name: value for name, value in made.items() if name not in others}
 
-    def _worker(self, rank: int) -> Started:
+    def _worker(self, rank: int, again: Any = None) -> Started:
+        """`again`: the seat of one that joins those who are there."""
         settings: dict[str, Any] = self.waits | {
             "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": bool(self.more), "token": TOKEN,
             "keys": self._keys_of(f"worker-{rank}"),
             "join_deadline_s": 20.0, "ranks_per_node": 1, "fuse_nbytes": 2048, "cut_nbytes": 4096,
             "carrier": self.setting.carrier, "drift_steps": 10, "servers": "one" if self.setting.servers == 1 else "each"}
-        task = Task(rank, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
-                    str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at else 0,
-                    self.setting.least)
-        environ = self._in_home(rank) if self.setting.least else {}
+        number = rank if again is None else len(self.workers)
+        task = Task(number, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
+                    str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at and again is None else 0,
+                    self.setting.least, BEHIND if self.trial.fault == "rejoin-home" else 0)
+        environ = self._in_home(rank, again or self._seat(self._homes[rank])) if self.setting.least else {}
         environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
         return Started(processes.train, task, environ=environ,
-                       lines=self.folder / f"worker-{rank}.lines", inside=self._inside(1 + rank))
+                       lines=self.folder / f"worker-{number}.lines", inside=self._inside(1 + rank))
 
     def _keys_of(self, name: str) -> str:
         """That node's folder, if there are any: the same when it is started again."""
@@ -245,6 +253,22 @@ class Cluster:
         self._coordinator.end()
         self._coordinator = self._serving("coordinator")
 
+    def start_home_again(self, rank: int) -> None:
+        """Its worker has been killed. It is refused until the coordinator knows of that."""
+        self._homes[rank].order("a worker of this home has ended")
+        until = time.monotonic() + MEET_S
+        while True:
+            home = self._home(rank)
+            try:
+                seat = self._seat(home)
+                break
+            except EOFError:
+                home.end()
+                if time.monotonic() > until:
+                    raise CommError(f"a home that came again was not let in within {MEET_S:g} s", peer="chaos") from None
+        self._homes.append(home)
+        self.workers.append(self._worker(rank, seat))
+
     def stranger(self, says: bytes) -> int:
         """Somebody who connects to one of the ports; 1 if it could."""
         try:
@@ -268,11 +292,14 @@ class Cluster:
     def run(self, limit_s: float, strike: Callable[[Cluster, Trial, random.Random], int] = lambda *_: 1) -> Evidence:
         """Until all workers that can have ended, or `limit_s` have passed. `strike` is called once, and counts its hits."""
         begin = time.monotonic()
-        stepped: list[list[Stepped]] = [[] for _ in self.workers]
-        began: list[list[Began]] = [[] for _ in self.workers]
-        ended: list[Ended | None] = [None] * len(self.workers)
-        struck, struck_s, waiting = 0, 0.0, set(range(len(self._homes)))
+        stepped, began, ended = list[list[Stepped]](), list[list[Began]](), list[Ended | None]()
+        struck, struck_s, waiting = 0, 0.0, set[int]()
         while time.monotonic() < begin + limit_s:
+            for rank in range(len(ended), len(self.workers)):  # one may come behind the others
+                stepped.append([])
+                began.append([])
+                ended.append(None)
+                waiting |= {rank} if self._homes else set()
             for rank, worker in enumerate(self.workers):
                 for said in worker.told():
                     if isinstance(said, Stepped):
@@ -292,7 +319,7 @@ class Cluster:
                 struck = strike(self, self.trial, self._chance)
             if all(said is not None or self._lost(rank) for rank, said in enumerate(ended)):
                 break
-            wait([w.pipe for r, w in enumerate(self.workers) if ended[r] is None], POLL_S)
+            wait([worker.pipe for worker, said in zip(self.workers, ended, strict=False) if said is None], POLL_S)
         left = self._servers_left()
         wall_s = time.monotonic() - begin
         if self._fault.says:  # being started again is not yet it

@@ -33,6 +33,8 @@ RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
     "lose-server": lambda trial: (_named(trial),),
     # Homes that may go are done without, as long as enough are left.
     "kill-home": lambda trial: (Outcome("goes on without", (trial.victim,)),),
+    # One that comes again is taken in, under a number that nobody had.
+    "rejoin-home": lambda trial: (Outcome("goes on with", (f"worker {trial.setting.workers}",)),),
     "kill-homes": lambda trial: (Outcome("stops, naming", tuple(f"worker {number}" for number in trial.victims)),),
 }
 

@@ -124,7 +124,8 @@ def attend(pipe: Any, place: int) -> None:
     config = read_config()
     attendance = Attendance(config.join, config, messages.attend(1, place), lambda line: print(line, file=sys.stderr))
     seat = attendance.meet(START_S)
-    pipe.send((Launch(seat.first, seat.world, 0, 1, seat.node, seat.node, attendance.request.home), seat.nodes,
+    first, joins = (seat.world - 1, seat.first) if seat.joins else (seat.first, -1)
+    pipe.send((Launch(first, seat.world, 0, 1, seat.node, seat.node, attendance.request.home, joins), seat.nodes,
                seat.min_workers))
     attendance.close(pipe.recv())
 

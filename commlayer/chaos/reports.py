@@ -26,6 +26,8 @@ class Task(NamedTuple):
     """Behind that step it waits for an order, if there was none yet."""
     least: int = 0
     """As Setting has it."""
+    behind: int = 0
+    """Not 0: in place of `steps`, so many behind the one in which a home joins, of which it may be a worker."""
 
 
 class Began(NamedTuple):

@@ -35,6 +35,13 @@ def kill_homes(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return struck
 
 
+def rejoin_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    struck = cluster.workers[trial.number].signal(signal.SIGKILL)
+    time.sleep(chance.uniform(0.0, 0.2))
+    cluster.start_home_again(trial.number)
+    return struck
+
+
 def stop_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return _paused(cluster.workers[trial.number], chance)
 
@@ -197,5 +204,6 @@ STRIKES: dict[str, Strike] = {
     "full-disk-later": fill_disk_later,
     "strangers": call_as_strangers,
     "kill-home": kill_worker,
+    "rejoin-home": rejoin_home,
     "kill-homes": kill_homes,
 }

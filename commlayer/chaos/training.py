@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from commlayer.session import Session, attach, switch
 PAYS = "error_feedback(fp16())"
 """It has a residual at both ends, so what was owed under another codec is not dropped, and sends everything in each step."""
 INPUTS, WIDTH, OUTPUTS = 12, 40, 3
+PAUSE_S = 0.02
+"""Between steps, while it is open when a home comes again."""
 
 
 class Samples(Dataset[Any]):
@@ -65,6 +68,7 @@ def train(pipe: Any, task: Task) -> None:
 
 
 def _train(pipe: Any, task: Task, done: list[int]) -> None:
+    joins = task.rank >= task.workers
     if task.least:
         begin_world(read_launch(), "gloo")
     else:
@@ -73,12 +77,13 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
     model, optimizer = _made()
     shares = weights(task.workers)
     data = Samples(STEPS_PER_EPOCH * sum(shares))
-    sampler = Sampler(data, batch=sum(shares), shares=shares, rank=task.rank, world=task.workers, seed=3)
+    sampler = Sampler(data, batch=sum(shares), shares=shares, rank=task.rank % task.workers, world=task.workers, seed=3)
     loader = DataLoader(data, batch_sampler=sampler)
     waits_at = task.waits_at
-    account = Account(model, shares[task.rank] / sum(shares))
+    account = Account(model, 0.0 if joins else shares[task.rank] / sum(shares))
     with attach(model, optimizer, plan=task.codec, config=task.settings) as session:
-        while done[0] < task.steps:
+        done[0], last = session.step, sys.maxsize if task.behind else task.steps
+        while done[0] < last:
             for numbers, x, y in sampler.follow(loader, session):
                 used = tuple(numbers.tolist()) if sampler.samples else ()
                 if task.least:
@@ -96,7 +101,10 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                 while pipe.poll() or done[0] == waits_at:
                     pipe.recv()  # it says no more than that the fault has struck
                     waits_at = 0
-                if done[0] == task.steps:
+                if last == sys.maxsize:
+                    time.sleep(PAUSE_S)
+                    last = done[0] + task.behind if max(session.inspect.members) >= task.workers else last
+                if done[0] == last:
                     break
         account.settle(session, optimizer)
         account.write(Path(task.folder), task.rank)

@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 
 def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
     """`plain`: the evidence of the same job without a fault."""
-    others = [rank for rank in range(trial.setting.workers) if not _struck(trial, rank)]
+    others = [rank for rank in range(len(found.ended)) if not _struck(trial, rank)]
     outcome = _outcome(trial, found, others)
     findings = []
     if not found.shots:
@@ -58,6 +58,8 @@ def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
         findings += _left_behind(trial, found)
         findings += [Finding("outcome", f"worker {rank} took {len(found.stepped[rank])} steps of {STEPS}")
                      for rank in others if len(found.stepped[rank]) != STEPS]
+    elif outcome.how == "goes on with":
+        findings += _left_behind(found) + _come_again(trial, found, others)
     return Verdict(str(outcome), tuple(findings), _recovery_s(found, others), _steps(found, others), lost)
 
 
@@ -79,6 +81,15 @@ def _left_behind(trial: Trial, found: Evidence) -> list[Finding]:
         [Finding("left", f"{name} was left behind the job") for name in files]
 
 
+def _come_again(trial: Trial, found: Evidence, others: list[int]) -> list[Finding]:
+    """All end behind the same step, and who came has had a part of the samples."""
+    findings = [Finding("outcome", f"worker {rank} ended behind step {found.stepped[rank][-1].step}, worker {others[0]} behind "
+                                   f"{found.stepped[others[0]][-1].step}")
+                for rank in others if found.stepped[rank][-1].step != found.stepped[others[0]][-1].step]
+    idle = not any(step.samples for step in found.stepped[-1])
+    return findings + [Finding("samples", f"worker {trial.setting.workers} came again and was given none")] * idle
+
+
 def _victim(trial: Trial, found: Evidence) -> list[Finding]:
     """Who is alive but cut off has to end by itself."""
     if not (names := oracle.alone(trial)):
@@ -94,7 +105,7 @@ def _victim(trial: Trial, found: Evidence) -> list[Finding]:
 
 def _struck(trial: Trial, rank: int) -> bool:
     """Whether that worker is the one that is lost: it owes nobody an orderly end."""
-    lost = "kill-worker", "freeze-worker", "isolate-worker", "kill-home", "kill-homes"
+    lost = "kill-worker", "freeze-worker", "isolate-worker", "kill-home", "kill-homes", "rejoin-home"
     return trial.fault in lost and rank in trial.victims
 
 
@@ -104,6 +115,10 @@ def _outcome(trial: Trial, found: Evidence, others: list[int]) -> Outcome:
         return Outcome("hangs")
     known = [end for end in ends if end is not None]
     if all(not end.what and not end.bug for end in known):
+        if trial.fault == "rejoin-home" and len(known) == trial.setting.workers and all(found.stepped[rank] for rank in others):
+            return Outcome("goes on with", (f"worker {trial.setting.workers}",))
+        if trial.fault == "rejoin-home":
+            return Outcome("goes on without", (trial.victim,))
         whole = len(known) == trial.setting.workers or all(
             end is not None and not end.what and not end.bug for end in found.ended)
         return GOES_ON if whole else Outcome("goes on without", (trial.victim,))

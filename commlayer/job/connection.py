@@ -96,6 +96,8 @@ class Joined(NamedTuple):
     """As LocalSteps.snapshot."""
     restore: Callable[[], None]
     """Puts the optimizer's state in place again."""
+    followed: dict[str, str]
+    """What `followers` of who gave it have said."""
 
 
 class Connection:
@@ -114,7 +116,9 @@ class Connection:
     decisions, events                      added to by whoever decides
     passes, fresh                          step_loop.py, exchange_schedule.py
     lets_in                                closed_door()
-    replica, joined                        start.py
+    replica                                start.py
+    joined                                 newcomer.py, begun()
+    followers                              added to by whoever is followed, as a sampler is
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
     after_regroup, after_between           added to by whoever must act when members have gone
@@ -145,6 +149,8 @@ class Connection:
 
         self.replica: Giving | None = None
         """What who joins is given here. None where nobody can be taken in."""
+        self.followers: dict[str, Callable[[], str]] = {}
+        """By name: who of the script's own, such as a sampler, says what who joins must know of it."""
         self.joined: Joined | None = None
         """What this rank was given, where it has joined a running job."""
         self.fresh = False
@@ -206,10 +212,12 @@ class Connection:
             self.lets_in = before
 
     def begun(self) -> None:
-        """The first step behind joining is whole: the script may do all that it does elsewhere."""
+        """The first step behind joining is whole: the script may do all that it does elsewhere. What it did to the optimizer
+        ahead of that, as schedulers do that catch up, the others have done to theirs."""
         self.fresh = False
-        if self.joined is not None:  # it is as large as the model and its optimizer's state
-            self.joined = Joined({}, lambda: None)
+        if self.joined is not None:
+            self.joined.restore()
+            self.joined = Joined({}, lambda: None, self.joined.followed)  # the rest is as large as model and optimizer
         home_world.release()
 
     def stats(self) -> dict[str, float]:

@@ -126,9 +126,8 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             # Ranks that differ in speed drift apart for all of the steps between.
             self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            if (made := self._connection).fresh and made.joined is not None:
-                made.joined.restore()  # the optimizer has made a step of its own
-                made.begun()
+            if self._connection.fresh:
+                self._connection.begun()
             self._share()
             with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
                 for observer in self._observers:

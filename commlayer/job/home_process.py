@@ -22,8 +22,8 @@ from commlayer.config import Launch, read_config, read_launch
 
 PR_SET_PDEATHSIG = 1
 AHEAD = ("this home joins a running job, and the others take no part in what its script asks of all ahead of the end of its "
-         "first step: leave that out, or do it behind a step (the constructor of DistributedDataParallel does such things: "
-         "homes join with attach() of a plain module)")
+         "first step: leave that out, or do it behind a step (a communication hook that a script registers itself does such "
+         "things: homes join with attach())")
 OWN = (None, "", "env://")
 """What a script may say of how ranks meet: nothing, or that the launcher knows."""
 
@@ -45,6 +45,8 @@ def main() -> None:
     parent, script, *args = sys.argv[1:]
     _end_with(int(parent))
     _stand_in()
+    if read_launch().joins >= 0:
+        _ddp_alone()
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
@@ -69,6 +71,22 @@ def _stand_in() -> None:
         stands_in = _in_place_of(getattr(dist, name), made)
         for module in (dist, distributed_c10d):
             setattr(module, name, stands_in)
+
+
+def _ddp_alone() -> None:
+    """DistributedDataParallel's constructor compares and shares weights: a home that joins is given them later, by attach()."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = DistributedDataParallel.__init__
+
+    @functools.wraps(known)
+    def made(*args: Any, **more: Any) -> None:
+        from commlayer.transport import home_world
+
+        with home_world.alone():
+            known(*args, **more)
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
 
 
 def _in_place_of(known: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:

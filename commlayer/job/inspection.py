@@ -56,9 +56,19 @@ class Inspection:
         return self.connection.members is not None
 
     @property
-    def joined(self) -> bool:
-        """Whether this rank has joined a running job."""
-        return self.connection.joined is not None
+    def own(self) -> int:
+        """This one, as `members` has it."""
+        return self.connection.id
+
+    @property
+    def followers(self) -> dict[str, Callable[[], str]]:
+        """By name: who says what a worker that joins must know of it, as a sampler that is followed does."""
+        return self.connection.followers
+
+    @property
+    def given(self) -> dict[str, str]:
+        """What the others' followers have said to this rank, where it has joined a running job. Whoever takes it removes it."""
+        return {} if self.connection.joined is None else self.connection.joined.followed
 
     @property
     def observers(self) -> Observers:

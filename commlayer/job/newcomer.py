@@ -72,7 +72,7 @@ def enter(
     made.uplink.adopt(view)
     new_world(made, config, home, view)
     made.plan, made.terms.auto, made.matched = plan, told.automatic, told.matched
-    made.joined, made.fresh = Joined(local, restore), True
+    made.joined, made.fresh = Joined(local, restore, dict(told.followed)), True
     made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
     worker = made.worker_for(plan, job, device, wire_generation(view))
     worker.step, worker.counters.steps = told.step, told.counted

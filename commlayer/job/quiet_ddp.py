@@ -1,4 +1,4 @@
-"""Keeps a DistributedDataParallel module from reducing, while its parameters are stepped locally. Knows DDP; no networks.
+"""Keeps a DistributedDataParallel module from reducing, where others do it, or weights are exchanged. Knows DDP; no networks.
 
 DDP decides in its forward pass whether the backward pass that follows reduces, and what it has to say to other ranks it says
 in the forward pass, too. So it is told "not now" for as long as each forward pass takes, as inside its own no_sync(), and what
@@ -28,8 +28,8 @@ class QuietDDP:
         if not self._handles:
             return  # a hook ahead of this one has removed it
         if ddp._join_config.enable:
-            raise ValueError("the model is in DistributedDataParallel's join(): local steps are exchanged by all ranks alike; "
-                             "give all ranks the same number of batches")
+            raise ValueError("the model is in DistributedDataParallel's join(): local steps, and steps of homes "
+                             "that may leave, are exchanged by all ranks alike; give all ranks the same number of batches")
         if torch.is_grad_enabled():
             self.syncing = ddp.require_backward_grad_sync
         # With a static graph the first pass ends with a reduction of all, whatever no_sync() says.
@@ -59,3 +59,12 @@ def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
     if any(state is not own or own is None for _, state in ddp._comm_hooks):
         raise ValueError("the DistributedDataParallel module has a communication hook, and local steps reduce no gradients: "
                          "make the module without it")
+
+
+def silenceable(ddp: DistributedDataParallel) -> bool:
+    """The same as a question."""
+    try:
+        check_silenceable(ddp)
+    except ValueError:
+        return False
+    return True

@@ -47,6 +47,8 @@ class Given(Record, frozen=True):
     state: Any = None
     """Of the optimizer."""
     scaler: dict[str, Any] = msgspec.field(default_factory=dict)
+    followed: dict[str, str] = msgspec.field(default_factory=dict)
+    """What its followers say: Connection.followers."""
 
 
 class Taken(NamedTuple):
@@ -81,7 +83,8 @@ class Replica:
                 matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
                 optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
-                scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {})
+                scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
+                followed={name: say() for name, say in made.followers.items()})
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             # Those of now are a forward pass ahead, each rank's own.
             agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
@@ -125,8 +128,13 @@ class Replica:
                                  f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
 
         def restore() -> None:
-            if self._optimizer is not None:
-                self._optimizer.load_state_dict(_whole(told.state, tensors))
+            if self._optimizer is None:
+                return
+            groups = list(self._optimizer.param_groups)
+            self._optimizer.load_state_dict(_whole(told.state, tensors))
+            for group, loaded in zip(groups, self._optimizer.param_groups, strict=True):
+                group.update(loaded)
+            self._optimizer.param_groups[:] = groups  # scripts hold on to them
 
         restore()
         if self._scaler is not None and told.scaler:

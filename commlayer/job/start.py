@@ -127,8 +127,9 @@ def _enter(
 ) -> None:
     """Into a job that runs."""
     if replica is None or not config.min_workers:
-        raise ValueError("joins a running job: allowed is attach(model, optimizer) of a plain module, in a home (commlayer "
-                         "launch), where the server says --min-workers")
+        raise ValueError("joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
+                         "server says --min-workers; not a communication hook that the script registers, nor a "
+                         "DistributedDataParallel module that ignores parameters or has mixed_precision")
     made.id = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:

@@ -6,9 +6,10 @@ torch then says rank and world as of the whole job, so that scripts shard their 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -87,6 +88,19 @@ def release() -> None:
         _worlds[-1] = _worlds[-1]._replace(held="")
         for group in _groups:
             group.held = ""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """What is held meanwhile is answered as if all had what this rank has."""
+    groups = [group for group in _groups if group.held]
+    for group in groups:
+        group.alone = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.alone = False
 
 
 def allow(group: Any, timeout: datetime.timedelta) -> None:

@@ -92,6 +92,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """Whether those who are gone are left out, alike by all who are left. Else that is an error."""
         self.held = ""
         """Why nothing is carried out for now: then every call fails with this line."""
+        self.alone = False
+        """Whether a call that is held is answered here in place of that, as if all members had what this one has."""
 
     @property
     def place(self) -> str:
@@ -184,8 +186,12 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave. `heirs`: if it is gone,
         the first who is left does it in its place. `every`: without a member's bytes there is none, on all who are left."""
         work, nbytes = Work(f"{what} between homes", self._timeout_s), x.numel() * x.element_size()
+        if self.held and self.alone:
+            for output, value in zip(outputs, made([_bytes(x)] * self.size()) if outputs else (), strict=True):
+                output.detach().copy_(value.view(output.shape))
+            work.outputs = list(outputs)
         if self.held:
-            work.end(self.held)
+            work.end("" if self.alone else self.held)
             return work
         data = _bytes(x) if only in (None, self._mine) else b""
 
