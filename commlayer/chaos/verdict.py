@@ -59,7 +59,7 @@ def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
         findings += [Finding("outcome", f"worker {rank} took {len(found.stepped[rank])} steps of {STEPS}")
                      for rank in others if len(found.stepped[rank]) != STEPS]
     elif outcome.how == "goes on with":
-        findings += _left_behind(found) + _come_again(trial, found, others)
+        findings += _left_behind(trial, found) + _come_again(trial, found, others)
     return Verdict(str(outcome), tuple(findings), _recovery_s(found, others), _steps(found, others), lost)
 
 
