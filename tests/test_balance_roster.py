@@ -35,6 +35,8 @@ class Ahead:
 class Home(Noted):
     """A worker and its session. `batch` is what it is at; it has none once its epochs are over."""
 
+    total: float | None = None
+
     def __init__(self, own: int, members: tuple[int, ...], lead: int, given: dict[str, str] | None = None,
                  shares: Sequence[int] | None = None) -> None:
         super().__init__()
@@ -43,6 +45,9 @@ class Home(Noted):
         self._batches = self._script(lead)
         self.batch: list[int] | None = []
         self.go()
+
+    def weight(self, n: float, total: float | None = None) -> None:
+        self.n, self.total = n, total
 
     def _script(self, lead: int) -> Generator[list[int], None, None]:
         for epoch in range(EPOCHS):
@@ -75,6 +80,9 @@ class Job:
         if "first" in event and len(self.homes) > 1:
             del self.homes[0]
         members = tuple(home.own for home in self.homes)
+        weight = sum(home.n for home in self.homes)
+        told = self.homes if "dies" not in event else self.homes[-1:] if "comes" in event else []
+        assert {home.total for home in told} <= {None, weight}, "who says what all weigh, with nobody dead, is right"
         for home in self.homes:
             home.members = members
             assert home.sampler.epoch == self.homes[0].sampler.epoch

@@ -251,7 +251,8 @@ class Sampler(HandsOut):
         if given.under_way and self.epoch > given.state.epoch:
             raise ValueError(f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
                              f"{given.state.epoch}; allowed: that, which sampler.epoch_of(session) gives")
-        self._roster = Roster(given.numbers, given.gone, given.amiss)
+        # Whoever has gone in the step under way is among those that it was dealt to, and they have not heeded it yet.
+        self._roster = Roster(given.numbers, given.gone, max(given.amiss, given.state.step + given.under_way))
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
         ledger = Ledger.from_state(given.state.ledger)
         self._begin(ledger if self.epoch == given.state.epoch else Ledger(self.length), given.state.step)

@@ -77,6 +77,6 @@ FAULTS: dict[str, Fault] = {
     "strangers": Fault("connections that say nothing, or nonsense", "server", heals=False),
     "kill-home": Fault("SIGKILL of a home, and enough are left", "worker", _homes, ends=True),
     "kill-homes": Fault("SIGKILL of two homes, and too few are left", "worker", _homes, ends=True),
-    "rejoin-home": Fault("SIGKILL of a home, and it is started again", "worker", _homes, ends=True),
+    "rejoin-home": Fault("SIGKILL of a home, and it is started again", "worker", _homes),
 }
 """By the names that `commlayer chaos --faults` takes."""
