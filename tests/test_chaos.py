@@ -374,28 +374,3 @@ def test_a_worker_that_is_killed_is_named_and_a_server_that_is_killed_goes_on() 
     assert (rows[3].evidence.shots, rows[3].told()["struck"]) == (1, "server 0")
     assert all(row.evidence.contributions for row in rows)
     assert rows[1].evidence.off < 1e-5
-
-
-def kill_until_the_end(made: Cluster, trial: Trial, chance: random.Random) -> int:
-    """The coordinator, which is started again behind the last step of its job."""
-    struck, until = made.coordinator.signal(signal.SIGKILL), time.monotonic() + 20.0
-    while not all((made.folder / f"applied-{rank}").exists() for rank in range(2)) and time.monotonic() < until:
-        time.sleep(0.01)
-    made.restart_coordinator()
-    return struck
-
-
-@pytest.mark.parametrize(("fault", "waits", "line"), [
-    # Servers wait for it for longer than this run may take, so it is theirs to tell.
-    ("kill-coordinator", cluster.PATIENT, "worker 0: has ended while no coordinator was there, as its servers say"),
-    ("lose-coordinator", cluster.UNTOLD, "all workers have ended: so does this server"),
-])
-def test_a_job_that_ends_without_its_coordinator_leaves_nothing_behind(
-    fault: str, waits: dict[str, float], line: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(STRIKES, "kill-coordinator", kill_until_the_end)
-    monkeypatch.setattr(cluster, "UNTOLD", waits)
-    with Campaign() as campaign:
-        row = campaign.one(Trial(0, fault, SETTING._replace(apart=True, servers=2), "coordinator", 0, 5))
-    assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ())
-    assert line in row.evidence.lines

@@ -47,7 +47,7 @@ LINGER_S = 4.0
 """How long servers may take to end behind the job."""
 PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
 """Nothing that heals takes so long, on however busy a machine."""
-BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 2.0}
+BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 1.5}
 """Where somebody is lost for good, the others are to notice within a run's time."""
 
 UNTOLD = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
@@ -68,7 +68,7 @@ class Evidence(NamedTuple):
     """That were in sums, and payloads that were sent again; None where frames are not seen from outside."""
     repeats: int | None
     servers_left: tuple[str, ...]
-    """Those that went on behind the job."""
+    """Those that went on behind the job, where none of its workers has stopped: else nobody has waited for them."""
     left_files: tuple[str, ...]
     """Of their journals, but for their locks."""
     off: float
@@ -320,7 +320,7 @@ class Cluster:
             if all(said is not None or self._lost(rank) for rank, said in enumerate(ended)):
                 break
             wait([worker.pipe for worker, said in zip(self.workers, ended, strict=False) if said is None], POLL_S)
-        left = self._servers_left()
+        left = () if any(said is not None and said.what for said in ended) else self._servers_left()
         wall_s = time.monotonic() - begin
         if self._fault.says:  # being started again is not yet it
             struck = self.said(self._fault.says)
