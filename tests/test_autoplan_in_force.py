@@ -66,7 +66,8 @@ def test_after_a_link_has_dropped_the_plan_in_force_is_as_fast_as_its_steps_sinc
         rank.hear(*[row(0.4, bps=6e7, share=0.1)] * 2)
     if slow_steps:
         rank.step(2.0, times=slow_steps)
-    (order,) = pick([action for _ in range(IN_A_ROW) for action in rank.hear(*[row(1.0, bps=5e6, share=0.9)] * 2)], StartPlanning)
+    slow = [row(1.0, bps=5e6, share=0.9)] * 2
+    (order,) = pick([action for _ in range(IN_A_ROW) for action in rank.hear(*slow)], StartPlanning)
     assert order.step_s == 1.0, "as all ranks know it"
     assert isinstance(rank.state.lead.phase, Planning)
     assert rank.state.lead.pace_s == pace_s

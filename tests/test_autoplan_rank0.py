@@ -38,8 +38,8 @@ from commlayer.job.connection import Connection
 from commlayer.job.ways import WAYS
 from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import StalePlan
-from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.link_watch import SETTLED
+from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import EXPECTED_S, FIRST_S
 from commlayer.planner.model.cluster import Line, Policy
 from commlayer.planner.model.learning import LearningRow

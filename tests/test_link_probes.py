@@ -111,7 +111,8 @@ def probing(run: Run) -> list[dict[str, Any]]:
 
 def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
     # Over loopback a round trip takes nothing; what counts here is who asks for what.
-    told, half, nothing, behind_another = zip(*pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS)), strict=True)
+    results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))
+    told, half, nothing, behind_another = zip(*results, strict=True)
     for result in told:
         assert result["asked"] == []
         assert result["found"] == pytest.approx(TOLD)

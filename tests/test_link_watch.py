@@ -166,7 +166,7 @@ def test_steps_that_wait_less_hint_at_faster_links(step_s: float, waited_s: floa
 
 def steps(draw: random.Random, wire_s: float, times: float = 1.0) -> Iterator[SeenStep]:
     """On links that are full for `wire_s` of a step where they carry what is planned for, and so many times as long as that:
-    jitter of up to a fifth, and in one of twenty steps something takes five times as long, be it computing, the network or both."""
+    jitter of up to a fifth, and in one of twenty steps something takes five times as long, be it computing or the network."""
     while True:
         jitter, busy_s = draw.uniform(0.8, 1.2), wire_s * times
         whole_s, longer_s, busy = (COMPUTE_S + busy_s) * jitter, 0.0, busy_s
