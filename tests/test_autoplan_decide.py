@@ -254,11 +254,12 @@ def test_a_rank_that_holds_the_others_up_does_not_wait_itself(waited_s: float) -
 def test_what_steps_show_of_faster_links_is_known_without_a_probe_and_planned_for_when_it_is_time(rank: int) -> None:
     made = watching(rank)
     made.step(0.4)
-    more = row(0.4, bps=1.3e8 / PAYLOAD, share=0.2)
+    more, schedule = row(0.4, bps=1.3e8 / PAYLOAD, share=0.2), made.state.links.reprobe
     actions = [action for _ in range(SETTLED) for action in made.hear(more, more)]
     links = tuple(Link(1e8, pytest.approx(1.3e8), link.alpha_s) for link in LINKS)
     assert actions == [Say("links carry 100/130 Mb/s up/down, as seen in steps, and not 100/100 Mb/s up/down"),
                        Pace(links), Afresh()]
+    assert made.state.links.reprobe == schedule, "they may be faster still"
     made.step(0.4, times=20)
     assert not pick(made.step(0.4), StartPlanning), "it is not so much more"
     more = row(0.4, bps=1.6e8 / PAYLOAD, share=0.2)

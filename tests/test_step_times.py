@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pool_kit
 import pytest
 import torch
 from attach_kit import Run, Setting, data, mlp, play
@@ -13,6 +14,7 @@ from autoplan_kit import JOB, START
 from pool_kit import pool
 from torch import nn
 
+import commlayer
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import Fact, StepOver
 from commlayer.job.connection import Connection
@@ -21,36 +23,32 @@ from commlayer.job.observers import Observer, Place
 WORLD = 2
 
 
-def passes(run: Run) -> dict[str, Any]:
+def passes(run: Run, overlap: str | None) -> dict[str, Any]:
     """When each backward pass began and ended, and what an observer was told of its end: of some steps it looks at sums."""
     model = mlp()
-    wrapped = run.wrap(model)
-    session, optimizer = run.sessions[0], torch.optim.SGD(model.parameters(), lr=0.05)
-    made, times, told, places = session.inspect.connection, list[tuple[float, float]](), list[float](), list[bool]()
-    inside = [False]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = commlayer.attach(model, optimizer, plan="fp16()", overlap=overlap, config=pool_kit.quick(servers="each"))
+    run.sessions.append(session)
+    made, times, told = session.inspect.connection, list[tuple[float, float]](), list[float]()
 
     def after_step() -> None:
         told.append(made.passed_s)
-        places.append(inside[0])
 
     session.inspect.observers.add(Observer(Place.OTHER, None, after_step=after_step, looks=lambda: len(times) % 3 == 2))
     for step in range(9):
         x, y = data(run.rank, step)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(wrapped(x), y)
-        inside[0] = True
+        loss = nn.functional.mse_loss(model(x), y)
         begin = time.perf_counter()
         loss.backward()
         times.append((begin, time.perf_counter()))
-        inside[0] = False
         optimizer.step()
-    return {"times": times, "told": told, "places": places}
+    return {"times": times, "told": told}
 
 
-@pytest.mark.parametrize("overlap", ["", "forward"])
-def test_a_step_ends_with_its_backward_pass_whenever_it_is_looked_at(overlap: str) -> None:
-    setting = Setting("module", servers=2, codec="fp16()", fields=(("overlap", overlap),) if overlap else ())
-    for result in pool(WORLD).call(play, WORLD, passes, setting):
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_a_step_ends_with_its_backward_pass_whenever_it_is_looked_at(overlap: str | None) -> None:
+    for result in pool(WORLD).call(play, WORLD, passes, Setting("module", servers=2), overlap):
         assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
         for (begin, end), told in zip(result["times"], result["told"], strict=False):
             assert begin <= told <= end

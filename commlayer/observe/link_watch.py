@@ -41,8 +41,8 @@ SETTLED = 4
 """Fewer may be the first ones under a plan, which warm up."""
 IN_A_ROW = 3
 """Slow steps that tell of a change: a transfer of somebody else's, or a lost segment, stretches one or two."""
-COST_S = 1.0
-"""What so many must have cost: a search, and a change of plans, take about as long."""
+COST_S = 0.5
+"""What so many must have cost: a change of plans takes about as long."""
 WAYS = UP, DOWN = 0, 1
 """Up and down: places in what is known of a node."""
 

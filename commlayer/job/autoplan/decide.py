@@ -173,7 +173,9 @@ def _heard(state: State, fact: Heard, now: float) -> Decided:
     if not slower(found, watch.planned):  # nobody loses anything by it: rank 0 looks for a plan when it is time to
         said = Say(f"links carry {spelled(found)}, as seen in steps, and not {spelled(watch.planned)}")
         state, actions = _plan_for(state, _with_rates(state, found), now)
-        return state, [said, *actions]
+        assert state.links is not None
+        # They may be faster still: when that is probed is counted from when they were last known to be no faster.
+        return structs.replace(state, links=structs.replace(state.links, reprobe=known.reprobe)), [said, *actions]
     said = Say(f"links have changed from {spelled(watch.planned)} to {spelled(found)}, as seen in steps of "
                f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
     state, actions = _plan_anew(state, found, first.plan_s, step_s, now)
