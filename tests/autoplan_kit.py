@@ -64,9 +64,10 @@ def candidate(
 
 def row(
     step_s: float = 1.0, word: Word = Word.NOTHING, plan_s: float = 0.0, bps: float = 0.0, share: float = 0.0,
+    waited_s: float | None = None,
 ) -> StepReport:
-    """A rank's, whose link carried the same both ways."""
-    return StepReport(word, plan_s, 0.0, step_s, 0.0, bps, share, bps, share)
+    """A rank's, whose link carried the same both ways, and which waited for just that unless something else is said."""
+    return StepReport(word, plan_s, 0.0, step_s, 0.0, share * step_s if waited_s is None else waited_s, bps, share, bps, share)
 
 
 class Rank:

@@ -24,6 +24,7 @@ from commlayer.job.autoplan.actions import (
     Pace,
     Probe,
     RecordSteps,
+    Say,
     StartPlanning,
     Switch,
     Tell,
@@ -50,11 +51,11 @@ from commlayer.job.autoplan.facts import (
 )
 from commlayer.job.autoplan.state import Proposing, Warming, Watching
 from commlayer.observe import Rates
-from commlayer.observe.link_watch import CONFIRMED_S, FACTOR, PAYLOAD
+from commlayer.observe.link_watch import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Link
 
 QUICK = (row(0.4, bps=6e7, share=0.1), row(0.4, bps=6e7, share=0.1))
-SLOW_BPS = 5e6
+SLOW_BPS, SLOW_S = 5e6, 1.0
 PURE = {"actions", "candidate", "decide", "facts", "decide_rank0", "state"}
 
 
@@ -158,9 +159,10 @@ def test_a_step_is_slow_by_what_is_usual() -> None:
     made = Rank(1)
     made.step(times=FIRST_PLANNING)
     made.feed(Measured(LINKS, 1.0))
-    assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, float("inf"))]
-    made.hear(*QUICK)
-    assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, FACTOR * 0.4)]
+    for _ in range(SETTLED):
+        assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, float("inf"))]
+        made.hear(*QUICK)
+    assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, LONGER * 0.4)]
 
 
 def test_rank_0_tells_how_long_it_takes_to_plan() -> None:
@@ -182,11 +184,13 @@ def test_words_of_rank_0_are_for_all(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("plan_s", "waits"), [(0.0, False), (0.5, True), (CONFIRMED_S - 1e-9, True), (CONFIRMED_S, False)])
+@pytest.mark.parametrize(("plan_s", "waits"), [(0.0, False), (0.5, True), (SLOW_S - 1e-9, True), (SLOW_S, False)])
 def test_slower_links_are_planned_for_and_all_wait_where_planning_is_quick(rank: int, plan_s: float, waits: bool) -> None:
     made = watching(rank)
     made.now = 100.0
-    slow = [row(CONFIRMED_S, plan_s=plan_s, bps=SLOW_BPS, share=0.9) for _ in range(2)]
+    slow = [row(SLOW_S, plan_s=plan_s, bps=SLOW_BPS, share=0.9) for _ in range(2)]
+    for _ in range(IN_A_ROW - 1):
+        assert made.hear(*slow) == []
     actions = made.hear(*slow)
     found = (Link(PAYLOAD * SLOW_BPS, PAYLOAD * SLOW_BPS, 0.01), Link(PAYLOAD * SLOW_BPS, PAYLOAD * SLOW_BPS, 0.02))
     expected = [Pace, Afresh, *([StartPlanning] if rank == 0 else []), *([AwaitPlan] if waits else [])]
@@ -194,7 +198,7 @@ def test_slower_links_are_planned_for_and_all_wait_where_planning_is_quick(rank:
     assert said(actions) == ("links have changed from 100/100 Mb/s up/down to 4.75/4.75 Mb/s up/down, as seen in steps of "
                              "1000.0 ms that took 400.0 ms before")
     assert pick(actions, Pace) == [Pace(found)]
-    assert [order.step_s for order in pick(actions, StartPlanning)] == [CONFIRMED_S] * (rank == 0)
+    assert [order.step_s for order in pick(actions, StartPlanning)] == [SLOW_S] * (rank == 0)
     assert made.state.links.best == (Rates(1e8, 1e8),) * 2
     assert made.state.links.reprobe.since_s == 100.0
     assert made.hear(*slow) == [], "that is known"
@@ -216,7 +220,8 @@ def test_the_first_rank_of_a_node_tells_what_its_link_carried() -> None:
     for _ in range(4):
         made.hear(QUICK[0], silent, QUICK[1], silent)
     slow = row(2.0, bps=SLOW_BPS, share=0.9)
-    actions = made.hear(slow, row(2.0), row(2.0, bps=6e7, share=0.02), row(2.0))
+    for _ in range(IN_A_ROW):
+        actions = made.hear(slow, row(2.0, waited_s=1.0), row(2.0, bps=6e7, share=0.02, waited_s=1.8), row(2.0, waited_s=1.8))
     (pace,) = pick(actions, Pace)
     assert [link.up_bps for link in pace.links] == [PAYLOAD * SLOW_BPS, 1e8]
 
@@ -234,6 +239,34 @@ def test_a_probe_counts_where_a_link_is_faster(rank: int, up_bps: float, faster:
         assert [type(each) for each in actions[1:]] == [Pace, Afresh, *([StartPlanning] if rank == 0 else []), AwaitPlan]
         # A short probe may find a link slower than it is; steps tell whether it has become slower.
         assert made.state.links.watch.planned == made.state.links.best == (Rates(up_bps, 1e8), Rates(1e8, 1e8))
+
+
+@pytest.mark.parametrize("waited_s", [0.3, 1.8])
+def test_a_rank_that_holds_the_others_up_does_not_wait_itself(waited_s: float) -> None:
+    """Theirs is the time, its link may be busy with whatever it does, and it is no slower."""
+    made = watching(1)
+    busy, waits = row(2.0, bps=SLOW_BPS, share=0.9, waited_s=waited_s), row(2.0, bps=SLOW_BPS, share=0.9, waited_s=1.8)
+    actions = [action for _ in range(IN_A_ROW) for action in made.hear(busy, waits)]
+    assert bool(pick(actions, Pace)) is (waited_s == 1.8)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_steps_show_of_faster_links_is_known_without_a_probe_and_planned_for_when_it_is_time(rank: int) -> None:
+    made = watching(rank)
+    made.step(0.4)
+    more, schedule = row(0.4, bps=1.3e8 / PAYLOAD, share=0.2), made.state.links.reprobe
+    actions = [action for _ in range(SETTLED) for action in made.hear(more, more)]
+    links = tuple(Link(1e8, pytest.approx(1.3e8), link.alpha_s) for link in LINKS)
+    assert actions == [Say("links carry 100/130 Mb/s up/down, as seen in steps, and not 100/100 Mb/s up/down"),
+                       Pace(links), Afresh()]
+    assert made.state.links.reprobe == schedule, "they may be faster still"
+    made.step(0.4, times=20)
+    assert not pick(made.step(0.4), StartPlanning), "it is not so much more"
+    more = row(0.4, bps=1.6e8 / PAYLOAD, share=0.2)
+    for _ in range(2 * SETTLED):
+        assert not pick(made.hear(more, more), AwaitPlan), "nobody waits"
+    orders = pick(made.step(0.4), StartPlanning)
+    assert [order.links[0].down_bps for order in orders] == [pytest.approx(1.6e8)] * (rank == 0)
 
 
 def test_under_another_plan_what_is_usual_is_forgotten() -> None:

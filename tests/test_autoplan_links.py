@@ -21,7 +21,6 @@ from commlayer.job.autoplan import link_probes
 from commlayer.job.autoplan.step_reports import StepReports
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
-from commlayer.observe import link_watch
 from commlayer.observe.link_watch import PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Line
 from commlayer.records import digest
@@ -30,8 +29,8 @@ from commlayer.transport.rank_rows import RowChannel
 
 WORLD, SERVERS = 2, 2
 HIGH_BPS, LOW_BPS = 8e7, 5e6
-CONFIRMED_S = 0.3
-"""A shorter time than in earnest."""
+SLOW_S = 0.3
+"""Of a step on the slow line."""
 DEAR = Line(1.0)
 """A second for a message: no plan has collectives."""
 MOST = 2000
@@ -66,7 +65,6 @@ def train(run: Run) -> dict[str, Any]:
     line, sent, decided, digests = Line(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, whatever_steps_take():
         patch.setattr(link_probes, "counters_towards", lambda _peers: line.counters)
-        patch.setattr(link_watch, "CONFIRMED_S", CONFIRMED_S)
         patch.setattr(collective_costs, "measure", lambda _groups, _budget_s: Grouped(DEAR, DEAR))
         model = mlp()
         wrapped = run.wrap(model)
@@ -77,6 +75,8 @@ def train(run: Run) -> dict[str, Any]:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(wrapped(x), y)
             time.sleep(sleep_s)
+            if sleep_s == SLOW_S:  # on a slow line all wait
+                session.inspect.connection.worker.counters.exposed_s += sleep_s
             before = session.stats()["sent_nbytes"]
             loss.backward()
             optimizer.step()
@@ -84,7 +84,7 @@ def train(run: Run) -> dict[str, Any]:
             digests.append(digest(session.inspect.plan))
 
         step(0.03)
-        for bps, sleep_s in ((HIGH_BPS, 0.03), (LOW_BPS, 1.1 * CONFIRMED_S), (HIGH_BPS, 0.03)):
+        for bps, sleep_s in ((HIGH_BPS, 0.03), (LOW_BPS, SLOW_S), (HIGH_BPS, 0.03)):
             line.change(bps)
             left = digests[-1]
             while digests[-1] == left and len(digests) < MOST:
@@ -105,7 +105,7 @@ def test_all_ranks_go_over_to_another_plan_when_links_become_slow_and_when_they_
     assert all(r["digests"] == results[0]["digests"] for r in results), "each plan is taken up by all at one step"
     first, slow, quick = results[0]["decided"]
     for r in results:
-        assert len([one for one in r["decisions"] if "went over to plan" in one]) == 3
+        assert len([one for one in r["decisions"] if "went over to plan" in one]) >= 3
         at_first, before, behind, after = (r["sent"][step] for step in (0, first, slow, quick))
         assert 0 < behind < 4 * 40 * 40, "on slow links payloads are compressed"
         assert at_first != before
@@ -118,7 +118,7 @@ def test_all_ranks_go_over_to_another_plan_when_links_become_slow_and_when_they_
     said = lines[0][0].split(" to ")[1].split(" Mb/s")[0]
     found = [float(rate) for node in said.split(", ") for rate in node.split("/")]
     assert found == pytest.approx([PAYLOAD * LOW_BPS / 1e6] * len(found), rel=0.25), "part was read as it changed"
-    assert any("probed the links" in one and "instead of" in one for one in results[0]["decisions"])
+    assert any("as seen in steps, and not" in one for one in results[0]["decisions"]), "what comes in tells of the recovery"
 
 
 # ---- who hears what, when
@@ -129,7 +129,7 @@ def tell_in_turn(rank: int, world: int, slow: list[list[bool]]) -> list[list[flo
     looks, acted = StepReports(channel.rows()), list[list[float]]()
     try:
         for step, flags in enumerate(slow):
-            looks.step(10.0)
+            looks.step(10.0, 1.0)
             if rows := looks.heard():
                 acted.append([rows[0].word, step])
             if looks.due and (rows := looks.tell(step, 0.0, 5.0 if flags[rank] else 20.0)):

@@ -1,4 +1,4 @@
-"""Bandwidth from what links carried, when a plan's links count as changed, and when a link is probed again."""
+"""Bandwidth from what links carried, and when a link is probed again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
-from commlayer.observe import Direction, LinkWatch, Rates, ReprobeSchedule, Throughput, differ
+from commlayer.observe import Direction, ReprobeSchedule, Throughput
 from commlayer.observe import interface_counters as meter_module
 from commlayer.observe import reprobe_schedule as again_module
 from commlayer.observe.interface_counters import InterfaceCounters, counters_towards
 from commlayer.observe.link_throughput import Reading, throughput
-from commlayer.observe.link_watch import FACTOR, PAYLOAD, SETTLED, USUAL
 
 BIN_S = 0.05
 
@@ -83,123 +81,48 @@ def test_counters_that_are_set_back_say_nothing() -> None:
     assert throughput([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
 
 
-# ---- whether links have changed
-
-PLANNED = (Rates(95e6, 95e6),) * 3
-QUICK = Throughput(Direction(6e7, 0.1), Direction(7e7, 0.1))
-FULL = Throughput(Direction(5e6, 0.9), Direction(5e6, 0.9))
-NARROW = Rates(PAYLOAD * 5e6, PAYLOAD * 5e6)
-
-
-def after(links: LinkWatch, step_s: float, seen: list[Throughput], times: int = 1) -> LinkWatch:
-    """So many rows that give no reason to plan anew."""
-    for _ in range(times):
-        links, found = links.observe(step_s, seen)
-        assert found is None
-    return links
-
-
-def settled() -> LinkWatch:
-    return after(LinkWatch(PLANNED), 0.4, [QUICK] * 3, 4)
-
-
-def test_all_links_become_slower() -> None:
-    assert settled().observe(2.0, [FULL] * 3)[1] == (NARROW,) * 3
-
-
-def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
-    waiting = Throughput(Direction(6e7, 0.02), Direction(7e7, 0.02))
-    assert settled().observe(2.0, [waiting, FULL, waiting])[1] == (PLANNED[0], NARROW, PLANNED[2])
-
-
-def test_the_same_watch_gives_the_same_answer_again() -> None:
-    links = settled()
-    assert links.observe(2.0, [FULL] * 3) == links.observe(2.0, [FULL] * 3)
-
-
-@pytest.mark.parametrize(("step_s", "seen"), [
-    (2.0, QUICK),  # a pause: links carry as ever
-    (2.0, Throughput(Direction(5e6, 0.1), Direction(5e6, 0.1))),  # slow computing: they idle
-    (2.0, Throughput(Direction(2e7, 0.4), Direction(2e7, 0.4))),  # a busy machine: transfers take longer, but computing more so
-    (0.42, FULL),  # no step is slower for it
-    (2.0, Throughput(Direction(), Direction())),  # nobody reads counters there
-])
-def test_what_is_no_change(step_s: float, seen: Throughput) -> None:
-    after(settled(), step_s, [seen] * 3, USUAL)
-
-
-def test_a_short_slow_step_must_come_twice() -> None:
-    links = after(after(after(settled(), 0.8, [FULL] * 3), 0.4, [QUICK] * 3), 0.8, [FULL] * 3)
-    assert links.observe(0.8, [FULL] * 3)[1] == (NARROW,) * 3
-
-
-def test_what_stays_slow_becomes_usual() -> None:
-    links = settled()
-    assert links.slow_s < 2.0
-    assert after(links, 2.0, [QUICK] * 3, USUAL).slow_s < 2.0
-    assert after(links, 2.0, [QUICK] * 3, USUAL + 1).slow_s == math.inf, "what was usual is forgotten"
-    assert after(links, 2.0, [QUICK] * 3, USUAL + 2).slow_s == FACTOR * 2.0
-
-
-def test_what_was_usual_counts_on_where_other_rates_are_planned_for() -> None:
-    links = structs.replace(settled(), planned=(Rates(3e7, 3e7),) * 3)
-    links, found = links.observe(2.0, [FULL] * 3)
-    assert found == (NARROW,) * 3
-    assert structs.replace(links, planned=found).observe(2.0, [FULL] * 3)[1] is None, "that is known"
-
-
-@pytest.mark.parametrize(("step_s", "seen", "faster"), [
-    (0.4, FULL, False), (0.2, FULL, True), (0.4, Throughput(Direction(6e6, 0.5), Direction(9e6, 0.2)), True),
-])
-def test_hints_of_a_faster_link(step_s: float, seen: Throughput, faster: bool) -> None:
-    links = LinkWatch((NARROW,) * 3)
-    for _ in range(SETTLED):
-        links = after(links, 0.4, [FULL] * 3)
-        assert not links.faster
-    assert after(links, step_s, [seen] * 3).faster is faster
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(1e-3, 10.0), st.floats(0, 1e9), st.floats(0, 1)), max_size=40))
-def test_never_to_a_faster_link_and_never_by_less_than_the_factor(looks: list[tuple[float, float, float]]) -> None:
-    links = LinkWatch(PLANNED[:1])
-    for step_s, bps, share in looks:
-        links, found = links.observe(step_s, [Throughput(Direction(bps, share), Direction(bps, share))])
-        if found is not None:
-            assert differ(found, PLANNED[:1])
-            assert all(0 < rate < 95e6 for rate in found[0])
-
-
 # ---- when to probe again
 
+
+def due(again: ReprobeSchedule, now: float, *, hinted: bool = False, lost: bool = False, to_win: float = 1.0) -> bool:
+    return again.due(now, hinted=hinted, lost=lost, to_win=to_win)
+
+
 def test_gaps_between_probes_grow_until_one_finds_something() -> None:
-    assert not ReprobeSchedule().due(1e9, hinted=True, lost=True)  # nothing is known yet
-    again = ReprobeSchedule().changed(0.0)
+    assert not due(ReprobeSchedule(), 1e9, hinted=True, lost=True)  # nothing is known yet
+    again = ReprobeSchedule(cost_s=0.1).changed(0.0)
     now, gaps = 0.0, []
     for _ in range(8):
         begin = now
-        while not again.due(now, hinted=False, lost=True):
+        while not due(again, now, lost=True):
             now += 1.0
         gaps.append(now - begin)
         again = again.probed(now, 0.1, found=False)
     assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
     again = again.probed(now, 0.1, found=True)
-    assert again.due(now + again_module.FIRST_S, hinted=False, lost=True)
-    assert not again.due(now + 1e6, hinted=False, lost=False)  # nothing to win back
+    assert due(again, now + again_module.FIRST_S, lost=True)
+    assert not due(again, now + 1e6)  # nothing to win back
 
 
 def test_a_hint_comes_soon_and_wears_off() -> None:
-    again = ReprobeSchedule().changed(0.0)
-    assert again.due(1.0, hinted=True, lost=False)
+    again = ReprobeSchedule(cost_s=0.1).changed(0.0)
+    assert due(again, 1.0, hinted=True)
     again = again.probed(1.0, 0.1, found=False)
-    assert not again.due(2.0, hinted=True, lost=False)
-    assert again.due(5.0, hinted=True, lost=False)
+    assert not due(again, 2.0, hinted=True)
+    assert due(again, 5.0, hinted=True)
 
 
 def test_a_dear_probe_waits_until_it_is_a_small_part_of_the_time() -> None:
     again = ReprobeSchedule().changed(0.0).probed(0.0, 2.0, found=False)
-    assert not again.due(99.0, hinted=False, lost=True)
-    assert again.due(100.0, hinted=False, lost=True)
+    assert not due(again, 99.0, lost=True)
+    assert due(again, 100.0, lost=True)
+
+
+@pytest.mark.parametrize(("to_win", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
+def test_no_probe_comes_before_faster_links_could_have_won_what_it_takes(to_win: float, from_s: float) -> None:
+    again = ReprobeSchedule(cost_s=2.0).changed(0.0)
+    assert due(again, min(from_s, 1e9), hinted=True, to_win=to_win) is (from_s < math.inf)
+    assert not due(again, 0.99 * min(from_s, 1e9), hinted=True, to_win=to_win)
 
 
 # ---- counters

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -114,7 +115,7 @@ class Connection:
     matched                                switch(), told_lengths.py, newcomer.py
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
-    passes, fresh                          step_loop.py, exchange_schedule.py
+    passes, passed_s, fresh                step_loop.py, exchange_schedule.py
     lets_in                                closed_door()
     replica                                start.py
     joined                                 newcomer.py, begun()
@@ -159,6 +160,8 @@ class Connection:
         """Whether members may join in what is at hand."""
         self.passes = 0
         """Training steps since the job began, the same on all ranks, those that were dropped among them."""
+        self.passed_s = 0.0
+        """By time.perf_counter: the end of the last one's backward pass. backward() may wait for averages first, or not."""
 
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
@@ -196,6 +199,10 @@ class Connection:
         that was abandoned has one, too. Under local steps each exchange counts as one.)
         """
         return 0 if self.worker is None else self.worker.counters.steps
+
+    def passed(self) -> None:
+        """The backward pass of a training step is over."""
+        self.passes, self.passed_s = self.passes + 1, time.perf_counter()
 
     def given(self, plan: Plan) -> bytes:
         """What this rank gives to who joins, under the plan that then stands."""

@@ -62,7 +62,7 @@ class ExchangeSchedule:
         if self.local is None:
             return False
         self.local.count(scale)
-        self._connection.passes += 1
+        self._connection.passed()
         return True
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:

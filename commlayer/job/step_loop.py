@@ -140,7 +140,7 @@ class StepLoop:
         try:
             self._through(lambda: self._finish(leftovers))
         finally:
-            self.connection.passes += 1
+            self.connection.passed()
             if self.connection.fresh:
                 self.connection.begun()
         with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
@@ -187,7 +187,7 @@ class StepLoop:
         if self._use is not None:
             self._use.end()
         self.worker.complete(leftovers)
-        self.connection.passes += 1
+        self.connection.passed()
         self.worker.stopwatch.start()
 
     @property
@@ -221,7 +221,7 @@ class StepLoop:
             try:
                 self._through(lambda: self.worker.abandon(self.deadline_s))
             finally:
-                self.connection.passes += 1
+                self.connection.passed()
 
     # ---- between two steps
 

@@ -4,7 +4,7 @@ from commlayer.observe.deviation import STEP, Comparison, OpDeviation, Seen, row
 from commlayer.observe.events import EXCHANGE, NO_BUCKET, Event, RecordedStep, Recorder
 from commlayer.observe.interface_counters import InterfaceCounters, counters_towards
 from commlayer.observe.link_throughput import Direction, Throughput
-from commlayer.observe.link_watch import LinkWatch, Rates, differ, spelled
+from commlayer.observe.link_watch import LinkWatch, Rates, SeenStep, differ, slower, spelled
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.observe.reprobe_schedule import ReprobeSchedule
 from commlayer.observe.trace_file import by_lane, read_comparison, write_trace
@@ -25,6 +25,7 @@ __all__ = [
     "Recorder",
     "ReprobeSchedule",
     "Seen",
+    "SeenStep",
     "StalePlan",
     "Throughput",
     "by_lane",
@@ -32,6 +33,7 @@ __all__ = [
     "differ",
     "read_comparison",
     "rows_of",
+    "slower",
     "spelled",
     "write_trace",
 ]

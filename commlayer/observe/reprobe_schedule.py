@@ -1,7 +1,8 @@
 """When to probe a link again that may have become faster. Knows times and what came of the last probe; measures nothing.
 
 Under a plan for a slow link next to nothing is sent, so a link that has recovered shows at best in faster steps: such a hint is
-followed soon. Without one a link that was faster once is probed all the same, at growing distances.
+followed soon. Without one a link that was faster once is probed all the same, at growing distances. A probe keeps all ranks
+from training, so none comes before a faster link could have won the time that it takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ HINTED_S = 1.0
 """The same where something hints."""
 COST_MOST = 0.02
 """Part of the time that probes without a hint may take."""
+EXPECTED_S = 1.5
+"""What a probe costs, before there was one."""
 
 
 class ReprobeSchedule(Record, frozen=True):
@@ -26,7 +29,7 @@ class ReprobeSchedule(Record, frozen=True):
     gap_s: float = FIRST_S
     hinted_s: float = HINTED_S
     cost_s: float = 0.0
-    """Of the last probe."""
+    """Of the last probe; 0 before there was one."""
 
     def changed(self, now: float) -> ReprobeSchedule:
         """Links are known anew."""
@@ -38,7 +41,9 @@ class ReprobeSchedule(Record, frozen=True):
             return ReprobeSchedule(now, cost_s=cost_s)
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
-    def due(self, now: float, *, hinted: bool, lost: bool) -> bool:
-        """`lost`: links were once faster than they are known to be now."""
+    def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
+        """`lost`: links were once faster than they are known to be now. `to_win`: the part of the time that links of any speed
+        could save."""
+        for_s = now - self.since_s
         gap_s = max(self.gap_s, self.cost_s / COST_MOST) if lost else math.inf
-        return now - self.since_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
+        return for_s * to_win >= (self.cost_s or EXPECTED_S) and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)

@@ -45,7 +45,7 @@ from commlayer.job.autoplan.facts import (
     Switched,
 )
 from commlayer.job.autoplan.state import Lead, Links, Measuring, State, Warming, Watching
-from commlayer.observe import LinkWatch, Rates, ReprobeSchedule, differ, spelled
+from commlayer.observe import LinkWatch, Rates, ReprobeSchedule, SeenStep, differ, slower, spelled
 from commlayer.planner.model.cluster import Link
 from commlayer.records import digest
 
@@ -101,7 +101,8 @@ def _step_over(state: State, fact: StepOver) -> Decided:
         state, actions = _with(state, lead), [*actions, *more]
         if isinstance(state.phase, Watching) and not state.keep:
             lead, more = decide_rank0.found_harder(lead, fact.meanwhile.harder, _in_force(state), state.links)
-            state, actions = _with(state, lead), [*actions, *more]
+            lead, again = decide_rank0.found_faster(lead, _in_force(state), state.links)
+            state, actions = _with(state, lead), [*actions, *more, *again]
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
         if state.links is None:  # of the first steps, which are recorded, too
@@ -141,7 +142,7 @@ def _meanwhile(state: State, fact: Meanwhile) -> Decided:
 def _measured(state: State, fact: Measured, now: float) -> Decided:
     """What was measured is planned for. Rank 0 goes on alone."""
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
-    actions += [Say(f"links carry {spelled(_rates(fact.links))}")]
+    actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}")]
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
     # A slow step that goes on beside the search costs more than the wait.
@@ -164,10 +165,17 @@ def _heard(state: State, fact: Heard, now: float) -> Decided:
         return structs.replace(state, phase=Warming(state.step + 1)), []
     if first.word == Word.PROBE:
         return state, [Probe(first.plan_s, step_s)]
-    watch, found = known.watch.observe(step_s, [row.carried for row in fact.rows[:: state.per_node]])
+    watch, found = known.watch.observe(SeenStep(
+        step_s, min(row.waited_s for row in fact.rows), tuple(row.carried for row in fact.rows[:: state.per_node])))
     state = structs.replace(state, links=structs.replace(known, watch=watch))
     if found is None:
         return state, []
+    if not slower(found, watch.planned):  # nobody loses anything by it: rank 0 looks for a plan when it is time to
+        said = Say(f"links carry {spelled(found)}, as seen in steps, and not {spelled(watch.planned)}")
+        state, actions = _plan_for(state, _with_rates(state, found), now)
+        assert state.links is not None
+        # They may be faster still: when that is probed is counted from when they were last known to be no faster.
+        return structs.replace(state, links=structs.replace(state.links, reprobe=known.reprobe)), [said, *actions]
     said = Say(f"links have changed from {spelled(watch.planned)} to {spelled(found)}, as seen in steps of "
                f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
     state, actions = _plan_anew(state, found, first.plan_s, step_s, now)
@@ -209,26 +217,27 @@ def _probed(state: State, fact: Probed, now: float) -> Decided:
 def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: float, now: float) -> Decided:
     """With the costs that are known, for other rates. All wait for it where that took less than a step before."""
     assert state.links is not None
-    links = tuple(Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, state.links.links, strict=True))
     pace_s = 0.0 if state.lead is None else decide_rank0.pace_since(state.lead, state.links.watch.slow_s)
-    state, actions = _plan_for(state, links, now)
+    state, actions = _plan_for(state, _with_rates(state, rates), now)
     state, actions = _start_planning(state, actions, step_s, pace_s)
     return state, [*actions, AwaitPlan(WAITED_STEPS * step_s)] if 0.0 < plan_s < step_s else actions
 
 
 def _plan_for(state: State, links: tuple[Link, ...], now: float) -> Decided:
     """From now on these links are what is planned for."""
-    rates, known = _rates(links), state.links
+    rates, known = decide_rank0.rates_of(links), state.links
     if known is None:
         known = Links(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
     else:
         best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(known.best, rates, strict=True))
-        known = Links(links, structs.replace(known.watch, planned=rates), best, known.reprobe.changed(now))
+        watch = structs.replace(known.watch, planned=rates)
+        known = structs.replace(known, links=links, watch=watch, best=best, reprobe=known.reprobe.changed(now))
     return structs.replace(state, links=known), [Pace(links), Afresh()]
 
 
-def _rates(links: Sequence[Link]) -> tuple[Rates, ...]:
-    return tuple(Rates(link.up_bps, link.down_bps) for link in links)
+def _with_rates(state: State, rates: Sequence[Rates]) -> tuple[Link, ...]:
+    assert state.links is not None
+    return tuple(Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, state.links.links, strict=True))
 
 
 # ---- plans
@@ -251,7 +260,7 @@ def _switched(state: State, fact: Switched) -> Decided:
     """Under another plan links carry other amounts, and steps take other times."""
     known = state.links
     assert known is not None
-    state = structs.replace(state, links=structs.replace(known, watch=LinkWatch(_rates(known.links))),
+    state = structs.replace(state, links=structs.replace(known, watch=LinkWatch(decide_rank0.rates_of(known.links))),
                             in_force=InForce(fact.plan))
     actions: list[Action] = []
     back = False

@@ -5,6 +5,7 @@ Pure functions of what rank 0 knows, called by decide.py on rank 0 alone. No thr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 from statistics import median
 
@@ -14,7 +15,7 @@ from commlayer.job.autoplan.actions import Action, Describe, Report, Say, StartP
 from commlayer.job.autoplan.candidate import Candidate, ReplanVerdict
 from commlayer.job.autoplan.facts import InForce, Planned
 from commlayer.job.autoplan.state import Lead, Links, Planning, Proposing, Settling, Steady, Trial
-from commlayer.observe import PredictionCheck, differ
+from commlayer.observe import LinkWatch, PredictionCheck, Rates, differ
 from commlayer.observe.prediction_check import LIMIT
 from commlayer.planner.model.cluster import Link
 from commlayer.records import Plan, digest
@@ -45,7 +46,8 @@ def planning(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, 
     """
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
     order = StartPlanning(current, known, links, step_s)
-    return structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s), [order]
+    lead = structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s, searched=links)
+    return lead, [order]
 
 
 def pace_since(lead: Lead, slow_s: float) -> float:
@@ -95,6 +97,21 @@ def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | Non
     return lead, [Say(said), *actions]
 
 
+def found_faster(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
+    """Plans anew, beside the training, where links have turned out to be so much faster than was planned with that another plan
+    may be better."""
+    if links is None or not isinstance(lead.phase, Steady) or not lead.searched or not lead.recent:
+        return lead, []
+    win = to_win(lead, links.watch)
+    if win is None or win < WORTH or not differ(rates_of(lead.searched), rates_of(links.links)):
+        return lead, []
+    return planning(lead, in_force.plan, links.links, median(lead.recent))
+
+
+def rates_of(links: Sequence[Link]) -> tuple[Rates, ...]:
+    return tuple(Rates(link.up_bps, link.down_bps) for link in links)
+
+
 def shares_moved(lead: Lead, part: float) -> Lead:
     """Work is measured again where that matters."""
     return structs.replace(lead, moved=True) if part >= SHARES_WORTH else lead
@@ -109,7 +126,10 @@ def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decide
         lead, actions = _judged(lead, in_force)
     if lead.check is not None:
         check, stale = lead.check.observe(median(lead.recent[-3:]), step)
-        lead = structs.replace(lead, check=check, stale=lead.stale or stale is not None)
+        slower = stale is not None and stale.measured_s > stale.predicted_s
+        if stale is not None and not slower:  # a plan that does better is no reason to hold steps up
+            check = _expects(stale.measured_s, usual=True)
+        lead = structs.replace(lead, check=check, stale=lead.stale or slower)
         actions += [Report(stale), Say(stale.reason)] if stale is not None else []
     return lead, actions
 
@@ -120,14 +140,26 @@ def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead,
         return lead, Word.NOTHING
     if isinstance(lead.phase, Proposing):
         return lead, Word.SWITCH
-    if (lead.stale or lead.moved) and in_force.plan.steps_locally:
-        # What is recorded of an exchange tells nothing of a step on averaged gradients, which plans start from.
+    win = to_win(lead, links.watch)
+    nothing = lead.stale and not lead.moved and win is not None and win < WORTH
+    if nothing or ((lead.stale or lead.moved) and in_force.plan.steps_locally):
+        # Nothing can be won; or what is recorded of an exchange tells nothing of steps on averaged gradients, which plans start
+        # from.
         check = _expects(median(lead.recent), usual=True) if lead.recent else None
         lead = structs.replace(lead, stale=False, moved=False, check=check)
     elif lead.stale or lead.moved:
         return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
     lost = differ(links.best, links.watch.planned)
-    return lead, Word.PROBE if links.reprobe.due(now, hinted=links.watch.faster, lost=lost) else Word.NOTHING
+    if win is None or win < WORTH:  # whatever a probe finds, no plan would follow from it
+        return lead, Word.NOTHING
+    due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
+    return lead, Word.PROBE if due else Word.NOTHING
+
+
+def to_win(lead: Lead, watch: LinkWatch) -> float | None:
+    """The part of the time to a loss that no plan can save more of, however fast links are: then no step waits, and none is
+    taken for what compressing loses. None before it is known what steps take."""
+    return 1.0 - (1.0 - watch.waited_s / watch.usual_s) / lead.steps if watch.settled and watch.usual_s > 0 else None
 
 
 def proposal(lead: Lead) -> Proposing | None:

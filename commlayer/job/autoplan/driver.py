@@ -94,7 +94,11 @@ class AutoPlan:
         self._thread: threading.Thread | None = None
         self._news: deque[Planned | SharesMoved] = deque()
         """From other threads, for the next step's end."""
-        self._ended, self._busy = 0.0, False
+        self._ended = 0.0
+        """When the last step that it heard of ended; 0 before the first."""
+        self._besides_s = self._exposed_s = 0.0
+        """Since then: what its own decisions have taken; and up to then, what steps have waited for communication."""
+        self._busy = False
         connection.on_close.append(self._close)
         connection.on_shares.append(lambda part: self._news.append(SharesMoved(part)))
 
@@ -110,17 +114,25 @@ class AutoPlan:
             self._connection.on_close.append(meter.close)
         self._record()
 
-    def after_step(self, steps: int = 1) -> None:
-        """`steps` have ended since the last time. CommError, latched in the worker, if another rank is gone."""
+    def after_step(self) -> None:
+        """A step ends with its backward pass, whenever it is looked at: under overlap="forward" that is in the next one's, and
+        from there to the end of a step that is waited for is no step."""
+        self._after(1, self._connection.passed_s)
+
+    def _after(self, steps: int, ended: float) -> None:
+        """`steps` have ended since the last time, the last one then. CommError, latched in the worker, if another rank is
+        gone."""
         worker = self._connection.worker
         assert worker is not None
         if not (self._connection.terms.auto or self._state.keep):
             return  # somebody has asked for a plan since
         if worker.step < worker.plan.warmup:
             return  # on all ranks: what steps take then says nothing of the plan
-        step_s = (time.perf_counter() - self._ended) / steps if self._ended else 0.0
+        step_s = max(0.0, ended - self._ended - self._besides_s) / steps if self._ended else 0.0
+        waited_s = (worker.counters.exposed_s - self._exposed_s) / steps
         if self._reports is not None:
-            self._reports.step(step_s)
+            self._reports.step(step_s, waited_s)
+        begin = time.perf_counter()
         self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
             self._feed(StepOver(self._connection.steps, step_s, self._meanwhile()))
@@ -128,20 +140,25 @@ class AutoPlan:
             self._connection.broke(error)
         finally:
             self._busy = False
-        self._ended = time.perf_counter()
+        self._begin(ended, time.perf_counter() - begin)
+
+    def _begin(self, ended: float, besides_s: float = 0.0) -> None:
+        """The next step begins where the last one ended."""
+        assert self._connection.worker is not None
+        self._ended, self._besides_s, self._exposed_s = ended, besides_s, self._connection.worker.counters.exposed_s
 
     def after_exchange(self) -> None:
         """Local steps have been exchanged, in turns if there are several: the end of as many steps."""
         plan = self._connection.plan
         assert plan is not None
         if not self._busy and plan.steps_locally:
-            self.after_step(plan.local_steps // plan.fragments)
+            self._after(plan.local_steps // plan.fragments, time.perf_counter())
 
     def after_drain(self) -> None:
         """Local steps have been exchanged before it was time to, which is the end of no round."""
         local = self._connection.local
         if local is not None and not local.taken:
-            self._ended = time.perf_counter()  # the next begins here
+            self._begin(time.perf_counter())
 
     def end(self) -> None:
         """It looks for plans no longer."""

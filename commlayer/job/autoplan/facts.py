@@ -24,6 +24,8 @@ class StepReport(NamedTuple):
     """Of a step, since the row before."""
     cost_s: float
     """Of its training thread for a row."""
+    waited_s: float = 0.0
+    """Of step_s: how long the training thread waited for communication."""
     up_bps: float = 0.0
     up_share: float = 0.0
     down_bps: float = 0.0

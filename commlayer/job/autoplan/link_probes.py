@@ -97,7 +97,8 @@ def probed(made: Connection, budget_s: float, seen: Seen | None = None, steps_s:
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
         mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
     nodes = _told(groups, mine)
-    if any(node.asks and not node.up_bps for node in nodes):
+    # Where some node's way down was not busy, what held up the others' ways up may have been a slow node that they send to.
+    if any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
         if asks:
             mine = mine._replace(up_bps=max(mine.up_bps, link_rates.rate(
                 network, link_rates.UP, away, mine.round_trip_s, up_s, patience_s)))

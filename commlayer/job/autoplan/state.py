@@ -111,6 +111,8 @@ class Lead(Record, frozen=True):
     """Steps under the plan in force do not take what was expected."""
     moved: bool = False
     """Shares have changed since work was last measured."""
+    searched: tuple[Link, ...] = ()
+    """What a plan was last looked for with."""
     known: tuple[Plan, Plan] | None = None
     """The plan that was last put in force here, and the same as the planner has it."""
     plan_s: float = 0.0

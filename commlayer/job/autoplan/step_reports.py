@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from statistics import fmean
 
 from commlayer.job.autoplan.facts import StepReport
 from commlayer.job.spacing import row_spacing
@@ -22,7 +23,7 @@ class StepReports:
     def __init__(self, rows: Rows, meter: InterfaceCounters | None = None) -> None:
         """`meter` on the rank that reads its node's counters."""
         self._rows, self._meter = rows, meter
-        self._since: list[float] = []
+        self._since: list[tuple[float, float]] = []
         self._held: list[StepReport] = []
         self._every, self._left = 1, 1
         self._costs_s: deque[float] = deque(maxlen=5)
@@ -37,9 +38,9 @@ class StepReports:
         rows, self._held = self._held, []
         return rows
 
-    def step(self, seconds: float) -> None:
-        """A step is over, and took so long."""
-        self._since.append(seconds)
+    def step(self, seconds: float, waited_s: float) -> None:
+        """A step is over, and took so long; so much of it this rank waited for communication."""
+        self._since.append((seconds, waited_s))
         self._left -= 1
 
     def afresh(self) -> None:
@@ -57,10 +58,11 @@ class StepReports:
         """What all have told, if all wait for it, as ranks do whose step took longer than `slow_s`."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
-        step_s, self._since = sum(self._since) / len(self._since), []
+        step_s, waited_s = map(fmean, zip(*self._since, strict=True))
+        self._since = []
         up, down = (Direction(), Direction()) if self._meter is None else self._meter.look()
         cost_s = min(self._costs_s)  # what else the machine does only adds
-        row = StepReport(word, plan_s, step_s > slow_s, step_s, cost_s, *up, *down)
+        row = StepReport(word, plan_s, step_s > slow_s, step_s, cost_s, waited_s, *up, *down)
         self._rows.start(*row)
         self._cost_s = time.perf_counter() - begin
         self._left = self._every
