@@ -87,8 +87,9 @@ def load_of(ways: Sequence[PricedWay], urgency: float = 0.0, stale: bool = False
 
 def way(tasks: Sequence[Task]) -> PricedWay:
     """
-    >>> way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
-    Way(shape=Shape(lanes=(('up:a', 'down:b'),), after=((),), ops=('net.push',)), seconds=[2.0, 1.0], latency=[0.5])
+    >>> made = way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
+    >>> made.shape.lanes, made.seconds, made.latency
+    ((('up:a', 'down:b'),), [2.0, 1.0], [0.5])
     """
     shape = shape_of(tasks)
     return PricedWay(shape, [seconds for task in tasks for _, seconds in task.lanes], [task.latency_s for task in tasks])
