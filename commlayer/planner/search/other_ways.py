@@ -68,7 +68,7 @@ class OtherWays:
             kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
         most, parts = measured_local_steps(plain.inputs.profile), most_fragments(plain.layout.pieces) if policy.fragments else 1
         tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
-        # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does, and four may.
+        # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does; four still may.
         able = [each for each in tried if _least(each) < kept[0].price * (1 - WORTH) and each.kept_budget]
         worth = FINEST if plain.ways.steps_count else WORTH
 
