@@ -64,8 +64,7 @@ def test_what_is_written_keeps_the_parts() -> None:
     prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
     entry = LayoutCandidate(SearchInputs(job, timing, cluster, profile, policy), Ways(prices, options(prices, policy)),
                   Layout(job, timing, buckets.limits(job)[0]))
-    entry.found = entry.quick
-    made = entry.emit()
+    made = entry.emit(entry.quick)
     for server, part in enumerate(fitted.parts):
         summed = sum(bucket.numel for bucket in made.buckets if bucket.server == server)
         assert summed == pytest.approx(part * job.numel, rel=0.02)

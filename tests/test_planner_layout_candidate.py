@@ -54,8 +54,7 @@ def test_the_price_of_a_choice_is_that_of_the_plan_it_becomes(name: str) -> None
         layout = Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0])
         entry = LayoutCandidate(inputs, ways_of(machines, inputs, hosts), layout)
         for found in [*entry.uniform[:6], entry.searched]:
-            entry.found = found
-            written_s = exact_s(entry.emit(), inputs.job, machines, inputs.profile, inputs.policy)
+            written_s = exact_s(entry.emit(found), inputs.job, machines, inputs.profile, inputs.policy)
             assert entry.exact_s(found) == pytest.approx(written_s, rel=1e-9)
 
 
@@ -69,8 +68,8 @@ def test_no_plan_is_faster_than_its_coders(name: str) -> None:
                                 Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0]))
         for found in [*entry.uniform[:12], entry.searched]:
             for finely in (SHARED, 1 << 20):
-                parts = entry._parts(found, finely)
-                assert entry._coded_s(parts) <= entry._cut(found, parts).seconds * (1 + 1e-9)
+                written = entry._cut(found, finely)
+                assert entry._coded_s(written.parts) <= written.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("counts", [False, True], ids=["by the step", "by a loss"])
@@ -83,10 +82,9 @@ def test_a_runner_up_is_the_best_of_the_others(name: str, counts: bool) -> None:
     entry = LayoutCandidate(inputs, ways, Layout(inputs.job, inputs.timing, buckets.limits(inputs.job)[0]))
     assert (entry.space.excess is not None) is counts
     for found in (entry.searched, *entry.uniform[:3]):
-        entry.found = found
         now = found.price
         for b, mine in enumerate(entry.useful):
-            told, place = _verdict(b, entry), found.choice[b]
+            told, place = _verdict(b, entry, found), found.choice[b]
             steps = entry.space.schedule.sweep(list(found.choice), [b], math.inf)
             excess = [0.0] * len(mine) if entry.space.excess is None else entry.space.excess[b]
             prices = [step_s * (1 + found.excess - excess[place] + more) for step_s, more in zip(steps, excess, strict=True)]

@@ -23,6 +23,7 @@ from commlayer.planner.pricing.steps_needed import Excesses, plan_excess, weight
 from commlayer.planner.search import other_ways
 from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
 from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
+from commlayer.planner.search.other_ways import Found, OtherWays
 from commlayer.planner.search.plan import plan
 from commlayer.planner.simulation.computing import locally
 from commlayer.planner.simulation.schedule import PortableSchedule, schedule
@@ -252,14 +253,13 @@ def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
 @pytest.mark.parametrize("bps", [6463304.070095652, 1e8, 440339780.28662074])
 def test_the_slack_for_what_is_finer_is_given_once(bps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     found_before: list[float] = []
-    of = other_ways._made
+    of = OtherWays._found
 
-    def noted(entry: LayoutCandidate, found: ChoiceFound) -> other_ways.Found:
-        made = of(entry, found)
+    def noted(ways: OtherWays, entry: LayoutCandidate, found: ChoiceFound) -> Found:
         found_before.append(entry.exact(found))
-        return made
+        return of(ways, entry, found)
 
-    monkeypatch.setattr(other_ways, "_made", noted)
+    monkeypatch.setattr(OtherWays, "_found", noted)
     machines = at(bps)
     profile = structs.replace(learnt(machines), learning=shipped_rows())
     made = plan(toy_job(), machines, profile, structs.replace(FREE, optimizer="sgd"))

@@ -50,7 +50,7 @@ def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> N
         given = inputs.job, inputs.cluster, inputs.profile
         found = plain(*given, inputs.policy)
         alone = [plan(*given, structs.replace(inputs.policy, exact=exact)) for exact in (True, False)]
-        assert [found.plan(exact=exact) for exact in (True, False, True)] == [*alone, alone[0]]
+        assert [found.explained(found.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]
         assert alone[0] != alone[1], "otherwise nothing tells them apart"
 
 

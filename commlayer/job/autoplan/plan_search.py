@@ -20,6 +20,7 @@ from commlayer.job.ways import in_updates
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.option import DENSE
+from commlayer.planner.search.other_ways import Found
 from commlayer.planner.search.plan import plain as plain_found
 from commlayer.records import Job, Plan
 
@@ -139,22 +140,31 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
     assert job.timing is not None
-    found = plain_found(job, cluster, profile, policy)
-    plain = _as_asked(found.plan(exact=True), current)
-    plain = _in_updates(plain, made_from) if apart else plain
+    searched = plain_found(job, cluster, profile, policy)
+
+    def timed(found: Found) -> Plan:
+        plan = _as_asked(found.plan, current)
+        return structs.replace(plan, step_s=step_s(plan, made_from))
+
+    def explained(found: Found) -> Plan:
+        return _as_asked(searched.explained(found), current)
+
+    averaged = searched.best(exact=True)
+    plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
     plain_s = plain.step_s * steps_of(plain, made_from)
     computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
-    if policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s):
-        return plain, ""
-    other = _as_asked(found.plan(exact=False), current)
+    keeps_up = policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s)
+    free = averaged if keeps_up else searched.best(exact=False)
+    other = timed(free)
     if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:
-        return plain, ""
+        plain = explained(averaged)
+        return _in_updates(plain, made_from) if apart else plain, ""
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
         how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next are taken"
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
-    return other, "" if not exact(current) else (
+    return explained(free), "" if not exact(current) else (
         f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
         "attach(..., exact=True) keeps to averaged gradients")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.planner.pricing.problem import Shape
+from commlayer.planner.pricing.shapes import Shape
 from commlayer.planner.pricing.template import Lines, Template
 
 Reals = npt.NDArray[np.float64]

@@ -7,7 +7,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from commlayer.planner.pricing.path_work import WalkedOp
-from commlayer.planner.pricing.problem import COMPUTE, PricedWay, Shape, shape_of
+from commlayer.planner.pricing.problem import COMPUTE, PricedWay
+from commlayer.planner.pricing.shapes import Shape, shape_of
 
 Lines = tuple[tuple[float, float], ...]
 """Floors and slopes."""

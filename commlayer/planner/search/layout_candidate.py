@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple, cast
 
-from commlayer.codec_name import named
 from commlayer.planner.model.buckets import Sort
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
-from commlayer.planner.model.default_plan import ELEMENT_NBYTES, SPREAD_NBYTES, spread
 from commlayer.planner.model.float64 import EXACT, unrounded
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.learning import Recipe
@@ -23,14 +20,12 @@ from commlayer.planner.pricing.problem import Load
 from commlayer.planner.pricing.steps_needed import weights
 from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, finest, priced, search
 from commlayer.planner.search.layout import Kind, Layout, Piece
-from commlayer.planner.search.option_prices import OptionPrices, loads_of
-from commlayer.planner.search.placement import assign
+from commlayer.planner.search.option_prices import SHARED, CandidatePart, OptionPrices
 from commlayer.planner.search.ways import Ways, free
 from commlayer.planner.simulation.computing import behind_s, locally, pace, tail
 from commlayer.planner.simulation.turns import Round, turns_of
 from commlayer.records import Bucket, Job, Plan, Timing
 
-K = TypeVar("K")
 Overlap = Literal["", "round", "forward"]
 
 CODES = 1e6
@@ -55,33 +50,16 @@ class SearchInputs(NamedTuple):
     policy: Policy
 
 
-SHARED = 4
-"""Parts of the model that each server gets: fewer may be shared badly."""
 FINER = (2 * SHARED, 4 * SHARED)
 """What else is tried, before a part of every bucket for every server."""
 PARTS_WORTH = 0.12
 """Twice as many parts must shorten a step by this fraction: each wakes a dozen threads here and at its server, and on busy
 processors that is more than its prices. Four hosts on two cores took 3 to 12 % longer with 37 parts than with 25, where 3 %
 less was predicted."""
-LEAST_NBYTES = 16 << 10
-"""Of a part, where it is tried whether a bucket should be cut for every server."""
 NEARLY = 0.01
 """A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
 MOST_PARTS = 1024
 """More are not simulated with every server for itself: that costs seconds, and parts that small have costs of their own."""
-ANY = -1
-"""Server of a part that may go to whichever has least."""
-
-
-class CandidatePart(NamedTuple):
-    """A bucket of the plan to be."""
-
-    origin: int
-    """The bucket that was searched, of which this is all or a part."""
-    piece: Piece
-    option: int
-    server: int
-    owner: int
 
 
 class Written(NamedTuple):
@@ -102,10 +80,6 @@ class LayoutCandidate:
         self.inputs, self.ways, self.layout, self.recipe = inputs, ways, layout, recipe or ways.recipe
         self.local_steps = self.recipe.every
         self.options, self.hosts = ways.options, ways.prices.hosts
-        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
-        self.per_node = ranks.pop() if len(ranks) == 1 else 1
-        self.found: ChoiceFound
-        """The choice that emit() writes down."""
         self.useful = self._useful(ways) if useful is None else useful
         self._prices = prices or OptionPrices(ways, layout, self.useful)
         self._written: dict[tuple[int, ...], Written] = {}
@@ -126,7 +100,7 @@ class LayoutCandidate:
     @property
     def kept_budget(self) -> bool:
         """Whether any choice keeps the budget of loss."""
-        return sum(map(min, self.space.loss)) <= self.inputs.policy.max_loss
+        return sum(map(min, self._by_choice(self.ways.under(self.recipe)[1], self.useful))) <= self.inputs.policy.max_loss
 
     @cached_property
     def uniform(self) -> list[ChoiceFound]:
@@ -149,7 +123,7 @@ class LayoutCandidate:
 
     def uses(self, found: ChoiceFound, such: Callable[[Option], bool]) -> bool:
         """Whether a bucket's option is such a one."""
-        return any(such(self.options[mine[place]]) for mine, place in zip(self.useful, found.choice, strict=True))
+        return any(such(self.options[option]) for option in {*self.sent(found)})
 
     def refined(self, found: ChoiceFound) -> tuple[LayoutCandidate, ChoiceFound]:
         """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
@@ -184,8 +158,9 @@ class LayoutCandidate:
         ways = self.ways.at(Prices(hidden(self.inputs.cluster), prices.profile, prices.hosts, spread=prices.spread))
         return LayoutCandidate(self.inputs, ways, self.layout, self.recipe, self.useful)
 
-    def chosen(self, b: int) -> Option:
-        return self.options[self.useful[b][self.found.choice[b]]]
+    def sent(self, found: ChoiceFound) -> tuple[int, ...]:
+        """By bucket the option, by its number in `ways`."""
+        return tuple([mine[place] for mine, place in zip(self.useful, found.choice, strict=True)])
 
     def free_s(self) -> float:
         """The step if coding took no time: the best of a narrow search, so no bound on other plans."""
@@ -211,18 +186,18 @@ class LayoutCandidate:
         into a part for each server, whose transfers and adding go on at once.
         """
         if found.choice not in self._written:
-            best = self._cut(found, self._parts(found, SHARED))
+            best = self._cut(found, SHARED)
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
                 tried = {len(best.parts)}
                 for finely in (*FINER, self._finest):
-                    parts = self._parts(found, finely)
+                    parts = self._prices.parts(self.sent(found), finely)
                     if len(parts) in tried:  # then they are the same
                         continue
                     tried.add(len(parts))
                     enough_s = best.seconds * (1 - PARTS_WORTH * math.log2(len(parts) / len(best.parts)))
                     # Parts cost their coders something each, which mostly tells already that fewer are better.
                     if len(parts) > len(best.parts) and self._coded_s(parts) / self.local_steps < enough_s:
-                        finer = self._cut(found, parts)
+                        finer = self._cut(found, finely)
                         best = finer if finer.seconds < enough_s else best
             self._written[found.choice] = best
         return self._written[found.choice]
@@ -245,17 +220,17 @@ class LayoutCandidate:
         fastest = max(group.node.speed for group in self.ways.prices.groups)
         return self.inputs.timing.forward_s / fastest + max(busy.values(), default=0.0)
 
-    def _cut(self, found: ChoiceFound, parts: list[CandidatePart]) -> Written:
-        placed = self.ways.placed
-        if not self.uses(found, lambda o: o.served) or (placed is self.ways and self.per_node == 1):
+    def _cut(self, found: ChoiceFound, finely: int) -> Written:
+        placed, parts = self.ways.placed, self._prices.parts(self.sent(found), finely)
+        if not self.uses(found, lambda o: o.served) or (placed is self.ways and self._prices.per_node == 1):
             return Written(found.step_s / self.local_steps, parts)
-        pieces = [part.piece for part in parts]
-        loads, _ = loads_of(placed, [((part.option, part.server, part.owner),) for part in parts], pieces)
-        return Written(self._round(placed, loads, pieces).schedule.run([0] * len(parts)) / self.local_steps, parts)
+        loads = self._prices.placed(self.sent(found), finely)
+        written = self._round(placed, loads, [part.piece for part in parts])
+        return Written(written.schedule.run([0] * len(parts)) / self.local_steps, parts)
 
-    def emit(self) -> Plan:
+    def emit(self, found: ChoiceFound) -> Plan:
         """The plan of the choice."""
-        job, parts = self.inputs.job, self.parts(self.found)
+        job, parts = self.inputs.job, self.parts(found)
         buckets = []
         for i, part in enumerate(parts):
             option = self.options[part.option]
@@ -263,36 +238,10 @@ class LayoutCandidate:
             buckets.append(Bucket(i, part.piece.slices, option.path, codec, part.server, part.owner, shape, option.down,
                                   option.by_node))
         served = any(self.options[part.option].served for part in parts)
-        made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self.per_node, self.local_steps,
+        made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self._prices.per_node, self.local_steps,
                     "updates" if locally(self.recipe) else "gradients", cast(Overlap, self.recipe.overlap),
                     self.recipe.fragments, hosts=self.hosts if served else ())
         return unrounded(made, job)
-
-    def _parts(self, found: ChoiceFound, finely: int) -> list[CandidatePart]:
-        """Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
-
-        What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least.
-        """
-        made, bound_for, total = [], self.ways.prices.spread, sum(self.layout.sizes)
-        least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
-        for b, size in enumerate(self.layout.sizes):
-            option = self.useful[b][found.choice[b]]
-            cuts = self.options[option].served and not named(self.options[option].codec).shaped
-            parts = -(-size * finely * len(self.hosts) // total) if cuts else 1
-            parts = max(1, min(parts, len(self.hosts), size * ELEMENT_NBYTES // least_nbytes))
-            each = self.fitted and parts == len(self.hosts)
-            even = [size * i // parts for i in range(1, parts)]
-            ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even
-            made += [CandidatePart(b, piece, option, host if each else ANY, 0)
-                     for host, piece in enumerate(self.layout.cut(b, tuple(ends)))]
-        served = [i for i, part in enumerate(made) if self.options[part.option].served]
-        weights = {i: sum(self.ways.template(made[i].option).sent(made[i].piece.numel)) for i in served}
-        for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
-            made[i] = made[i]._replace(owner=owner)
-        free = [i for i in served if made[i].server == ANY]
-        for i, server in zip(free, assign([weights[i] for i in free], bound_for or (1.0,)), strict=True):
-            made[i] = made[i]._replace(server=server)
-        return [part._replace(server=max(part.server, 0)) for part in made]
 
     def _useful(self, ways: Ways) -> list[list[int]]:
         """By kinds of buckets. Dense ones always stay."""
@@ -318,16 +267,17 @@ class LayoutCandidate:
 
     def _space(self, ways: Ways, useful: list[list[int]], prices: OptionPrices) -> Space:
         loads, held_s = prices.loads
-        extra, losses = ways.under(self.recipe)
-        counts = self._counts
-        loss, excess = ([[of[o] * part for o in mine] for mine, part in zip(useful, counts, strict=True)]
-                        for of in (losses, extra))
+        excess, loss = (self._by_choice(of, useful) for of in ways.under(self.recipe))
         codes = [CODES * (option.codec != DENSE) for option in self.options]
         burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, held_s, strict=True)]
         made = self._round(ways, loads, self.layout.pieces)
         return Space(made.schedule, loss, burden, made.critical, self._classes(useful), self.inputs.policy.max_loss, SLACK,
                      excess=excess if ways.steps_count else None)
+
+    def _by_choice(self, of: Sequence[float], useful: list[list[int]]) -> list[list[float]]:
+        """By bucket and place in its choice, of what options cost the whole model."""
+        return [[of[o] * part for o in mine] for mine, part in zip(useful, self._counts, strict=True)]
 
     @cached_property
     def least_price(self) -> float:

@@ -1,19 +1,44 @@
-"""What options cost by bucket of one layout, however steps are taken. Knows no choice among them."""
+"""What options cost by bucket of one layout, and what buckets become, however steps are taken. Prefers none.
+
+Ways of taking steps are many, and most of them send buckets by the same few options: cut and priced once, these serve all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeVar
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from commlayer.codec_name import named
+from commlayer.planner.model.default_plan import ELEMENT_NBYTES, SPREAD_NBYTES, spread
 from commlayer.planner.pricing.batched import alone_s, stack
 from commlayer.planner.pricing.problem import Load
 from commlayer.planner.search.layout import Layout, Piece
+from commlayer.planner.search.placement import assign
 from commlayer.planner.search.ways import Ways
 
 K = TypeVar("K")
+
+SHARED = 4
+"""Parts of the model that each server gets: fewer may be shared badly."""
+LEAST_NBYTES = 16 << 10
+"""Of a part, where it is tried whether a bucket should be cut for every server."""
+ANY = -1
+"""Server of a part that may go to whichever has least."""
+
+
+class CandidatePart(NamedTuple):
+    """A bucket of the plan to be."""
+
+    origin: int
+    """The bucket that was searched, of which this is all or a part."""
+    piece: Piece
+    option: int
+    server: int
+    owner: int
 
 
 class OptionPrices:
@@ -21,6 +46,11 @@ class OptionPrices:
 
     def __init__(self, ways: Ways, layout: Layout, useful: list[list[int]]) -> None:
         self._ways, self._layout, self._useful = ways, layout, useful
+        ranks = {node.ranks for node in ways.prices.cluster.nodes if node.ranks}
+        self.per_node = ranks.pop() if len(ranks) == 1 else 1
+        self._weights: dict[tuple[int, int], int] = {}
+        self._parts: dict[tuple[tuple[int, ...], int], list[CandidatePart]] = {}
+        self._placed: dict[tuple[tuple[int, ...], int], list[Load]] = {}
 
     @cached_property
     def loads(self) -> tuple[list[Load], list[list[float]]]:
@@ -37,6 +67,53 @@ class OptionPrices:
             for b, seconds in zip(buckets, soonest, strict=True):
                 found[b] = float(seconds)
         return found
+
+    def parts(self, sent: tuple[int, ...], finely: int) -> list[CandidatePart]:
+        """What buckets become that are sent so: each by the option of that number.
+
+        Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
+        What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least.
+        """
+        if (sent, finely) not in self._parts:
+            self._parts[sent, finely] = self._cut(sent, finely)
+        return self._parts[sent, finely]
+
+    def placed(self, sent: tuple[int, ...], finely: int) -> list[Load]:
+        """These parts, each on its own server."""
+        if (sent, finely) not in self._placed:
+            parts = self.parts(sent, finely)
+            ways = [((part.option, part.server, part.owner),) for part in parts]
+            self._placed[sent, finely], _ = loads_of(self._ways.placed, ways, [part.piece for part in parts])
+        return self._placed[sent, finely]
+
+    def _cut(self, sent: tuple[int, ...], finely: int) -> list[CandidatePart]:
+        ways, layout = self._ways, self._layout
+        hosts, bound_for = len(ways.prices.hosts), ways.prices.spread
+        made, total = list[CandidatePart](), sum(layout.sizes)
+        least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
+        for b, (size, option) in enumerate(zip(layout.sizes, sent, strict=True)):
+            cuts = ways.options[option].served and not named(ways.options[option].codec).shaped
+            parts = -(-size * finely * hosts // total) if cuts else 1
+            parts = max(1, min(parts, hosts, size * ELEMENT_NBYTES // least_nbytes))
+            each = len(set(bound_for)) > 1 and parts == hosts  # servers sum unequal parts, as their links ask for
+            even = [size * i // parts for i in range(1, parts)]
+            ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even
+            made += [CandidatePart(b, piece, option, host if each else ANY, 0)
+                     for host, piece in enumerate(layout.cut(b, tuple(ends)))]
+        served = [i for i, part in enumerate(made) if ways.options[part.option].served]
+        weights = {i: self._weight(made[i].option, made[i].piece.numel) for i in served}
+        for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
+            made[i] = made[i]._replace(owner=owner)
+        free = [i for i in served if made[i].server == ANY]
+        for i, server in zip(free, assign([weights[i] for i in free], bound_for or (1.0,)), strict=True):
+            made[i] = made[i]._replace(server=server)
+        return [part._replace(server=max(part.server, 0)) for part in made]
+
+    def _weight(self, option: int, numel: int) -> int:
+        """Bytes on all links."""
+        if (option, numel) not in self._weights:
+            self._weights[option, numel] = sum(self._ways.template(option).sent(numel))
+        return self._weights[option, numel]
 
 
 def loads_of(

@@ -6,7 +6,7 @@ overlaps may go in fragments, as many as its buckets make: that costs fewer step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -22,57 +22,110 @@ from commlayer.records import Plan
 
 WORTH = 0.02
 """By what part such a way must win over the plain one; and over one that is nearer to it."""
+TURNS = 0.1
+"""By so much (as a fraction) may what is written be faster than what was searched: in short turns, where each bucket waits for
+all servers, it was 4 %."""
 SEARCHED = 3
 """Of those that look best with one option for every bucket, so many are searched in full."""
 
 
 class Found(NamedTuple):
-    """A plan, seconds for each step that dense training needs, what it needs and loses besides, and where it is from."""
+    """Where a plan is from, seconds for each step that dense training needs, and what it needs and loses besides."""
 
+    entry: LayoutCandidate
+    choice: ChoiceFound
     price: float
     excess: float
     loss: float
-    plan: Plan
-    entry: LayoutCandidate
     shortest: float
     """Its price before anything became finer at the cost of some of it."""
+    late: Plan | None = None
+    """With results that are used a step late."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.late or self.entry.emit(self.choice)
 
 
-def best(entry: LayoutCandidate, found: ChoiceFound, *, exact: bool) -> tuple[LayoutCandidate, Plan]:
-    """Of the plain plan that was found and of what the policy allows besides; of nearly equal ones the finest. `exact`: in
-    place of the policy's."""
-    policy, plain = structs.replace(entry.inputs.policy, exact=exact), _made(entry, found)
-    kept = [plain]
-    # What nobody has measured is done only where it is asked for by name.
-    freely = not policy.exact and entry.ways.steps_count
-    if freely if policy.staleness is None else policy.staleness:
-        kept += [late for late in _late(plain) if late.loss <= policy.max_loss]
-    anew, most = LayoutCandidate(entry.inputs, entry.ways, entry.layout), measured_local_steps(entry.inputs.profile)
-    parts = most_fragments(entry.layout.pieces) if policy.fragments else 1
-    tried = [(anew.hidden if recipe.overlap == "round" else anew).otherwise(recipe)
-             for recipe in _recipes(entry.recipe, policy, freely, most, parts)]
-    # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does, and four still may.
-    able = [each for each in tried if each.least_price / each.local_steps < plain.price * (1 - WORTH) and each.kept_budget]
-    worth = FINEST if entry.ways.steps_count else WORTH
-    quick = sorted(_near(able, min(each.shortest for each in kept), worth), key=lambda each: each.exact(each.quick))
-    kept += [_made(each, min((each.quick, each.searched), key=each.exact)) for each in quick[:SEARCHED]]
-    kept += [_made(each, each.quick) for each in quick[SEARCHED:]]
-    near = min(each.shortest for each in kept) * (1 + worth)  # of what was made finer already, the slack is not given twice
-    chosen = min((each for each in kept if each.price <= near), key=lambda each: each.excess)  # of equal ones the first
-    return chosen.entry, chosen.plan
+class OtherWays:
+    """Beside a plain plan that was found. Each way is searched once, whatever is allowed of them."""
+
+    def __init__(self, entry: LayoutCandidate, found: ChoiceFound) -> None:
+        self._plain = entry, found
+        self._anew = LayoutCandidate(entry.inputs, entry.ways, entry.layout)
+        self._tried: dict[Recipe, LayoutCandidate] = {}
+        self._made: dict[tuple[LayoutCandidate, ChoiceFound], Found] = {}
+
+    def best(self, *, exact: bool) -> Found:
+        """Of the plain plan and of what the policy allows besides; of nearly equal ones the finest. `exact`: in place of the
+        policy's."""
+        plain, _ = self._plain
+        policy = structs.replace(plain.inputs.policy, exact=exact)
+        kept = [self._found(*self._plain)]
+        # What nobody has measured is done only where it is asked for by name.
+        freely = not policy.exact and plain.ways.steps_count
+        if freely if policy.staleness is None else policy.staleness:
+            kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
+        most, parts = measured_local_steps(plain.inputs.profile), most_fragments(plain.layout.pieces) if policy.fragments else 1
+        tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
+        # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does; four still may.
+        able = [each for each in tried if _least(each) < kept[0].price * (1 - WORTH) and each.kept_budget]
+        worth = FINEST if plain.ways.steps_count else WORTH
+
+        def near() -> float:  # of what was made finer already, the slack is not given twice
+            return min(each.shortest for each in kept) * (1 + worth)
+
+        looked = _near(able, near() / (1 + worth), worth)
+        searched = _shortest(looked, SEARCHED)
+        for each in searched:
+            if _least(each) <= near():
+                kept.append(self._found(each, min((each.quick, each.searched), key=each.exact)))
+        rest = [each for each in looked if each not in searched and _about(each) <= near()]
+        kept += [self._found(each, each.quick) for each in sorted(rest, key=lambda each: each.exact(each.quick))]
+        # Of equal ones the first.
+        return min((each for each in kept if each.price <= near()), key=lambda each: each.excess)
+
+    def _entry(self, recipe: Recipe) -> LayoutCandidate:
+        if recipe not in self._tried:
+            self._tried[recipe] = (self._anew.hidden if recipe.overlap == "round" else self._anew).otherwise(recipe)
+        return self._tried[recipe]
+
+    def _found(self, entry: LayoutCandidate, found: ChoiceFound) -> Found:
+        if (entry, found) not in self._made:
+            finer = entry.finest(found)
+            self._made[entry, found] = Found(entry, finer, entry.exact(finer), finer.excess, finer.loss, entry.exact(found))
+        return self._made[entry, found]
 
 
-def _near(able: Iterable[LayoutCandidate], least: float, worth: float) -> Iterator[LayoutCandidate]:
+def _about(entry: LayoutCandidate) -> float:
+    """What the price of what is written of its quick choice is surely not below."""
+    return entry.quick.price / entry.local_steps * (1 - TURNS)
+
+
+def _least(entry: LayoutCandidate) -> float:
+    return entry.least_price / entry.local_steps
+
+
+def _near(able: Iterable[LayoutCandidate], least: float, worth: float) -> list[LayoutCandidate]:
     """Those that can be among the nearly equal ones; `least`: the lowest price so far."""
-    for each in sorted(able, key=lambda each: each.least_price / each.local_steps):
-        if each.least_price / each.local_steps <= least * (1 + worth):
+    found = []
+    for each in sorted(able, key=_least):
+        if _least(each) > least * (1 + worth):
+            break
+        if _about(each) < least:
             least = min(least, each.exact(each.quick))
-            yield each
+        found.append(each)
+    return found
 
 
-def _made(entry: LayoutCandidate, found: ChoiceFound) -> Found:
-    entry.found = entry.finest(found)
-    return Found(entry.exact(entry.found), entry.found.excess, entry.found.loss, entry.emit(), entry, entry.exact(found))
+def _shortest(looked: Sequence[LayoutCandidate], most: int) -> list[LayoutCandidate]:
+    """By what would be written of their quick choices, which is looked at only where it may be among the shortest."""
+    found: list[tuple[float, int, LayoutCandidate]] = []
+    for place, each in enumerate(sorted(looked, key=_about)):
+        if len(found) == most and _about(each) >= found[-1][0]:
+            break
+        found = sorted([*found, (each.exact(each.quick), place, each)])[:most]
+    return [each for *_, each in found]
 
 
 def measured_local_steps(profile: Profile) -> int:
@@ -124,4 +177,4 @@ def _late(plain: Found) -> Iterator[Found]:
         price = exact_s(made, job, cluster, profile, policy) * (1 + excess)
         if price < least * (1 - WORTH):
             least = price
-            yield Found(price, excess, more.loss_high, made, plain.entry, price)
+            yield plain._replace(price=price, excess=excess, loss=more.loss_high, shortest=price, late=made)

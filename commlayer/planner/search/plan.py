@@ -14,11 +14,11 @@ from commlayer.planner.model.option import DENSE
 from commlayer.planner.model.similar_nodes import condensed
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices, bare
-from commlayer.planner.search import other_ways
 from commlayer.planner.search.candidates import allowed_codecs, options
 from commlayer.planner.search.choices import ChoiceFound
 from commlayer.planner.search.layout import Layout
 from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.search.other_ways import Found, OtherWays
 from commlayer.planner.search.placement import shares
 from commlayer.planner.search.reasons import explained
 from commlayer.planner.search.ways import Ways
@@ -56,25 +56,29 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class PlainFound(NamedTuple):
+class PlainFound:
     """Buckets, paths and codecs of steps on averaged gradients: what all other ways are searched from, whatever is allowed."""
 
-    entry: LayoutCandidate
-    found: ChoiceFound
-    cluster: Cluster
+    def __init__(self, entry: LayoutCandidate, found: ChoiceFound, cluster: Cluster) -> None:
+        self.policy, self._cluster = entry.inputs.policy, cluster
+        self._others = OtherWays(entry, found)
 
     @_uncollected()
-    def plan(self, *, exact: bool) -> Plan:
-        """The best of all ways; `exact` in place of the policy's own."""
-        entry, made = other_ways.best(self.entry, self.found, exact=exact)
-        return explained(made, entry, self.cluster)
+    def best(self, *, exact: bool) -> Found:
+        """Of all ways; `exact` in place of the policy's own."""
+        return self._others.best(exact=exact)
+
+    @_uncollected()
+    def explained(self, found: Found) -> Plan:
+        """With its predictions and reasons, which takes a good part of what finding it takes."""
+        return explained(found.plan, found.entry, found.choice, self._cluster)
 
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
     """The plan that is first at a loss within the policy, by simulated steps and by how many of them it needs; or, where the
     policy's objective is the step, the one whose step is shortest. Equal arguments give equal plans."""
     found = plain(job, cluster, profile, policy)
-    return found.plan(exact=found.entry.inputs.policy.exact)
+    return found.explained(found.best(exact=found.policy.exact))
 
 
 @_uncollected()

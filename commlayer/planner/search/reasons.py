@@ -11,6 +11,7 @@ from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.model.float64 import DOUBLE
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.choices import ChoiceFound
 from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
 from commlayer.planner.simulation.timeline import Timeline, per_step, simulate
 from commlayer.records import Bucket, Plan, Why
@@ -21,8 +22,9 @@ SAME = 1e-6
 """Steps closer than this fraction are called equal."""
 
 
-def explained(plan: Plan, entry: LayoutCandidate, cluster: Cluster) -> Plan:
-    """The same plan with its predictions. `cluster`: every node as it is, where the search knew kinds of nodes."""
+def explained(plan: Plan, entry: LayoutCandidate, found: ChoiceFound, cluster: Cluster) -> Plan:
+    """The same plan with its predictions. `found`: the choice that it was made of; `cluster`: every node as it is, where the
+    search knew kinds of nodes."""
     job, _, searched, profile, policy = entry.inputs
     placed = entry.ways.placed.prices
     timeline = simulate(plan, job, cluster, profile, policy, spans=False,
@@ -31,9 +33,9 @@ def explained(plan: Plan, entry: LayoutCandidate, cluster: Cluster) -> Plan:
     more = plan_excess(plan, job, cluster, profile, policy)
     free_s = min(step_s, entry.free_s() / plan.local_steps)
     told: dict[int, Verdict] = {}
-    origins = [part.origin for part in entry.parts(entry.found)]
-    for b in origins:
-        told.setdefault(b, _verdict(b, entry))
+    origins = [part.origin for part in entry.parts(found)]
+    for b in dict.fromkeys(origins):
+        told[b] = _verdict(b, entry, found)
     buckets = tuple(
         structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
         for bucket, b in zip(plan.buckets, origins, strict=True)
@@ -66,16 +68,16 @@ class Verdict(NamedTuple):
     """Whether the budget of loss keeps it from being coded so."""
 
 
-def _verdict(b: int, entry: LayoutCandidate) -> Verdict:
-    mine, place = entry.useful[b], entry.found.choice[b]
-    spare, loss = entry.inputs.policy.max_loss - entry.found.loss, entry.space.loss[b]
-    now = Price(entry.found.step_s / entry.local_steps, entry.found.price / entry.local_steps)
+def _verdict(b: int, entry: LayoutCandidate, found: ChoiceFound) -> Verdict:
+    mine, place = entry.useful[b], found.choice[b]
+    spare, loss = entry.inputs.policy.max_loss - found.loss, entry.space.loss[b]
+    now = Price(found.step_s / entry.local_steps, found.price / entry.local_steps)
     others = [o for o in range(len(mine)) if o != place]
-    dense, coded = (_best(b, [o for o in others if (entry.options[mine[o]].codec == DENSE) is such], entry)
+    dense, coded = (_best(b, [o for o in others if (entry.options[mine[o]].codec == DENSE) is such], entry, found)
                     for such in (True, False))
     runner = min((each for each in (dense, coded) if each is not None and each[0] != NEVER), default=None, key=_to_loss)
     here = now, place
-    if entry.chosen(b).codec == DENSE:
+    if entry.options[mine[place]].codec == DENSE:
         dense = min(here, dense or here, key=_to_loss)
     else:
         coded = min(here, coded or here, key=_to_loss)
@@ -84,14 +86,14 @@ def _verdict(b: int, entry: LayoutCandidate) -> Verdict:
                    entry.ways.template(mine[place]).nbytes, any(loss[o] - loss[place] > spare for o in others))
 
 
-def _to_loss(found: tuple[Price, int]) -> tuple[float, int]:
-    return found[0].to_loss_s, found[1]
+def _to_loss(priced: tuple[Price, int]) -> tuple[float, int]:
+    return priced[0].to_loss_s, priced[1]
 
 
-def _best(b: int, among: list[int], entry: LayoutCandidate) -> tuple[Price, int] | None:
+def _best(b: int, among: list[int], entry: LayoutCandidate, found: ChoiceFound) -> tuple[Price, int] | None:
     """With the best of these options for the bucket; None where there are none. What is as good as what was chosen is enough,
     and what is far from it is not told exactly."""
-    found, excess = entry.found, entry.space.excess
+    excess = entry.space.excess
     if not among:
         return None
     factors = None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from commlayer.planner.model import buckets
 from commlayer.planner.model.equal_nodes import Group
 from commlayer.planner.model.learning import Recipe
-from commlayer.planner.pricing.problem import Load, Pace, Shape
+from commlayer.planner.pricing.problem import Load, Pace
 from commlayer.records import Job, Slice, Timing
 
 
@@ -65,19 +65,14 @@ def behind_s(timing: Timing, urgencies: Sequence[float], nodes: Sequence[Group],
 
 def awaited(loads: Sequence[Load], behind: Sequence[float]) -> list[Load]:
     """With so many seconds behind each bucket's last task: one more task, on no lane."""
-    shapes: dict[int, Shape] = {}
     made = []
     for load, seconds in zip(loads, behind, strict=True):
         latency: list[float] = []
         at = 0
         for shape in load.shapes:
-            tasks = len(shape.after)
-            latency += [*load.latency[at : at + tasks], seconds]
-            at += tasks
-            if id(shape) not in shapes:
-                last = sorted({*range(tasks)} - {before for after in shape.after for before in after})
-                shapes[id(shape)] = Shape((*shape.lanes, ()), (*shape.after, tuple(last)), (*shape.ops, ""))
-        made.append(load._replace(shapes=tuple([shapes[id(shape)] for shape in load.shapes]), latency=latency))
+            latency += [*load.latency[at : at + len(shape.after)], seconds]
+            at += len(shape.after)
+        made.append(load._replace(shapes=tuple([shape.awaited for shape in load.shapes]), latency=latency))
     return made
 
 

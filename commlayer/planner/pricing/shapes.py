@@ -1,0 +1,132 @@
+"""What tasks hold and wait for, without their numbers, and as the flat lists that a simulation reads. Knows no prices.
+
+A search lays a few dozen shapes out in hundreds of problems. So equal shapes are one object, and what a shape looks like flat
+is found once, for as long as anybody has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+SHARED = ("up", "down", "intra")
+"""Kinds of lanes that carry several transfers at once."""
+_SHARED = tuple(f"{kind}:" for kind in SHARED)
+
+T = TypeVar("T")
+
+
+class Line:
+    """What takes one task at a time: a lane, or a connection, which is an op between the same ends."""
+
+    def __init__(self, op: str, lanes: tuple[str, ...]) -> None:
+        if not all(map(shared, lanes)) and len(lanes) > 1:
+            together = f"lanes {', '.join(lanes)} together"
+            raise ValueError(f"task {op or lanes}: {together}, allowed: one, or any of {', '.join(SHARED)}")
+        self.lanes = lanes
+
+
+class FlatShape(NamedTuple):
+    """Lists are by task; those that a task has several of stand in a row, and are counted."""
+
+    held: list[int]
+    """Seconds."""
+    lines: list[Line]
+    """All that its tasks go over, in their order."""
+    line: list[int]
+    """Of those; -1 for a task on no lane."""
+    need: list[int]
+    followed: list[int]
+    next: list[int]
+    gated: list[int]
+    gate: list[int]
+
+
+class Shape:
+    """Tasks without their numbers: the same for all sizes of bucket. Made by `shape`, so that equal ones are one object."""
+
+    def __init__(self, lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> None:
+        self.lanes, self.after = lanes, after
+        self.ops = ops
+        """Of transfers: each op has connections of its own."""
+        self.names = frozenset(chain.from_iterable(lanes))
+        """Of all lanes."""
+        self._awaited: Shape | None = None
+        self._flat: dict[tuple[str, ...], FlatShape] = {}
+
+    @property
+    def awaited(self) -> Shape:
+        """With one more task, on no lane, behind the last ones."""
+        if self._awaited is None:
+            last = {*range(len(self.after))} - {before for after in self.after for before in after}
+            self._awaited = shape((*self.lanes, ()), (*self.after, tuple(sorted(last))), (*self.ops, ""))
+        return self._awaited
+
+    def flat(self, nodes: tuple[str, ...]) -> FlatShape:
+        """Where these nodes, by number, make gradients."""
+        if nodes not in self._flat:
+            self._flat[nodes] = self._flattened({name: i for i, name in enumerate(nodes)})
+        return self._flat[nodes]
+
+    def _flattened(self, node_of: dict[str, int]) -> FlatShape:
+        next_of: list[list[int]] = [[] for _ in self.after]
+        gates: list[list[int]] = []
+        lines: dict[Line, int] = {}
+        line: list[int] = []
+        for place, (op, lanes, after) in enumerate(zip(self.ops, self.lanes, self.after, strict=True)):
+            for before in after:
+                next_of[before].append(place)
+            # A first task waits for the gradients of the nodes whose lanes it holds; a task on no node's lane for all of them.
+            gates.append([] if after else sorted({owner(lane, node_of) for lane in lanes} - {-1}) or list(range(len(node_of))))
+            line.append(lines.setdefault(_one_of(_LINES, Line, op, lanes), len(lines)) if lanes else -1)
+        return FlatShape(
+            held=[len(lanes) for lanes in self.lanes], lines=list(lines), line=line,
+            need=[len(after) + len(gate) for after, gate in zip(self.after, gates, strict=True)],
+            followed=[len(each) for each in next_of], next=[place for each in next_of for place in each],
+            gated=[len(each) for each in gates], gate=[node for each in gates for node in each],
+        )
+
+
+_LINES: WeakValueDictionary[Hashable, Line] = WeakValueDictionary()
+_SHAPES: WeakValueDictionary[Hashable, Shape] = WeakValueDictionary()
+
+
+def _one_of(known: WeakValueDictionary[Hashable, T], make: Callable[..., T], *parts: Hashable) -> T:
+    found = known.get(parts)
+    if found is None:
+        found = known[parts] = make(*parts)
+    return found
+
+
+def shape(lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> Shape:
+    """By task: the lanes that it holds, what it comes behind, and of transfers the op."""
+    return _one_of(_SHAPES, Shape, lanes, after, ops)
+
+
+class _Placed(Protocol):
+    """A task, or a step whose seconds are lines."""
+
+    @property
+    def lanes(self) -> Sequence[tuple[str, object]]: ...
+    @property
+    def after(self) -> tuple[int, ...]: ...
+    @property
+    def op(self) -> str: ...
+
+
+def shape_of(tasks: Sequence[_Placed]) -> Shape:
+    lanes = tuple([tuple([lane for lane, _ in task.lanes]) for task in tasks])
+    ops = tuple([task.op if on and shared(on[0]) else "" for task, on in zip(tasks, lanes, strict=True)])
+    return shape(lanes, tuple([task.after for task in tasks]), ops)
+
+
+def shared(lane: str) -> bool:
+    return lane.startswith(_SHARED)
+
+
+def owner(lane: str, node_of: dict[str, int]) -> int:
+    """The node of "KIND:NODE" or "KIND:NODE.OWNER"; -1 where it computes nothing."""
+    name = lane.partition(":")[2]
+    return node_of.get(name, node_of.get(name.rpartition(".")[0], -1))

@@ -1,0 +1,40 @@
+"""A table of problems, and what was found for them before: no search, however quick, finds plans that come later at a loss."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec import structs
+
+from commlayer.planner.model.cluster import Cluster, Link, Node, Policy
+from commlayer.planner.search.plan import plan
+from commlayer.records import Job, TensorInfo, Timing
+
+FREE = Policy(exact=False, optimizer="adam", forward=True, fragments=True, staleness=False)
+KNOWN = {
+    ((4.0,) * 4, True): 0.70313616, ((4.0,) * 4, False): 0.22264357,
+    ((10.0,) * 4, True): 0.57197455, ((10.0,) * 4, False): 0.21414371,
+    ((30.0,) * 4, True): 0.37455462, ((30.0,) * 4, False): 0.20143800,
+    ((100.0,) * 4, True): 0.26535319, ((100.0,) * 4, False): 0.19004560,
+    ((5.0, 9.0, 14.0, 40.0), True): 0.66067893, ((5.0, 9.0, 14.0, 40.0), False): 0.21748920,
+}
+"""Seconds to a loss for each step that dense training needs, by Mb/s of four homes, and whether steps are exact."""
+
+
+def job(tensors: int = 24) -> Job:
+    rng = random.Random(tensors)
+    infos = tuple(TensorInfo(f"t{i}", (int(10 ** rng.uniform(3, 5.5)),)) for i in range(tensors))
+    ready, needed = (tuple(whole_s * i / tensors for i in range(tensors)) for whole_s in (0.1, 0.05))
+    return Job(infos, 32, Timing(tuple(reversed(ready)), needed, 0.1, 0.05, 0.002), "random")
+
+
+def homes(rates: tuple[float, ...]) -> Cluster:
+    links = [Link(rate * 1e6, rate * 1e6, 0.02) for rate in rates]
+    return Cluster(tuple(Node(f"n{i}", 1, "cpu", link, server=True) for i, link in enumerate(links)))
+
+
+@pytest.mark.parametrize(("rates", "exact"), KNOWN)
+def test_no_plan_comes_later_at_a_loss_than_what_was_found_before(rates: tuple[float, ...], exact: bool) -> None:
+    made = plan(job(), homes(rates), None, structs.replace(FREE, exact=exact))
+    assert made.step_s * made.steps_high <= KNOWN[rates, exact] * (1 + 1e-6)
