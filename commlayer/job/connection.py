@@ -324,6 +324,8 @@ class Connection:
             self.worker.close()
         if error is not None:
             broken = f"it had an error: {error}".splitlines()[0]
+        if (reason or broken) and self.rows is not None:
+            self.rows.forget()
         exchanges = -1 if self.worker is None else self.worker.step
         end_part(self.uplink, self.embedded, reason or broken, exchanges, stay_s=self.waits.stay_s,
                  notice_s=self.waits.notice_s)

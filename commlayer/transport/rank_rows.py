@@ -55,6 +55,11 @@ class RowChannel:
             work, rows = rows_of_all(mine, self.members.world, self._group)
         return Pending(work, what, on_device=False), rows
 
+    def forget(self) -> None:
+        """What is on its way will not be read: this rank ends with an error, and so do the others."""
+        for rows in self._told:
+            rows.forget()
+
     def close(self, patience_s: float = CLOSE_S) -> None:
         for rows in self._told:
             if rows.under_way:
