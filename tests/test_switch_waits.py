@@ -38,8 +38,6 @@ def changes(rank: int, _world: int, address: str) -> dict[str, Any]:
     """Changes of plans under AdamW, whose local steps tell each other lengths of changes."""
     training, found = Training(rank, address, "gradients", optimizer="adamw"), {}
     training.train(2)
-    assert training.connection.rows is not None
-    training.connection.rows.open()  # as the automatic plan does while it waits for its search
     for name, way in (("into", "every"), ("between", "round"), ("again", "whole round")):
         with counted() as found[name]:
             training.switch(way)
