@@ -20,8 +20,9 @@ from commlayer.job.autoplan.decide_rank0 import SHARES_WORTH, TRIED, WORTH, to_w
 from commlayer.job.autoplan.facts import Meanwhile, Measured, Planned, SharesMoved
 from commlayer.observe.link_watch import SETTLED
 from commlayer.observe.prediction_check import PATIENCE
-from commlayer.observe.reprobe_schedule import EXPECTED_S, FIRST_S
+from commlayer.observe.reprobe_schedule import COST_MOST, EXPECTED_S, FIRST_S
 
+DOUBTED_S = EXPECTED_S / COST_MOST
 BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""
 
@@ -52,10 +53,11 @@ def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> No
 
 
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "word"), [
-    (FIRST_S, True, 0.2, Word.PROBE), (FIRST_S - 1e-9, True, 0.2, Word.NOTHING), (1e6, False, 0.2, Word.NOTHING),
+    (FIRST_S, True, 0.2, Word.PROBE), (FIRST_S - 1e-9, True, 0.2, Word.NOTHING), (DOUBTED_S, False, 0.2, Word.PROBE),
+    (DOUBTED_S - 1e-9, False, 0.2, Word.NOTHING),
     (1e6, True, 0.4 * WORTH, Word.NOTHING),  # whatever a probe found, no other plan would be worth a change
 ])
-def test_links_that_were_faster_once_are_probed_now_and_then(after_s: float, slower: bool, waited_s: float, word: Word) -> None:
+def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(after_s: float, slower: bool, waited_s: float, word: Word) -> None:
     rank = trying(candidate(plan_of(0.5)))
     told(rank, 0.5, waited_s)
     if slower:

@@ -101,7 +101,16 @@ def test_gaps_between_probes_grow_until_one_finds_something() -> None:
     assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
     again = again.probed(now, 0.1, found=True)
     assert due(again, now + again_module.FIRST_S, lost=True)
-    assert not due(again, now + 1e6)  # nothing to win back
+
+
+def test_links_that_were_never_known_to_be_faster_may_have_been_taken_for_slower_than_they_are() -> None:
+    first = ReprobeSchedule().changed(0.0)
+    from_s = again_module.EXPECTED_S / again_module.COST_MOST
+    assert not due(first, 0.99 * from_s)
+    assert due(first, from_s)
+    assert not due(first, from_s, to_win=0.0)
+    assert not due(first.probed(from_s, 1.0, found=False), from_s + 49.0)
+    assert due(first.probed(from_s, 1.0, found=False), from_s + 50.0)
 
 
 def test_a_hint_comes_soon_and_wears_off() -> None:

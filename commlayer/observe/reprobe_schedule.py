@@ -1,8 +1,9 @@
 """When to probe a link again that may have become faster. Knows times and what came of the last probe; measures nothing.
 
 Under a plan for a slow link next to nothing is sent, so a link that has recovered shows at best in faster steps: such a hint is
-followed soon. Without one a link that was faster once is probed all the same, at growing distances. A probe keeps all ranks
-from training, so none comes before a faster link could have won the time that it takes.
+followed soon. Without one links are probed all the same, at growing distances: those that were faster once, and later also those
+that were not, since they may have been measured while somebody else used them, or the machine. A probe keeps all ranks from
+training, so none comes before a faster link could have won the time that it takes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,6 @@ class ReprobeSchedule(Record, frozen=True):
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
         """`lost`: links were once faster than they are known to be now. `to_win`: the part of the time that links of any speed
         could save."""
-        for_s = now - self.since_s
-        gap_s = max(self.gap_s, self.cost_s / COST_MOST) if lost else math.inf
-        return for_s * to_win >= (self.cost_s or EXPECTED_S) and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
+        for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
+        gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
+        return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
