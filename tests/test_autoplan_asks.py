@@ -57,7 +57,9 @@ def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> No
     (DOUBTED_S - 1e-9, False, 0.2, Word.NOTHING),
     (1e6, True, 0.4 * WORTH, Word.NOTHING),  # whatever a probe found, no other plan would be worth a change
 ])
-def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(after_s: float, slower: bool, waited_s: float, word: Word) -> None:
+def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
+    after_s: float, slower: bool, waited_s: float, word: Word,
+) -> None:
     rank = trying(candidate(plan_of(0.5)))
     told(rank, 0.5, waited_s)
     if slower:

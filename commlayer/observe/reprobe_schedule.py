@@ -1,9 +1,9 @@
 """When to probe a link again that may have become faster. Knows times and what came of the last probe; measures nothing.
 
 Under a plan for a slow link next to nothing is sent, so a link that has recovered shows at best in faster steps: such a hint is
-followed soon. Without one links are probed all the same, at growing distances: those that were faster once, and later also those
-that were not, since they may have been measured while somebody else used them, or the machine. A probe keeps all ranks from
-training, so none comes before a faster link could have won the time that it takes.
+followed soon. Without one links are probed all the same, at growing distances: those that were faster once, and later also
+others, which may have been measured while somebody else used them, or the machine. A probe keeps all ranks from training, so
+none comes before a faster link could have won the time that it takes.
 """
 
 from __future__ import annotations
