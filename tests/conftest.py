@@ -10,8 +10,10 @@ import os
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+from homes_kit import Homes
 from hypothesis import settings
 
 # Before torch and numpy are loaded. The tensors here are small, and where several tests share the cores, threads that wait for
@@ -42,6 +44,13 @@ TOOLS = (
 """Reasons that setting up mends. REQUIRE_TOOLS=1, as continuous integration sets it, allows none of them."""
 
 _skipped: Counter[str] = Counter()
+
+
+@pytest.fixture
+def homes() -> Iterator[Homes]:
+    made = Homes()
+    yield made
+    made.close()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, ended, flat, owed_of, reference, slopes, unheard
-from test_homes_training import WAIT_S, Homes
+from homes_kit import WAIT_S, Homes, ended
+from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, flat, owed_of, reference, slopes, unheard
 
 from commlayer.job import checkpoint_files
 
@@ -141,13 +141,6 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
                 "weights": flat([-p.detach().double() for p in model.parts]), "owed": flat(owed),
                 "codecs": codecs}
     print(json.dumps(told), flush=True)
-
-
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
 
 
 def survivors(homes: Homes, count: int, what: str, codec: str, deaths: str, directory: Path,

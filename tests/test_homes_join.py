@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_homes_regroup import KILLED, SIZES, Given, ended, flat, slopes
-from test_homes_training import Homes, digest
+from homes_kit import Homes, ended, let_in
+from test_homes_regroup import KILLED, SIZES, Given, flat, slopes
+from test_homes_training import digest
 
 from commlayer.runtime.matched_length import scale_of, square_of
 
@@ -81,13 +82,6 @@ def main(home: str, how: str, *more: str) -> None:
 pytestmark = pytest.mark.timeout(300)  # homes start one behind another
 
 
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
-
-
 class Trained:
     """Three homes, of which one dies, with as many workers as `of` says."""
 
@@ -106,11 +100,8 @@ class Trained:
                               *words, *more, *self._more)
 
     def again(self, *more: str) -> tuple[int, list[dict[str, Any]], str]:
-        """Of the one that died, to its end. It is let in once it is known that it had died."""
-        while True:
-            code, rows, errors = ended(self.start(self.victim, "again", *more))
-            if "the job runs and has its" not in errors and "of the job's" not in errors:
-                return code, rows, errors
+        """Of the one that died, to its end."""
+        return let_in(lambda: self.start(self.victim, "again", *more))
 
     def all_ended(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """What those tell who were left, and those who came again: first, since nobody waits for them for ever."""

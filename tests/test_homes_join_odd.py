@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from attach_kit import data, mlp
-from test_homes_regroup import KILLED, ended
-from test_homes_training import Homes, digest
+from homes_kit import Homes, ended, let_in
+from test_homes_regroup import KILLED
+from test_homes_training import digest
 from torch import nn
 
 DEAD_AT, MOST, PAUSE_S = 3, 2400, 0.05
@@ -87,13 +87,6 @@ def die_with(made: Any, wait_s: float) -> None:
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
-
-
 class Trained:
     """Three homes, of which the last dies and comes again, and those of `with_it` die when it does."""
 
@@ -109,10 +102,7 @@ class Trained:
         return self._homes.run("launch", "--join", self._homes.address, *options, __file__, str(home), self._how, *words)
 
     def again(self, *words: str) -> tuple[int, list[dict[str, Any]], str]:
-        while True:  # until it is known that it had died
-            code, rows, errors = ended(self._start(2, words=list(words)))
-            if "the job runs and has its" not in errors:
-                return code, rows, errors
+        return let_in(lambda: self._start(2, words=list(words)))
 
     def told(self) -> list[dict[str, Any]]:
         """By those who are left, and the one that has come again."""

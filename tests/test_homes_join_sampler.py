@@ -8,14 +8,13 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from homes_kit import Homes, ended, let_in
 from test_homes_join import DECAY
-from test_homes_regroup import KILLED, Given, ended, flat, slopes
-from test_homes_training import Homes
+from test_homes_regroup import KILLED, Given, flat, slopes
 
 LENGTH, BATCH, DEAD_AT, PAUSE_S = 120, 12, 3, 0.05
 MORE = 70
@@ -60,29 +59,18 @@ def main(home: str, workers: str, *more: str) -> None:
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_home_that_comes_again_has_its_share_of_the_samples_and_each_is_used_once(homes: Homes, workers: int) -> None:
     """Several epochs, and steps that have begun before somebody dies or comes. With loaders that draw ahead, too."""
     homes.serve(3, "--min-workers", "2")
 
     def start(home: int, *more: str) -> Any:
-        number = [] if more == ("victim", "again") else ["--node-rank", str(home)]
-        return homes.run("launch", "--join", homes.address, *number, __file__, str(home), str(workers), *more)
+        return homes.run("launch", "--join", homes.address, "--node-rank", str(home), __file__, str(home), str(workers), *more)
 
     every = [start(0), start(1, "victim"), start(2)]
     code, dead, _ = ended(every[1])
     assert code == KILLED
-    while True:  # until it is known that it had died
-        code, new, errors = ended(start(1, "again"))
-        if "the job runs and has its" not in errors:
-            break
+    code, new, errors = let_in(lambda: start(1, "again"))
     assert code == 0, errors
     codes = [ended(every[home]) for home in (0, 2)]
     assert [code for code, _, _ in codes] == [0, 0], "\n".join(errors for _, _, errors in codes)

@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from homes_kit import Homes, ended
 from test_homes_between_steps import whole
-from test_homes_regroup import KILLED, SIZES, Given, ended, slopes
-from test_homes_training import Homes
+from test_homes_regroup import KILLED, SIZES, Given, slopes
 
 WORLD, SAVED = 3, 4
 STOPPED = 3
@@ -65,13 +64,6 @@ def main(victim: int, name: str, number: int, directory: str) -> None:
                 said.append(str(error))
     print(json.dumps({"said": said, "weights": [float(p.detach().double().sum()) for p in model.parts]}), flush=True)
     sys.exit(STOPPED if said else 0)
-
-
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(("victim", "name", "number"), [

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import homes_kit
 import pytest
 import test_homes_training
 from lab_kit import needs_lab
@@ -33,8 +34,8 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
     names = ("server", "home-a", "home-b")
     keys = [str(authority.add(tmp_path / "keys", name, 1, dials_only=name != "server")) for name in names]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
-    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": test_homes_training.ROOT,
-                             "env": environment | test_homes_training.QUICK | {"COMMLAYER_CONFIG": ""}}
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": homes_kit.ROOT,
+                             "env": environment | homes_kit.QUICK | {"COMMLAYER_CONFIG": ""}}
     with Nat(2) as nat:
         server = nat.popen(0, [*COMMAND, "serve", "--bind", f"{SERVER}:{PORT}", "--workers", "2", "--keys", keys[0]], **piped)
         assert server.stdout is not None

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from homes_kit import WAIT_S, Homes, ended
 from safetensors.torch import load
-from test_homes_training import WAIT_S, Homes
 from torch import nn
 
 from commlayer.compressors.debts import spread
@@ -227,21 +227,9 @@ def flat(tensors: list[torch.Tensor]) -> list[float]:
     return torch.cat([t.reshape(-1) for t in tensors]).tolist()
 
 
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
-
-
 def started(homes: Homes, count: int, least: int, *args: str) -> list[subprocess.Popen[str]]:
     homes.serve(count, "--min-workers", str(least))
     return [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, *args) for n in range(count)]
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
-    out, errors = process.communicate(timeout=WAIT_S)
-    return process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors
 
 
 def survivors(every: list[subprocess.Popen[str]], victims: dict[int, int]) -> list[dict[str, Any]]:

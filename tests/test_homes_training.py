@@ -10,19 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from homes_kit import WAIT_S, Homes
 from pool_kit import Tree, tree
 
-ROOT = Path(__file__).parents[1]
-TOKEN = "secret-of-this-test"
 STEPS = 6
-WAIT_S = 60.0
-QUICK = {"OMP_NUM_THREADS": "1", "COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "3",
-         "COMMLAYER_JOIN_DEADLINE_S": "40"}
 
 
 def main(how: str, *_: str) -> None:
@@ -72,43 +66,8 @@ def digest(tensors: Any) -> str:
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-class Homes:
-    """`commlayer serve` and as many `commlayer launch`, each as somebody types it."""
-
-    def __init__(self) -> None:
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
-        self._environment |= QUICK | {"COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": TOKEN}
-        self._processes: list[subprocess.Popen[str]] = []
-        self.address = ""
-
-    def run(self, *arguments: str) -> subprocess.Popen[str]:
-        """As in a shell's background, where Ctrl-C is ignored, and by all children that do not mind it themselves."""
-        line = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "commlayer.cli.main", *arguments]
-        process = subprocess.Popen(line, text=True, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE)
-        self._processes.append(process)
-        return process
-
-    def serve(self, workers: int, *more: str) -> subprocess.Popen[str]:
-        process = self.run("serve", "--workers", str(workers), *more)
-        assert process.stdout is not None
-        self.address = json.loads(process.stdout.readline())["control"]
-        return process
-
-    def launch(self, how: str, *options: str) -> subprocess.Popen[str]:
-        return self.run("launch", "--join", self.address, *options, __file__, how, "--for-the", "script")
-
-    def close(self) -> None:
-        for process in reversed(self._processes):  # the server last
-            process.kill()
-            process.communicate(timeout=WAIT_S)
-
-
-@pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
+def launch(homes: Homes, how: str, *options: str) -> subprocess.Popen[str]:
+    return homes.run("launch", "--join", homes.address, *options, __file__, how, "--for-the", "script")
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[list[Any], str]:
@@ -127,8 +86,8 @@ def in_a_rack(how: str, world: int) -> list[str]:
 def test_homes_of_two_and_one_train_the_bits_of_one_rack(homes: Homes) -> None:
     """Through DDP, with the group that the script makes."""
     server = homes.serve(3)
-    second = homes.launch("ddp", "--node-rank", "1", "--nproc-per-node", "2")
-    first = homes.launch("ddp", "--node-rank", "0")
+    second = launch(homes, "ddp", "--node-rank", "1", "--nproc-per-node", "2")
+    first = launch(homes, "ddp", "--node-rank", "0")
     told = [one for home in (first, second) for one in ended(home)[0]]
     told.sort(key=lambda one: one["rank"])
     assert [(one["rank"], one["world"], one["local"], one["sum"]) for one in told] == [
@@ -141,14 +100,14 @@ def test_homes_of_two_and_one_train_the_bits_of_one_rack(homes: Homes) -> None:
 
 def test_workers_of_one_home_sum_among_themselves_first(homes: Homes) -> None:
     homes.serve(2)
-    told, _ = ended(homes.launch("inside", "--nproc-per-node", "2"))
+    told, _ = ended(launch(homes, "inside", "--nproc-per-node", "2"))
     assert [one["nodes"] for one in told] == [[1]] * 2
     assert {one["sha"] for one in told} == set(in_a_rack("inside", 2))
 
 
 def test_collectives_behind_training_work_as_in_a_rack_and_the_server_ends_with_the_last_home(homes: Homes) -> None:
     server = homes.serve(2)
-    both = [homes.launch("evaluation") for _ in range(2)]
+    both = [launch(homes, "evaluation") for _ in range(2)]
     assert [one["sum"] for home in both for one in ended(home)[0]] == [10.0, 10.0]
     ended(server)
 
@@ -156,7 +115,7 @@ def test_collectives_behind_training_work_as_in_a_rack_and_the_server_ends_with_
 @pytest.mark.parametrize("who", ["a home", "a launcher", "the server"])
 def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_with_a_name(homes: Homes, who: str) -> None:
     server = homes.serve(2)
-    both = [homes.launch("on and on", "--node-rank", str(place)) for place in range(2)]
+    both = [launch(homes, "on and on", "--node-rank", str(place)) for place in range(2)]
     for home in both:
         assert home.stdout is not None
         home.stdout.readline()
