@@ -147,8 +147,7 @@ class Cluster:
         return self._ports[1 + number + self.setting.apart] if self.setting.apart else self._ports[1 + number]
 
     def _make_links(self, stack: ExitStack) -> None:
-        more = int(self.trial.fault == "rejoin-home")  # who comes again is another
-        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers + more)]
+        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers + self._fault.joins)]
         self.controls = [Link(chance) for chance in chances]
         grpc = self.setting.carrier == "grpc"  # data passes where control does
         self.links = self.controls if grpc else [Link(chance) for chance in chances]
@@ -211,7 +210,7 @@ class Cluster:
         number = rank if again is None else len(self.workers)
         task = Task(number, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
                     str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at and again is None else 0,
-                    self.setting.least, BEHIND if self.trial.fault == "rejoin-home" else 0)
+                    self.setting.least, BEHIND if self._fault.joins else 0)
         environ = self._in_home(rank, again or self._seat(self._homes[rank])) if self.setting.least else {}
         environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
         return Started(processes.train, task, environ=environ,

@@ -36,7 +36,8 @@ def _homes(setting: Setting) -> bool:
 class Fault(NamedTuple):
     """`strikes`: what its victim is. `ends`: what is lost does not come back, so waits are short. `full`: no journal fits,
     from the start. `heals`: work is interrupted until somebody is back. `says`: by which words the victim, a server, shows
-    that the fault is there; else whoever strikes counts."""
+    that the fault is there; else whoever strikes counts. `joins`: the victim, a home, is started again and joins the others, as
+    one more worker."""
 
     what: str
     strikes: str
@@ -45,6 +46,7 @@ class Fault(NamedTuple):
     full: bool = False
     heals: bool = True
     says: str = ""
+    joins: bool = False
 
 
 NO_ROOM = "and a crash of this server ends it"
@@ -77,6 +79,6 @@ FAULTS: dict[str, Fault] = {
     "strangers": Fault("connections that say nothing, or nonsense", "server", heals=False),
     "kill-home": Fault("SIGKILL of a home, and enough are left", "worker", _homes, ends=True),
     "kill-homes": Fault("SIGKILL of two homes, and too few are left", "worker", _homes, ends=True),
-    "rejoin-home": Fault("SIGKILL of a home, and it is started again", "worker", _homes),
+    "rejoin-home": Fault("SIGKILL of a home, and it is started again", "worker", _homes, joins=True),
 }
 """By the names that `commlayer chaos --faults` takes."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from commlayer.chaos import oracle
 from commlayer.chaos.cluster import Evidence
+from commlayer.chaos.faults import FAULTS
 from commlayer.chaos.oracle import GOES_ON, Outcome
 from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Finding
 from commlayer.chaos.trials import STEPS, Trial
@@ -115,10 +116,10 @@ def _outcome(trial: Trial, found: Evidence, others: list[int]) -> Outcome:
         return Outcome("hangs")
     known = [end for end in ends if end is not None]
     if all(not end.what and not end.bug for end in known):
-        if trial.fault == "rejoin-home" and len(known) == trial.setting.workers and all(found.stepped[rank] for rank in others):
-            return Outcome("goes on with", (f"worker {trial.setting.workers}",))
-        if trial.fault == "rejoin-home":
-            return Outcome("goes on without", (trial.victim,))
+        if FAULTS[trial.fault].joins:
+            came = len(known) == trial.setting.workers and all(found.stepped[rank] for rank in others)
+            return Outcome("goes on with", (f"worker {trial.setting.workers}",)) if came else \
+                Outcome("goes on without", (trial.victim,))
         whole = len(known) == trial.setting.workers or all(
             end is not None and not end.what and not end.bug for end in found.ended)
         return GOES_ON if whole else Outcome("goes on without", (trial.victim,))
