@@ -77,12 +77,12 @@ def _ddp_alone() -> None:
     """DistributedDataParallel's constructor compares and shares weights: a home that joins is given them later, by attach()."""
     from torch.nn.parallel import DistributedDataParallel
 
+    from commlayer.transport import home_world
+
     known = DistributedDataParallel.__init__
 
     @functools.wraps(known)
     def made(*args: Any, **more: Any) -> None:
-        from commlayer.transport import home_world
-
         with home_world.alone():
             known(*args, **more)
 

@@ -28,8 +28,8 @@ LEAST_ROUND_TRIP_S = 0.02
 STRETCH = 0.4
 """Of the time: how long a rate is taken over."""
 HEADROOM = 1.5
-"""Times the measured rate that a node may send at. Probes find up to a third too little, and a pace below the link's would make
-that true; one that is too high costs a few lost segments."""
+"""Times the measured rate that a node may send at. Probes find too little of what nodes send, and a pace below the link's would
+make that true; one that is too high costs a few lost segments."""
 NEARLY_ALL = 0.9
 """So many stretches are slower than the rate: windows open in them, or a thread comes late. The fastest may hold what had piled
 up before such a thread."""

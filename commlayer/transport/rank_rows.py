@@ -38,8 +38,7 @@ class RowChannel:
     def regroup(self, members: Members) -> None:
         """Other ranks tell each other from now on. What was on its way was among those before."""
         self.members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
-        for rows in self._told:
-            rows.forget()
+        self.forget()
 
     def allow(self, late_s: float) -> None:
         """From now on ranks may come to an exchange so much later than others. `timeout_s` it is at least."""
@@ -56,7 +55,7 @@ class RowChannel:
         return Pending(work, what, on_device=False), rows
 
     def forget(self) -> None:
-        """What is on its way will not be read: this rank ends with an error, and so do the others."""
+        """What is on its way will not be read."""
         for rows in self._told:
             rows.forget()
 

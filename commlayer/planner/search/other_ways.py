@@ -75,15 +75,17 @@ class OtherWays:
         def near() -> float:  # of what was made finer already, the slack is not given twice
             return min(each.shortest for each in kept) * (1 + worth)
 
-        looked = _near(able, near() / (1 + worth), worth)
+        looked = _near(able, min(each.shortest for each in kept), worth)
         searched = _shortest(looked, SEARCHED)
         for each in searched:
             if _least(each) <= near():
                 kept.append(self._found(each, min((each.quick, each.searched), key=each.exact)))
-        rest = [each for each in looked if each not in searched and _about(each) <= near()]
+        most_price = near()
+        rest = [each for each in looked if each not in searched and _about(each) <= most_price]
         kept += [self._found(each, each.quick) for each in sorted(rest, key=lambda each: each.exact(each.quick))]
         # Of equal ones the first.
-        return min((each for each in kept if each.price <= near()), key=lambda each: each.excess)
+        most_price = near()
+        return min((each for each in kept if each.price <= most_price), key=lambda each: each.excess)
 
     def _entry(self, recipe: Recipe) -> LayoutCandidate:
         if recipe not in self._tried:
