@@ -56,9 +56,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
 
 
-def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
-    asked = args or argparse.Namespace(store=None, again=False, renew=False, stored=False, task=None, link=None, system=None,
-                                       seeds=None, seconds=None)
+def run(quick: bool, asked: argparse.Namespace) -> Result:
+    """`asked`: what the flags say."""
     if asked.stored:
         return stored(asked)
     seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
@@ -164,7 +163,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     """As a line of the table; what begins with _ is for the picture."""
     told = {key: row[key] for key in ("task", "link", "system", "seed")}
     if "error" in row:
-        return told | {"void": row["error"], "commit": row["commit"], "_group": row["group"]}
+        return told | {"void": row["error"], "commit": row.get("commit", ""), "_group": row["group"]}
     for name, target in zip(("easy", "middle", "hard"), row["targets"], strict=True):
         seconds = reached(row["curve"], target)
         told[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
@@ -173,7 +172,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     return told | {
         "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s, "up kB": row["up_kb"],
         "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"], "late %": row["late_pct"],
-        "void": row["void"], "commit": row["commit"], "_group": row["group"], "_curve": row["curve"],
+        "void": row["void"], "commit": row.get("commit", ""), "_group": row["group"], "_curve": row["curve"],
         "_targets": row["targets"],
     }
 
