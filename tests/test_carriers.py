@@ -294,7 +294,7 @@ def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: 
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises((PeerLost, Refused)):
-        carriers.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 1.0)
+        carriers.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
     until = soon()
     while not all(stream._over for stream in came):
         threading.Event().wait(0.01)
