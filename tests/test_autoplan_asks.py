@@ -16,7 +16,7 @@ from autoplan_kit import (
 )
 
 from commlayer.job.autoplan.actions import StartPlanning, Word
-from commlayer.job.autoplan.decide_rank0 import SHARES_WORTH, TRIED, WORTH, to_win
+from commlayer.job.autoplan.decide_rank0 import SHARES_WORTH, TO_WIN, TRIED, to_win
 from commlayer.job.autoplan.facts import Meanwhile, Measured, Planned, SharesMoved
 from commlayer.observe.link_watch import SETTLED
 from commlayer.observe.prediction_check import PATIENCE
@@ -55,7 +55,7 @@ def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> No
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "word"), [
     (FIRST_S, True, 0.2, Word.PROBE), (FIRST_S - 1e-9, True, 0.2, Word.NOTHING), (DOUBTED_S, False, 0.2, Word.PROBE),
     (DOUBTED_S - 1e-9, False, 0.2, Word.NOTHING),
-    (1e6, True, 0.4 * WORTH, Word.NOTHING),  # whatever a probe found, no other plan would be worth a change
+    (1e6, True, 0.4 * TO_WIN, Word.NOTHING),  # whatever a probe found, no other plan would be worth a change
 ])
 def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
     after_s: float, slower: bool, waited_s: float, word: Word,
@@ -95,7 +95,7 @@ def test_links_can_win_what_steps_wait_and_what_compressing_loses(
     assert to_win(lead, rank.state.links.watch) == pytest.approx(win)
 
 
-@pytest.mark.parametrize(("waited_s", "word"), [(0.5 * WORTH, Word.NOTHING), (2 * WORTH, Word.MEASURE)])
+@pytest.mark.parametrize(("waited_s", "word"), [(0.5 * TO_WIN, Word.NOTHING), (2 * TO_WIN, Word.MEASURE)])
 def test_slow_steps_are_measured_again_only_where_a_plan_could_win_something(waited_s: float, word: Word) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, times=BY_PACE)

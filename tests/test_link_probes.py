@@ -10,8 +10,7 @@ import pytest
 from attach_kit import Run, Setting, mlp, play
 from pool_kit import pool
 
-from commlayer.job.autoplan import link_probes
-from commlayer.job.autoplan.link_probes import BUSY, EVEN, TOLD_BPS, Seen, even, probed, sustained
+from commlayer.job.autoplan.link_probes import BUSY, DRAINED, OPENING, TOLD_BPS, Seen, probed, sustained, turns_of
 from commlayer.job.autoplan.measuring import held_up
 from commlayer.measure import link_rates
 from commlayer.observe import Direction, RecordedStep, Throughput
@@ -46,15 +45,14 @@ def test_what_links_carry_beside_computing_tells_nothing_of_them(backward_s: flo
     assert held_up(steps) == wanted
 
 
-@pytest.mark.parametrize(("rates", "asks", "wanted"), [
-    ((1e7, 1e7, 1e7), (1, 1, 1), True), ((1e7, 1e7 * EVEN, 1e7), (1, 1, 1), True),
-    ((1e7, 1.01e7 * EVEN, 1e7), (1, 1, 1), False), ((0.0, 1e7), (0, 1), False),
+@pytest.mark.parametrize(("nodes", "round_trip_s", "wanted"), [
+    (4, 0.02, 4), (4, 0.03, 3), (4, 0.08, 2), (4, 0.3, 2), (2, 0.02, 2), (64, 0.02, 4), (64, 0.08, 2),
 ])
-def test_nodes_are_even_where_all_have_servers_and_send_equally_fast(
-    rates: tuple[float, ...], asks: tuple[int, ...], wanted: bool,
-) -> None:
-    nodes = [link_probes._Known(rate, 0.0, 0.08, float(ask)) for rate, ask in zip(rates, asks, strict=True)]
-    assert even(nodes) == wanted
+def test_nodes_send_one_after_the_other_as_far_as_there_is_time(nodes: int, round_trip_s: float, wanted: int) -> None:
+    turns, turn_s = turns_of(nodes, 1.28, round_trip_s)
+    assert turns == wanted
+    assert turn_s >= (OPENING + DRAINED) * round_trip_s, "windows open, and what is under way comes through"
+    assert 2 * turns * turn_s == pytest.approx(max(1.28, 4 * (OPENING + DRAINED) * round_trip_s)), "however many nodes"
 
 
 class Pings:
@@ -118,5 +116,5 @@ def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
         assert result["found"] == pytest.approx(TOLD)
         assert result["alpha_s"] > 0
     for result in (*half, *nothing, *behind_another):
-        assert result["asked"] == ["up", "down"], "where one does not know, all send at once"
+        assert result["asked"] == ["up", "down"], "where one does not know, all send, and then receive"
         assert min(result["found"]) > max(TOLD), "loopback is faster than what was made up"

@@ -62,8 +62,10 @@ def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int
     assert server_nodes_of(made) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
 
 
-def test_slower_ranks_are_slower_nodes() -> None:
-    assert [node.speed for node in cluster_of(LINKS, ROWS, INSIDE, [0]).nodes] == pytest.approx([1.0, 1 / 2, 1 / 3])
+@pytest.mark.parametrize(("order", "speeds"), [((0, 1, 2), (1.0, 1 / 2, 1 / 3)), ((2, 0, 1), (1.0, 3.0, 1.5))])
+def test_speeds_are_against_rank_0_whose_times_are_planned_with(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
+    made = cluster_of(LINKS, [ROWS[rank] for rank in order], INSIDE, [0])
+    assert [node.speed for node in made.nodes] == pytest.approx(speeds)
 
 
 def test_servers_become_hosts_and_servers_again() -> None:

@@ -21,15 +21,17 @@ FIRST_NBYTES = 32 << 10
 """Under way at first, each way; of a link of 1 Mb/s a quarter of a second."""
 CHUNKS = 8
 """Of what may be under way to a server. More would cost more processor time than bytes on fast links."""
-LEAST_NBYTES, MOST_NBYTES = 1 << 10, 1 << 20
-"""Of a chunk."""
+LEAST_NBYTES, MOST_NBYTES = 4 << 10, 1 << 20
+"""Of a chunk. Smaller ones would cost more processor time than a link of some Mb/s."""
 LEAST_ROUND_TRIP_S = 0.02
 """However near servers are, threads of busy machines answer no sooner."""
-STRETCH = 0.4
+RECENT = 3
+"""Round trips: what went through in them is recent, for with full queues a chunk takes as long."""
+STRETCH = 0.6
 """Of the time: how long a rate is taken over."""
 HEADROOM = 1.5
-"""Times the measured rate that a node may send at. Probes find too little of what nodes send, and a pace below the link's would
-make that true; one that is too high costs a few lost segments."""
+"""Times the measured rate that a node may send at. A short probe may find too little, and a pace below the link's would make
+that true; one that is too high costs a few lost segments."""
 NEARLY_ALL = 0.9
 """So many stretches are slower than the rate: windows open in them, or a thread comes late. The fastest may hold what had piled
 up before such a thread."""
@@ -93,11 +95,11 @@ class _Way:
 
     def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
         self._way, self._first_nbytes = way, first_nbytes
-        self._round_trip_s = max(round_trip_s, LEAST_ROUND_TRIP_S)
+        self._recent_s = RECENT * max(round_trip_s, LEAST_ROUND_TRIP_S)
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[Arrival] = []
         self._recent = 0
-        """The first arrival of the last round trip."""
+        """The first arrival of late."""
         self._recent_nbytes = 0
 
     def run(self, network: Network, budget_s: float, patience_s: float) -> float:
@@ -112,8 +114,8 @@ class _Way:
             self._arrived(network.next(patience_s))
 
     def _fill(self, network: Network, now: float) -> None:
-        """Twice what went through in the last round trip: windows open as fast as the connections' own."""
-        while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._round_trip_s:
+        """Twice what went through lately: windows open as fast as the connections' own."""
+        while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
         room = min(max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES), CHUNKS * MOST_NBYTES)

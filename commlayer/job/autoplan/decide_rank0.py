@@ -20,8 +20,10 @@ from commlayer.observe.prediction_check import LIMIT
 from commlayer.planner.model.cluster import Link
 from commlayer.records import Plan, digest
 
-WORTH = 0.05
-"""A plan must shorten the way to a loss by this fraction to replace another: it is made from measurements that err."""
+WORTH = 0.02
+"""A plan must shorten the way to a loss by this fraction to be tried. Prices err by more, either way: a few steps tell."""
+TO_WIN = 0.05
+"""Less is no reason to measure anything again."""
 SHARES_WORTH = 0.1
 """Work is measured again where a change of shares changes a step's computing by this fraction."""
 HARDER = 1.25
@@ -103,7 +105,7 @@ def found_faster(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
     if links is None or not isinstance(lead.phase, Steady) or not lead.searched or not lead.recent:
         return lead, []
     win = to_win(lead, links.watch)
-    if win is None or win < WORTH or not differ(rates_of(lead.searched), rates_of(links.links)):
+    if win is None or win < TO_WIN or not differ(rates_of(lead.searched), rates_of(links.links)):
         return lead, []
     return planning(lead, in_force.plan, links.links, median(lead.recent))
 
@@ -141,7 +143,7 @@ def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead,
     if isinstance(lead.phase, Proposing):
         return lead, Word.SWITCH
     win = to_win(lead, links.watch)
-    nothing = lead.stale and not lead.moved and win is not None and win < WORTH
+    nothing = lead.stale and not lead.moved and win is not None and win < TO_WIN
     if nothing or ((lead.stale or lead.moved) and in_force.plan.steps_locally):
         # Nothing can be won; or what is recorded of an exchange tells nothing of steps on averaged gradients, which plans start
         # from.
@@ -150,7 +152,7 @@ def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead,
     elif lead.stale or lead.moved:
         return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
     lost = differ(links.best, links.watch.planned)
-    if win is None or win < WORTH:  # whatever a probe finds, no plan would follow from it
+    if win is None or win < TO_WIN:  # whatever a probe finds, no plan would follow from it
         return lead, Word.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
     return lead, Word.PROBE if due else Word.NOTHING

@@ -245,7 +245,8 @@ class AutoPlan:
 
     def _probe(self, order: Probe) -> None:
         start, made, old = time.monotonic(), self._connection, self._replanner.rows
-        up_bps, down_bps, _ = probed(made, PROBE_AGAIN_S)
+        assert self._state.links is not None
+        up_bps, down_bps, _ = probed(made, PROBE_AGAIN_S, expected=self._state.links.watch.planned[self._groups().node])
         rows = gathered(made, old[made.rank]._replace(up_bps=up_bps, down_bps=down_bps))
         took_s = time.monotonic() - start
         self._feed(Probed(tuple(links_of(made, rows)), took_s, order.plan_s, order.step_s))

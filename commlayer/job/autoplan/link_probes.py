@@ -11,8 +11,8 @@ import torch
 from commlayer.config import host_port
 from commlayer.job.connection import Connection
 from commlayer.measure import link_rates
-from commlayer.observe import InterfaceCounters, Throughput, counters_towards
-from commlayer.observe.link_watch import FACTOR, PAYLOAD
+from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_towards
+from commlayer.observe.link_watch import PAYLOAD
 from commlayer.planner.model.cluster import Link
 from commlayer.transport.groups import Groups
 
@@ -41,25 +41,24 @@ def server_nodes_of(made: Connection) -> list[int]:
 
 Ways = tuple[float, float, float]
 """(bit/s up, bit/s down, seconds to the core of the network)."""
+UNKNOWN = Rates(0.0, 0.0)
 
 
-UP_SHARE = 0.4
-"""Part of a probe's time for sending: all nodes send at once, as they do in a step. Where they do not send equally fast, they
-receive in turn, or the senders' links would set the rate."""
+OPENING = 4
+"""Round trips of a turn in which windows open. They begin at what steps carried, where that is known."""
 DRAINED = 3
-"""Round trips behind a turn until what was under way is through."""
-EVEN = FACTOR
-"""Nodes whose rates up differ by no more than this factor send equally fast. Where all of them have servers, too, no plan has
-one of them receive faster than it sends."""
+"""Round trips at the end of a turn until what was under way is through."""
+LEAST_TURNS = 2
+"""Each way. With half of the nodes in each, a receiver hears no more at once than one sender's part."""
 TOLD_BPS = 20e6
 """Faster links are probed in any case: what held steps up may have been processors, or servers that wait for each other."""
-BUSY, BUSY_TRIPS = 0.5, 8
+BUSY, BUSY_TRIPS = 0.35, 8
 """What went on for this part of the steps, and for so many round trips, which is longer than windows take to open, was held up
 by the link."""
 
 
 class _Known(NamedTuple):
-    """What a node tells the others ahead of a probe, and between its turns. 0: it does not know."""
+    """What a node tells the others ahead of a probe. 0: it does not know."""
 
     up_bps: float = 0.0
     down_bps: float = 0.0
@@ -83,33 +82,34 @@ def seen_by(meter: InterfaceCounters) -> Seen:
     return Seen(meter.look(), since_s)
 
 
-def probed(made: Connection, budget_s: float, seen: Seen | None = None, steps_s: float = 0.0) -> Ways:
+def probed(
+    made: Connection, budget_s: float, seen: Seen | None = None, steps_s: float = 0.0, *, expected: Rates = UNKNOWN,
+) -> Ways:
     """Rates of this node's link; all ranks call it together, and `gathered` behind it, which waits for the last. It asks
     servers on other nodes; zeros where there are none. `seen`: in steps that took `steps_s` in all; what that tells on all
-    nodes is not measured."""
+    nodes is not measured. `expected`: what the link carries at least, as far as is known: windows begin there."""
     groups = _groups(made)
     assert made.uplink is not None
     away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
     network, patience_s = link_rates.Asking(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
-    mine, up_s = _Known(), UP_SHARE * budget_s
+    mine = _Known()
     if asks:
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
         mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
     nodes = _told(groups, mine)
     # Where some node's way down was not busy, what held up the others' ways up may have been a slow node that they send to.
-    if any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
-        if asks:
-            mine = mine._replace(up_bps=max(mine.up_bps, link_rates.rate(
-                network, link_rates.UP, away, mine.round_trip_s, up_s, patience_s)))
-        nodes = _told(groups, mine)
-    alike = even(nodes)
-    if asks and not (alike and all(node.down_bps for node in nodes)):
-        down_s = up_s if alike else (1 - UP_SHARE) * budget_s / len(nodes)
-        if not alike:  # in turns, which need no meeting: all have heard the others at about the same time
-            time.sleep(groups.node * (down_s + DRAINED * max(node.round_trip_s for node in nodes)))
-        mine = mine._replace(down_bps=link_rates.rate(
-            network, link_rates.DOWN, away, mine.round_trip_s, down_s, patience_s, expected_bps=mine.up_bps))
+    if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+        longest_s = max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes))
+        turns, turn_s = turns_of(len(nodes), budget_s, longest_s)
+        begin = time.monotonic()  # all have heard the others at about the same time, so turns need no meeting
+        found = [mine.up_bps, mine.down_bps]
+        for way in (link_rates.UP, link_rates.DOWN):
+            time.sleep(max(0.0, begin + (way * turns + groups.node % turns) * turn_s - time.monotonic()))
+            expected_bps = max(expected[way], found[link_rates.UP] if way == link_rates.DOWN else 0.0)
+            found[way] = max(found[way], link_rates.rate(
+                network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
+        mine = mine._replace(up_bps=found[link_rates.UP], down_bps=found[link_rates.DOWN])
     # To the server and back, and from each machine to the network between them: four ways of about equal length.
     return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
 
@@ -124,10 +124,12 @@ def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[f
     return up, down
 
 
-def even(nodes: Sequence[_Known]) -> bool:
-    """Whether all nodes have servers, and send equally fast."""
-    rates = [node.up_bps for node in nodes]
-    return all(node.asks for node in nodes) and max(rates) <= EVEN * min(rates)
+def turns_of(nodes: int, budget_s: float, round_trip_s: float) -> tuple[int, float]:
+    """In how many turns nodes send, and then receive, and the seconds of one: as many as there is time for. Nodes that send at
+    once meet at receivers, and find a part of what each could send alone."""
+    least_s = (OPENING + DRAINED) * round_trip_s
+    turns = max(LEAST_TURNS, min(nodes, int(budget_s / 2 / least_s)))
+    return turns, max(budget_s / 2 / turns, least_s)
 
 
 def _told(groups: Groups, mine: _Known) -> list[_Known]:
@@ -137,7 +139,7 @@ def _told(groups: Groups, mine: _Known) -> list[_Known]:
 
 
 def at_least(ways: Ways, carried: Throughput | None) -> Ways:
-    """What a link was seen to carry in steps it can carry: a probe is short, and all nodes send at once in it."""
+    """What a link was seen to carry in steps it can carry: a probe is short."""
     up_bps, down_bps, alpha_s = ways
     if carried is None or not up_bps:  # there is no other node's server to ask
         return ways

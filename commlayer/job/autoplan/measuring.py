@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.job.autoplan.link_probes import RankMeasurement, Seen, at_least, gathered, probed
+from commlayer.job.autoplan.link_probes import UNKNOWN, RankMeasurement, Seen, at_least, gathered, probed
 from commlayer.job.connection import Connection
 from commlayer.measure import collective_costs
 from commlayer.measure.collective_costs import Grouped
 from commlayer.measure.model_times import timing_of
-from commlayer.observe import RecordedStep
+from commlayer.observe import Rates, RecordedStep
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker
 
@@ -61,7 +61,9 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     step_s = median(s.marks["end"] for s in steps)
     steps_s = (len(steps) + 1) * step_s  # the one in which recording began was seen, too
     told = seen if held_up(steps) else None
-    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, told, steps_s), seen and seen.carried)
+    carried = None if seen is None else seen.carried
+    expected = Rates(carried.up.bps, carried.down.bps) if carried else UNKNOWN
+    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, told, steps_s, expected=expected), carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)

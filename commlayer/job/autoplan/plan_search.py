@@ -24,11 +24,8 @@ from commlayer.planner.search.other_ways import Found
 from commlayer.planner.search.plan import plain as plain_found
 from commlayer.records import Job, Plan
 
-KEEPS_UP = 1.5
-"""Times as long as computing alone: where averaging gradients in every step takes the loss no farther off, nothing else is
-looked for."""
 LEAVES = 0.75
-"""Else it is left for what is at the loss in this part of the time, or sooner."""
+"""Averaged gradients are left for what is at the loss in this part of the time, or sooner."""
 
 NEARLY = 0.03
 """A predicted step that is longer than the measured one by no more than this fraction is as good."""
@@ -91,8 +88,8 @@ def search(order: SearchOrder) -> SearchResult:
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """With nodes that all send as fast as the measured step needs at least: short probes, in which all nodes send at once, find
-    too little, never too much. Unchanged where they already do, or where no rate explains the step."""
+    """With nodes that all send as fast as the measured step needs at least: short probes find too little rather than too much.
+    Unchanged where they already do, or where no rate explains the step."""
 
     def sending(least_bps: float) -> Cluster:
         return structs.replace(cluster, nodes=tuple(
@@ -153,7 +150,8 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple
     plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
     plain_s = plain.step_s * steps_of(plain, made_from)
     computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
-    keeps_up = policy.exact or (not apart and plain_s <= KEEPS_UP * computing_s)
+    # Nothing is at the loss sooner than steps that only compute.
+    keeps_up = policy.exact or (not apart and LEAVES * plain_s <= computing_s)
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
     if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:

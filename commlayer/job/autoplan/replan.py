@@ -115,16 +115,18 @@ def cluster_of(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, server_nodes: Sequence[int], *, cuda: bool = False,
     reachable: bool = True,
 ) -> Cluster:
-    """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best."""
+    """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best.
+
+    Speeds are against rank 0's, which plans with its own times of the model and its own costs of codecs.
+    """
     per_node = len(rows) // len(links)
-    fastest_s = min(row.compute_s for row in rows)
     line = inside.inside
     nodes = []
     for number, link in enumerate(links):
         mine = rows[number * per_node : (number + 1) * per_node]
         nodes.append(Node(
             f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
-            speed=fastest_s / max(row.compute_s for row in mine), server=number in server_nodes,
+            speed=rows[0].compute_s / max(row.compute_s for row in mine), server=number in server_nodes,
         ))
     best = max(links, key=lambda link: link.up_bps + link.down_bps)
     nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(server_nodes, default=0) + 1)]
