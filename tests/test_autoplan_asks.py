@@ -55,7 +55,7 @@ def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> No
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "word"), [
     (FIRST_S, True, 0.2, Word.PROBE), (FIRST_S - 1e-9, True, 0.2, Word.NOTHING), (DOUBTED_S, False, 0.2, Word.PROBE),
     (DOUBTED_S - 1e-9, False, 0.2, Word.NOTHING),
-    (1e6, True, 0.4 * TO_WIN, Word.NOTHING),  # whatever a probe found, no other plan would be worth a change
+    (1e6, True, 0.4 * TO_WIN, Word.NOTHING),  # whatever a probe found, too little would follow from it
 ])
 def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
     after_s: float, slower: bool, waited_s: float, word: Word,

@@ -10,10 +10,21 @@ import pytest
 from attach_kit import Run, Setting, mlp, play
 from pool_kit import pool
 
-from commlayer.job.autoplan.link_probes import BUSY, DRAINED, OPENING, TOLD_BPS, Seen, probed, sustained, turns_of
+from commlayer.job.autoplan import link_probes
+from commlayer.job.autoplan.link_probes import (
+    BUSY,
+    DRAINED,
+    LONGEST_S,
+    OPENING,
+    TOLD_BPS,
+    Seen,
+    probed,
+    sustained,
+    turns_of,
+)
 from commlayer.job.autoplan.measuring import held_up
 from commlayer.measure import link_rates
-from commlayer.observe import Direction, RecordedStep, Throughput
+from commlayer.observe import Direction, Rates, RecordedStep, Throughput
 from commlayer.observe.link_watch import PAYLOAD
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
@@ -33,7 +44,7 @@ TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
     (Seen(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
     (Seen(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),
 ])
-def test_what_went_on_for_most_of_the_steps_is_what_the_link_carries(
+def test_what_went_on_for_much_of_the_steps_is_what_the_link_carries(
     seen: Seen | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
 ) -> None:
     assert sustained(seen, steps_s, round_trip_s) == pytest.approx(wanted)
@@ -45,14 +56,18 @@ def test_what_links_carry_beside_computing_tells_nothing_of_them(backward_s: flo
     assert held_up(steps) == wanted
 
 
-@pytest.mark.parametrize(("nodes", "round_trip_s", "wanted"), [
-    (4, 0.02, 4), (4, 0.03, 3), (4, 0.08, 2), (4, 0.3, 2), (2, 0.02, 2), (64, 0.02, 4), (64, 0.08, 2),
+@pytest.mark.parametrize(("nodes", "round_trip_s", "everywhere", "wanted"), [
+    (4, 0.02, True, 4), (4, 0.03, True, 3), (4, 0.08, True, 2), (4, 0.3, True, 2), (2, 0.02, True, 2), (64, 0.02, True, 4),
+    (64, 0.08, True, 2), (3, 0.08, False, 3), (64, 0.08, False, 4), (1, 0.08, False, 1),
 ])
-def test_nodes_send_one_after_the_other_as_far_as_there_is_time(nodes: int, round_trip_s: float, wanted: int) -> None:
-    turns, turn_s = turns_of(nodes, 1.28, round_trip_s)
+def test_nodes_send_one_after_the_other_as_far_as_there_is_time(
+    nodes: int, round_trip_s: float, everywhere: bool, wanted: int,
+) -> None:
+    turns, turn_s = turns_of(nodes, 1.28, round_trip_s, everywhere=everywhere)
     assert turns == wanted
-    assert turn_s >= (OPENING + DRAINED) * round_trip_s, "windows open, and what is under way comes through"
-    assert 2 * turns * turn_s == pytest.approx(max(1.28, 4 * (OPENING + DRAINED) * round_trip_s)), "however many nodes"
+    least_s = (OPENING + DRAINED) * round_trip_s
+    assert turn_s >= least_s, "windows open, and what is under way comes through"
+    assert 2 * turns * turn_s == pytest.approx(max(1.28, 2 * turns * least_s)), "however many nodes"
 
 
 class Pings:
@@ -118,3 +133,50 @@ def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
     for result in (*half, *nothing, *behind_another):
         assert result["asked"] == ["up", "down"], "where one does not know, all send, and then receive"
         assert min(result["found"]) > max(TOLD), "loopback is faster than what was made up"
+
+
+ROUND_TRIP_S, SLOW_S = 0.02, 2.0
+EXPECTED = Rates(3e6, 5e6)
+
+
+class Clock:
+    """For a module that takes its time from it: nothing takes any but sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
+    """When this rank asks, which way, for how long, and with what expected; by a round trip of which it is told."""
+    run.wrap(mlp())
+    clock, asked = Clock(), list[tuple[float, int, float, float]]()
+
+    def rate(_network: Any, way: int, _servers: Any, round_trip_s: float, budget_s: float, _patience_s: float, *,
+             expected_bps: float) -> float:
+        assert round_trip_s == [ROUND_TRIP_S, SLOW_S][run.rank]
+        asked.append((clock.now, way, budget_s, expected_bps))
+        return 4e6
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_probes, "time", clock)
+        patch.setattr(link_rates, "round_trip", lambda *_: [ROUND_TRIP_S, SLOW_S][run.rank])
+        patch.setattr(link_rates, "rate", rate)
+        assert probed(run.sessions[0].inspect.connection, BUDGET_S, expected=EXPECTED)[:2] == (4e6, 4e6)
+    return asked
+
+
+def test_ranks_take_turns_each_way_as_long_as_the_longest_round_trip_asks_for() -> None:
+    results = pool(WORLD).call(play, WORLD, taking_turns, Setting("module", servers=SERVERS))
+    turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # nobody waits for one of two seconds
+    assert turns == WORLD
+    for rank, asked in enumerate(results):
+        assert [way for _, way, _, _ in asked] == [link_rates.UP, link_rates.DOWN]
+        assert [at for at, *_ in asked] == pytest.approx([rank * turn_s, (turns + rank) * turn_s])
+        assert [budget_s for _, _, budget_s, _ in asked] == pytest.approx([turn_s - DRAINED * LONGEST_S] * 2)
+        assert [bps for *_, bps in asked] == [EXPECTED.up_bps, max(EXPECTED.down_bps, 4e6)]

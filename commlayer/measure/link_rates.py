@@ -114,10 +114,12 @@ class _Way:
             self._arrived(network.next(patience_s))
 
     def _fill(self, network: Network, now: float) -> None:
-        """Twice what went through lately: windows open as fast as the connections' own."""
+        """Twice what went through lately: windows open faster than the connections' own."""
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
+        if self._recent:  # by now it is known what the link carries, which may be less than was expected
+            self._first_nbytes = FIRST_NBYTES
         room = min(max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES), CHUNKS * MOST_NBYTES)
         nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
         for server in self._to:

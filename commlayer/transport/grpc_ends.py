@@ -105,20 +105,20 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
 
     with contextlib.suppress(OSError):
         _dialled.update(found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
-    full: CommError | None = None
+    refusal: CommError | None = None
     while True:
         try:
             stream: GrpcStream = event_loop.run(made(), deadline - begin + 5.0)
             return stream
         except TimeoutError:
             # An answer that came is the better reason than a last try that time ran out on.
-            raise full or DeadlineExceeded(
+            raise refusal or DeadlineExceeded(
                 f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, and the firewalls "
                 "between") from None
         except grpc.aio.AioRpcError as error:
-            full = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
+            refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + AGAIN_S > deadline:
-                raise full from None
+                raise refusal from None
         time.sleep(AGAIN_S)
 
 

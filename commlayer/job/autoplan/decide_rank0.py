@@ -23,7 +23,7 @@ from commlayer.records import Plan, digest
 WORTH = 0.02
 """A plan must shorten the way to a loss by this fraction to be tried. Prices err by more, either way: a few steps tell."""
 TO_WIN = 0.05
-"""Less is no reason to measure anything again."""
+"""Less is no reason to measure, to probe or to search again."""
 SHARES_WORTH = 0.1
 """Work is measured again where a change of shares changes a step's computing by this fraction."""
 HARDER = 1.25
@@ -152,7 +152,7 @@ def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead,
     elif lead.stale or lead.moved:
         return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
     lost = differ(links.best, links.watch.planned)
-    if win is None or win < TO_WIN:  # whatever a probe finds, no plan would follow from it
+    if win is None or win < TO_WIN:  # whatever a probe finds, too little would follow from it
         return lead, Word.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
     return lead, Word.PROBE if due else Word.NOTHING

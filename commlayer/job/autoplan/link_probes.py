@@ -47,9 +47,13 @@ UNKNOWN = Rates(0.0, 0.0)
 OPENING = 4
 """Round trips of a turn in which windows open. They begin at what steps carried, where that is known."""
 DRAINED = 3
-"""Round trips at the end of a turn until what was under way is through."""
-LEAST_TURNS = 2
-"""Each way. With half of the nodes in each, a receiver hears no more at once than one sender's part."""
+"""Round trips at the end of a turn in which most of what is under way comes through; the rest does while others' windows
+open."""
+LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
+"""Each way. With half of the nodes in each turn and servers on all of them, a server hears no more at once than one sender's
+part. Where fewer nodes have servers, others share these."""
+LONGEST_S = 0.3
+"""Of a round trip that turns wait for. Behind a longer one a probe finds little, and what steps carried is what is known."""
 TOLD_BPS = 20e6
 """Faster links are probed in any case: what held steps up may have been processors, or servers that wait for each other."""
 BUSY, BUSY_TRIPS = 0.35, 8
@@ -100,12 +104,15 @@ def probed(
     nodes = _told(groups, mine)
     # Where some node's way down was not busy, what held up the others' ways up may have been a slow node that they send to.
     if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
-        longest_s = max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes))
-        turns, turn_s = turns_of(len(nodes), budget_s, longest_s)
+        longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
+        asking = [number for number, node in enumerate(nodes) if node.asks]
+        everywhere = len({server.node for server in made.uplink.view.servers}) >= len(asking)
+        turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
+        mine_at = asking.index(groups.node) % turns
         begin = time.monotonic()  # all have heard the others at about the same time, so turns need no meeting
         found = [mine.up_bps, mine.down_bps]
         for way in (link_rates.UP, link_rates.DOWN):
-            time.sleep(max(0.0, begin + (way * turns + groups.node % turns) * turn_s - time.monotonic()))
+            time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
             expected_bps = max(expected[way], found[link_rates.UP] if way == link_rates.DOWN else 0.0)
             found[way] = max(found[way], link_rates.rate(
                 network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
@@ -124,11 +131,11 @@ def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[f
     return up, down
 
 
-def turns_of(nodes: int, budget_s: float, round_trip_s: float) -> tuple[int, float]:
+def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
     """In how many turns nodes send, and then receive, and the seconds of one: as many as there is time for. Nodes that send at
-    once meet at receivers, and find a part of what each could send alone."""
+    once meet at servers, and find a part of what each could send alone. `everywhere`: all of them have servers."""
     least_s = (OPENING + DRAINED) * round_trip_s
-    turns = max(LEAST_TURNS, min(nodes, int(budget_s / 2 / least_s)))
+    turns = min(nodes, max(LEAST_TURNS if everywhere else FEW_SERVERS_TURNS, int(budget_s / 2 / least_s)))
     return turns, max(budget_s / 2 / turns, least_s)
 
 
