@@ -54,7 +54,8 @@ BY_PACE = TRIED + 1
 
 @pytest.mark.parametrize(("found_s", "steps", "current_steps", "proposed"), [
     (0.9, 1.0, 1.0, True), (0.9, 1.09, 1.0, False), (0.2, 4.0, 1.0, True), (0.2, 5.0, 1.0, False),
-    (1.1, 1.0, 1.2, True), (1.1, 1.0, 1.1, False),  # longer steps, of which fewer are needed
+    (1.1, 1.0, 1.2, True), (1.1, 1.0, 1.1, True),  # longer steps, of which fewer are needed
+    (1.02, 1.0, 1.02, True), (1.06, 1.0, 1.02, False), (0.99, 1.0, 1.005, False), (1.0, 1.02, 1.02, False),
 ])
 def test_a_plan_must_bring_the_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
     rank, order = planning(1.0)

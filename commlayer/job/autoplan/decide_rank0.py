@@ -22,6 +22,9 @@ from commlayer.records import Plan, digest
 
 WORTH = 0.02
 """A plan must shorten the way to a loss by this fraction to be tried. Prices err by more, either way: a few steps tell."""
+FINER, AS_SOON = 0.01, 0.03
+"""So does one that needs so much fewer steps, if it is at the loss no more than this fraction later: what a codec costs a model
+in steps is known less well than what a step takes."""
 TO_WIN = 0.05
 """Less is no reason to measure, to probe or to search again."""
 SHARES_WORTH = 0.1
@@ -73,7 +76,8 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
                            verdicts=(*lead.verdicts, verdict))
     said = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
             f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
-    if keep or found.plan.step_s * found.steps * lead.lateness > (1.0 - WORTH) * found.current_s * found.current_steps:
+    enough = 1.0 + AS_SOON if found.steps <= found.current_steps - FINER else 1.0 - WORTH
+    if keep or found.plan.step_s * found.steps * lead.lateness > enough * found.current_s * found.current_steps:
         return structs.replace(lead, phase=Settling()), [
             Describe(found.back.basis, found.current_price), Say(f"kept the plan in force: found {said}")]
     return structs.replace(lead, phase=Proposing(found, lead.pace_s)), [
