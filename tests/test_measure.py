@@ -113,7 +113,7 @@ def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float,
     up = link_rates.rate(wires, link_rates.UP, asked, round_trip_s, budget_s / 2, 10.0)
     down = link_rates.rate(wires, link_rates.DOWN, asked, round_trip_s, budget_s / 2, 10.0, expected_bps=up)
     assert (up, down) == pytest.approx((up_bps, down_bps), rel=0.05)
-    under_way_s = 24 * alpha_s + 16 * link_rates.FIRST_NBYTES / up_bps + 12 * link_rates.LEAST_ROUND_TRIP_S
+    under_way_s = 24 * alpha_s + 16 * link_rates.FIRST_NBYTES / up_bps + 4 * link_rates.LEAST_ROUND_TRIP_S
     assert wires.clock < budget_s + under_way_s, "and what was under way then"
     assert not wires.arrivals
 

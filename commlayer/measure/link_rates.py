@@ -24,7 +24,7 @@ CHUNKS = 8
 LEAST_NBYTES, MOST_NBYTES = 4 << 10, 1 << 20
 """Of a chunk. Smaller ones would cost more processor time than a link of some Mb/s."""
 LEAST_ROUND_TRIP_S = 0.02
-"""However near servers are, threads of busy machines answer no sooner."""
+"""However near servers are, threads of busy machines answer no sooner; so what went through in it is recent, too."""
 RECENT = 3
 """Round trips: what went through in them is recent, for with full queues a chunk takes as long."""
 STRETCH = 0.6
@@ -95,7 +95,7 @@ class _Way:
 
     def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
         self._way, self._first_nbytes = way, first_nbytes
-        self._recent_s = RECENT * max(round_trip_s, LEAST_ROUND_TRIP_S)
+        self._recent_s = max(RECENT * round_trip_s, LEAST_ROUND_TRIP_S)
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[Arrival] = []
         self._recent = 0
