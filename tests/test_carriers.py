@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from control_kit import WAIT_S, Failures, quick
 from transport_kit import WIRES, exchange_pair, keys, soon
@@ -23,10 +24,10 @@ from commlayer.config import host_port
 from commlayer.control import carriers, client, grpc_port, messages, uplink
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.serving import Serving
-from commlayer.errors import PeerLost, Refused
+from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
-from commlayer.transport import grpc_stream
+from commlayer.transport import grpc_ends, grpc_stream
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.stream_transport import Settings, StreamTransport
@@ -300,6 +301,22 @@ def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: 
         threading.Event().wait(0.01)
         assert time.monotonic() < until
     assert came
+
+
+def test_who_is_refused_until_time_is_over_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that nobody answered, whenever its last try was cut off."""
+    full = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "come again")
+    answers = iter([full, TimeoutError(), TimeoutError()])
+
+    def run(dialling: Any, _deadline: float) -> None:
+        dialling.close()
+        raise next(answers)
+
+    monkeypatch.setattr(grpc_ends.event_loop, "run", run)
+    with pytest.raises(PeerLost, match="come again"):
+        grpc_ends.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+    with pytest.raises(DeadlineExceeded, match="gave no answer within"):
+        grpc_ends.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
 
 
 def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
