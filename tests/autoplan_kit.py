@@ -46,6 +46,7 @@ def plan_of(step_s: float, codec: str = "fp16()") -> Plan:
 
 START = plan_of(0.0, "int4()")
 """What a job begins with, of which nothing is predicted."""
+LEAVING = "nothing on averaged gradients keeps up"
 
 
 def basis_of(plan: Plan) -> Basis:
@@ -53,13 +54,17 @@ def basis_of(plan: Plan) -> Basis:
 
 
 def candidate(
-    plan: Plan, current_s: float = 1.0, *, plain: Plan | None = None, took_s: float = 0.5, steps: float = 1.0,
-    current_steps: float = 1.0,
+    plan: Plan, current_s: float = 1.0, *, local: Plan | None = None, plain: Plan | None = None, took_s: float = 0.5,
+    steps: float = 1.0, current_steps: float = 1.0,
 ) -> Candidate:
-    """That plan, where the one in force takes `current_s` by the same prices; so many times as many steps as dense training."""
+    """That plan, where the one in force takes `current_s` by the same prices; so many times as many steps as dense training.
+
+    `local`, `plain`: found beside it, with steps on own gradients and without compression."""
     found = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), took_s, steps,
                       current_steps)
-    return found._replace(plain=None if plain is None else found._replace(basis=basis_of(plain), runnable=plain, steps=1.0))
+    others = [found._replace(basis=basis_of(each), runnable=each, steps=1.0, leaves="" if each is plain else LEAVING)
+              for each in (local, plain) if each is not None]
+    return found._replace(beside=tuple(others))
 
 
 def row(
@@ -156,6 +161,7 @@ def said(actions: list[Action]) -> str:
 def whatever_steps_take() -> Iterator[None]:
     """All go over to what is found, and stay: what a loaded machine makes of prices and of steps changes no plan."""
     with pytest.MonkeyPatch.context() as patch:
-        for rule, value in (("WORTH", -math.inf), ("SLOWER", math.inf), ("PLAIN", -math.inf), ("STALE", math.inf)):
+        for rule, value in (("WORTH", -math.inf), ("SLOWER", math.inf), ("PLAIN", -math.inf), ("LEAVES", -math.inf),
+                            ("STALE", math.inf)):
             patch.setattr(decide_rank0, rule, value)
         yield

@@ -9,6 +9,7 @@ import pytest
 from autoplan_kit import (
     FIRST_PLANNING,
     JOB,
+    LEAVING,
     LINKS,
     START,
     Rank,
@@ -27,7 +28,7 @@ from msgspec import structs
 
 from commlayer.compressors import parse
 from commlayer.job.autoplan.actions import Describe, Report, Say, StartPlanning, Switch, Word
-from commlayer.job.autoplan.candidate import ReplanVerdict
+from commlayer.job.autoplan.candidate import LEAVES, ReplanVerdict
 from commlayer.job.autoplan.decide_rank0 import HARDER, PLAIN, SLOWER, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, StepOver
@@ -44,6 +45,7 @@ from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.search.plan import plan as planned
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import Plan
 from commlayer.runtime import codec_floor
 
 BY_PACE = TRIED + 1
@@ -211,7 +213,7 @@ def test_what_is_near_without_compression_is_tried(kept: bool, plain_s: float, t
     assert rank.word() == (Word.SWITCH if tried else Word.NOTHING)
     if tried:
         assert rank.state.lead.phase.candidate.current == rank.in_force.basis.plan, "what all go back to is what is in force"
-        assert over(rank).plan == found.plain.plan
+        assert over(rank).plan == found.beside[0].plan
 
 
 @pytest.mark.parametrize(("takes_s", "stays"), [(0.7, True), (0.701 + 0.7 * SLOWER, False)])
@@ -239,6 +241,46 @@ def test_without_compression_fewer_steps_are_needed(plain_s: float, steps: float
         over(rank)
         rank.step(0.7 * steps, times=BY_PACE)
         assert rank.word() == Word.NOTHING, "no later than under the plan before"
+
+
+# ---- local steps that were found beside averaged gradients
+
+
+def local(step_s: float) -> Plan:
+    return structs.replace(plan_of(step_s, "int4()"), codes="updates", local_steps=8)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("takes_s", "tried"), [(0.6, False), (0.8 - 1e-9, False), (0.8 + 1e-9, True), (0.9, True)])
+def test_averaged_gradients_that_are_slower_than_predicted_are_left_for_local_steps(
+    kept: bool, takes_s: float, tried: bool,
+) -> None:
+    """0.6 s for 0.8 s of averaged gradients is what they would have been left for, had it been predicted."""
+    rank = proposing(candidate(plan_of(2.0 if kept else 0.5), local=local(0.8 * LEAVES)))
+    if kept:
+        rank.in_force = InForce(START, basis_of(START))
+    else:
+        over(rank)
+    actions = [action for _ in range(BY_PACE) for action in rank.step(takes_s)]
+    assert rank.word() == (Word.SWITCH if tried else Word.NOTHING)
+    if tried:
+        assert "tries local steps, too, 600.0 ms by the same prices" in said(actions)
+        (switch,) = rank.hear(row(word=Word.SWITCH), row())
+        warned = rank.switched(switch.candidate.runnable)
+        assert [action.text for action in pick(warned, Say) if action.warning] == [LEAVING]
+
+
+def test_what_was_found_beside_a_plan_is_tried_one_after_the_other() -> None:
+    first, other, dense = plan_of(0.5), local(0.55), plan_of(0.9, "identity()")
+    rank = trying(candidate(first, local=other, plain=dense))
+    rank.step(0.8, times=BY_PACE)
+    assert over(rank).plan == other
+    rank.step(1.0, times=BY_PACE)
+    assert over(rank).runnable == first, "slower than the plan before"
+    rank.step(0.8, times=BY_PACE)
+    assert over(rank).plan == dense
+    rank.step(0.7, times=BY_PACE)
+    assert rank.word() == Word.NOTHING, "each is tried once"
 
 
 def test_who_keeps_the_plan_tries_none() -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.job.autoplan import loss_limits, plan_search
-from commlayer.job.autoplan.candidate import steps_of
+from commlayer.job.autoplan.candidate import LEAVES, steps_of
 from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
@@ -43,7 +43,8 @@ def inputs(links: str, **policy: Any) -> PlanInputs:
 def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
     links: str, exact: bool, away: bool,
 ) -> None:
-    made, leaves = plan_search._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    found = plan_search._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    made, leaves = found.plan, found.leaves
     assert plan_search.exact(made) is not away
     assert bool(leaves) is away
     if away:
@@ -51,7 +52,19 @@ def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user
         assert "times as many to the loss at best): goes over to 16 local steps" in leaves
         assert leaves.endswith("attach(..., exact=True) keeps to averaged gradients")
         again = plan_search._best(inputs(links, exact=exact), made)
-        assert again == (made, ""), "said once"
+        assert again == plan_search.Best(made), "said once"
+
+
+def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    sooner = taken.plan.step_s * taken.plan.steps_high
+    kept = plan_search._best(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
+    enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
+    assert enough < LEAVES
+    monkeypatch.setattr(plan_search, "LEAVES", 0.9 * enough)
+    found = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    assert found == plan_search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
+    assert kept.local is None, "exact=True"
 
 
 @pytest.mark.parametrize(("given", "line"), [
@@ -116,9 +129,9 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
 
 
 def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
-    made, leaves = plan_search._best(inputs("100/100Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
-    assert (made.overlap, leaves) == ("forward", "")
-    assert made.step_s < plan_search._best(inputs("100/100Mb", exact=True), plan_of(0.0, "int4()"))[0].step_s
+    made = plan_search._best(inputs("100/100Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    assert (made.plan.overlap, made.leaves, made.local) == ("forward", "", None)
+    assert made.plan.step_s < plan_search._best(inputs("100/100Mb", exact=True), plan_of(0.0, "int4()")).plan.step_s
 
 
 @pytest.mark.parametrize("late", [None, False])
@@ -160,9 +173,10 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
     made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    made, leaves = plan_search._best(made_from, current, apart=True)
+    found = plan_search._best(made_from, current, apart=True)
+    made = found.plan
     assert made.steps_locally
-    assert leaves == ""
+    assert (found.leaves, found.local) == ("", None)
     assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
     assert made.step_s == pytest.approx(plan_search.step_s(made, made_from)), "priced as it runs, by the step"
 

@@ -69,6 +69,16 @@ def test_the_self_check_finds_what_was_set(lab: Lab) -> None:
     assert found.device_dropped == 0
 
 
+def test_the_self_check_expects_of_a_slow_host_no_more_than_it_takes(lab: Lab) -> None:
+    """Else the figures of labs with one slow peer were void, whatever the lab did."""
+    for host, rate_bps in enumerate((40e6, 40e6, 4e6)):
+        lab.set(host, up_bps=rate_bps, down_bps=rate_bps, delay_s=0.004)
+    rows = {row["what"]: row for row in check(lab, window_s=0.2).rows}
+    expected = {"up 0": 24, "up 1": 24, "up 2": 4, "down 0": 40, "down 1": 40, "down 2": 4}
+    assert {what: rows[what]["set"] for what in expected} == pytest.approx(expected)
+    assert {what: rows[what]["got"] for what in expected} == pytest.approx(expected, rel=0.25)
+
+
 def test_a_cut_link_stops_traffic_and_a_mended_one_resumes_it(lab: Lab) -> None:
     for host in range(lab.hosts):
         lab.set(host, up_bps=50e6, down_bps=50e6, delay_s=0.002)

@@ -219,10 +219,11 @@ def test_a_plan_has_no_more_fragments_than_whole_tensors() -> None:
 
 def test_what_auto_goes_over_to_says_in_how_many_parts() -> None:
     machines = at(1e7)
-    found, said = plan_search._best(PlanInputs(SMALL, machines, measured(machines), Policy(exact=False, optimizer="sgd")),
-                                    structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients"))
-    assert found.fragments > 1
-    assert f"{found.local_steps} local steps, exchanged in {found.fragments} parts while the next are taken" in said
+    found = plan_search._best(PlanInputs(SMALL, machines, measured(machines), Policy(exact=False, optimizer="sgd")),
+                              structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients"))
+    parts = found.plan.fragments
+    assert parts > 1
+    assert f"{found.plan.local_steps} local steps, exchanged in {parts} parts while the next are taken" in found.leaves
 
 
 class _Changes:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner.model.cluster import Basis, PlanInputs
+from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.records import Plan
 
@@ -14,6 +15,8 @@ Price = tuple[float, float]
 """Seconds of communication, and the part of computing that hides it."""
 
 
+LEAVES = 0.75
+"""Averaged gradients are left for what is at the loss in this part of the time, or sooner."""
 WAY = ("codes", "overlap", "local_steps", "fragments")
 """What of a plan says how steps are exchanged."""
 
@@ -41,8 +44,8 @@ class Candidate(NamedTuple):
     """The same of the plan that was in force."""
     leaves: str = ""
     """Why steps are no longer ones on the average of all gradients; "" where they are, or were not before."""
-    plain: Candidate | None = None
-    """The plan that sends gradients as they are, through collectives; None where that one is in force."""
+    beside: tuple[Candidate, ...] = ()
+    """Other plans by the same prices, to be tried in this order where the pace of this one turns out to allow it."""
 
     @property
     def plan(self) -> Plan:
@@ -52,7 +55,12 @@ class Candidate(NamedTuple):
     def back(self) -> Candidate:
         """The plan that was in force, as one to go over to."""
         return self._replace(basis=self.basis._replace(plan=self.current), price=self.current_price, steps=self.current_steps,
-                             leaves="", plain=None)
+                             leaves="", beside=())
+
+    @property
+    def dense(self) -> bool:
+        """Whether gradients go as they are."""
+        return all(b.codec == DENSE for b in self.plan.buckets)
 
     def as_run(self, plan: Plan) -> Candidate:
         """What came of it: a job may step otherwise than its plan says, as its script or its optimizers' states have it."""

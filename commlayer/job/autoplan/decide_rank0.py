@@ -12,7 +12,7 @@ from statistics import median
 from msgspec import structs
 
 from commlayer.job.autoplan.actions import Action, Describe, Report, Say, StartPlanning, Word
-from commlayer.job.autoplan.candidate import Candidate, ReplanVerdict
+from commlayer.job.autoplan.candidate import LEAVES, Candidate, ReplanVerdict
 from commlayer.job.autoplan.facts import InForce, Planned
 from commlayer.job.autoplan.state import Lead, Links, Planning, Proposing, Settling, Steady, Trial
 from commlayer.observe import LinkWatch, PredictionCheck, Rates, differ
@@ -37,7 +37,8 @@ SLOWER = 0.02
 """Where the loss comes later than under the plan before by more than this fraction, all go back. Medians of so few steps under
 one plan differ by as much, and going back is not for nothing: servers drop what they owe."""
 PLAIN = 0.5
-"""The plan without compression is tried where the loss would come later by at most this fraction, for prices err by as much."""
+"""The plan without compression is tried where the loss would come later by at most this fraction, for prices err by as much.
+Local steps are where they would be taken, had it been known how slow averaged gradients are."""
 STALE = LIMIT
 """Relative error from which steps are not what was expected of the plan in force."""
 
@@ -72,7 +73,7 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
         said = "found a plan, but meanwhile somebody has changed the one in force"
         return structs.replace(lead, phase=Steady(), stale=True), [Say(said)]
     verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s, found.current_steps, found.steps)
-    lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, plain=None if keep else found.plain,
+    lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, beside=() if keep else found.beside,
                            verdicts=(*lead.verdicts, verdict))
     said = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
             f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
@@ -199,7 +200,7 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
         return lead, []
     step_s = median(phase.times[1:])
     if isinstance(phase, Settling):
-        return _plain_tried(structs.replace(lead, check=_expects(step_s, usual=True)), step_s, in_force)
+        return _another_tried(structs.replace(lead, check=_expects(step_s, usual=True)), step_s, in_force)
     before = phase.before
     worse = step_s * lead.steps > (1 + SLOWER) * phase.before_s * before.steps
     said = (f"under plan {digest(plan)} steps take {_ms(step_s)}{_needs(lead.steps)}: {_ms(plan.step_s)} were predicted, "
@@ -209,19 +210,23 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
         return structs.replace(lead, phase=Proposing(before, back=True), check=None), [Say(said)]
     if phase.for_pace:  # it was tried whatever was predicted of it
         lead = structs.replace(lead, check=_expects(step_s, usual=True))
-    lead, actions = _plain_tried(lead, step_s, in_force)
+    lead, actions = _another_tried(lead, step_s, in_force)
     return lead, [Say(said), *actions]
 
 
-def _plain_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
-    """Where prices cannot tell two plans apart, a few steps can. `step_s`: under the plan in force."""
-    plain, basis, lead = lead.plain, in_force.basis, structs.replace(lead, phase=Steady(), plain=None)
-    if plain is None or basis is None or plain.plan.step_s * plain.steps > (1 + PLAIN) * step_s * lead.steps:
-        return lead, []
-    price = in_force.price or plain.current_price
-    candidate: Candidate = plain._replace(current=basis.plan, current_price=price, current_steps=lead.steps)
-    said = f"tries the plan without compression, {_ms(plain.plan.step_s)} by the same prices"
-    return structs.replace(lead, phase=Proposing(candidate, step_s, for_pace=True)), [Say(said)]
+def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
+    """Where prices cannot tell plans apart, a few steps can. `step_s`: under the plan in force."""
+    basis, beside, lead = in_force.basis, lead.beside, structs.replace(lead, phase=Steady(), beside=())
+    for place, other in enumerate(beside):
+        most = 1 + PLAIN if other.dense else LEAVES
+        if basis is not None and other.plan.step_s * other.steps <= most * step_s * lead.steps:
+            price = in_force.price or other.current_price
+            candidate: Candidate = other._replace(current=basis.plan, current_price=price, current_steps=lead.steps)
+            phase = Proposing(candidate, step_s, for_pace=other.dense)
+            what = "the plan without compression" if other.dense else "local steps, too"
+            said = f"tries {what}, {_ms(other.plan.step_s)}{_needs(other.steps)} by the same prices"
+            return structs.replace(lead, phase=phase, beside=beside[place + 1 :]), [Say(said)]
+    return lead, []
 
 
 def _expects(step_s: float, *, usual: bool = False) -> PredictionCheck:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import planner
-from commlayer.job.autoplan.candidate import Candidate, Price, steps_of
+from commlayer.job.autoplan.candidate import LEAVES, Candidate, Price, steps_of
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.shares.comm_cost import communication
 from commlayer.job.ways import in_updates
@@ -23,9 +23,6 @@ from commlayer.planner.model.option import DENSE
 from commlayer.planner.search.other_ways import Found
 from commlayer.planner.search.plan import plain as plain_found
 from commlayer.records import Job, Plan
-
-LEAVES = 0.75
-"""Averaged gradients are left for what is at the loss in this part of the time, or sooner."""
 
 NEARLY = 0.03
 """A predicted step that is longer than the measured one by no more than this fraction is as good."""
@@ -78,13 +75,19 @@ def search(order: SearchOrder) -> SearchResult:
         order.measured_s, lambda times: step_s(recorded, PlanInputs(job, cluster, dearer(alone, times), policy)))
     profile = dearer(alone, contention)
     inputs = PlanInputs(job, cluster, profile, policy)
-    best, leaves = _best(inputs, order.current, apart=order.apart)
-    price, current_price = (_price(plan, job, cluster, profile, policy) for plan in (best, as_planned))
-    found = Candidate(
-        Basis(best, inputs), on_servers(best, order.server_nodes), as_planned, current_s(contention), current_s(1.0), price,
-        current_price, 0.0, steps_of(best, inputs), steps_of(as_planned, inputs), leaves)
-    plain = _plain(found, apart=order.apart)
-    return SearchResult(found._replace(took_s=time.perf_counter() - begin, plain=plain), contention)
+    best = _best(inputs, order.current, apart=order.apart)
+    current_price = _price(as_planned, job, cluster, profile, policy)
+
+    def candidate(plan: Plan, leaves: str) -> Candidate:
+        return Candidate(
+            Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention), current_s(1.0),
+            _price(plan, job, cluster, profile, policy), current_price, 0.0, steps_of(plan, inputs),
+            steps_of(as_planned, inputs), leaves)
+
+    found = candidate(best.plan, best.leaves)
+    local = candidate(best.local, best.for_local) if best.local else None
+    beside = tuple(each for each in (local, _plain(found, apart=order.apart)) if each is not None)
+    return SearchResult(found._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
@@ -128,11 +131,21 @@ def step_s(plan: Plan, made_from: PlanInputs) -> float:
     return timeline.step_s / plan.local_steps
 
 
-def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple[Plan, str]:
-    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them.
+class Best(NamedTuple):
+    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them."""
 
-    That needs more than a plan that is a little better: what optimizer states mean changes with it. `apart`: they have come to
-    differ, so nothing goes back to averaged gradients, and what is found for them is counted as it would run.
+    plan: Plan
+    leaves: str = ""
+    local: Plan | None = None
+    """What averaged gradients are to be left for where they turn out slower than predicted, and `leaves` of that."""
+    for_local: str = ""
+
+
+def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> Best:
+    """Averaged gradients are left for more than a plan that is a little better: what optimizer states mean changes with it.
+
+    `apart`: they have come to differ, so nothing goes back to averaged gradients, and what is found for them is counted as it
+    would run.
     """
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
@@ -154,17 +167,23 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> tuple
     keeps_up = policy.exact or (not apart and LEAVES * plain_s <= computing_s)
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
-    if not other.steps_locally or other.step_s * steps_of(other, made_from) > (1.0 if apart else LEAVES) * plain_s:
-        plain = explained(averaged)
-        return _in_updates(plain, made_from) if apart else plain, ""
+    other_s = other.step_s * steps_of(other, made_from)
+    if not other.steps_locally or other_s > plain_s:
+        return Best(_in_updates(explained(averaged), made_from) if apart else explained(averaged))
+    leaves = "" if apart or not exact(current) else _leaves(plain, other, made_from)
+    if apart or other_s <= LEAVES * plain_s:
+        return Best(explained(free), leaves)
+    return Best(explained(averaged), local=explained(free), for_local=leaves)
+
+
+def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
         how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next are taken"
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
-    return explained(free), "" if not exact(current) else (
-        f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
-        "attach(..., exact=True) keeps to averaged gradients")
+    return (f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
+            "attach(..., exact=True) keeps to averaged gradients")
 
 
 def exact(plan: Plan) -> bool:

@@ -16,10 +16,10 @@ Rank 0 looks for plans besides, and judges them:
     Planning     Steady       meanwhile somebody has changed the plan in force
     Proposing    Trial        all have gone over to it
     Proposing    Settling     all have gone back to the plan before, or kept theirs, since this one fits some rank ill
-    Trial        Proposing    the loss comes later than before: back; or else the plan without compression is near
+    Trial        Proposing    the loss comes later than before: back; or else another plan that was found is near
     Trial        Steady       neither
-    Settling     Proposing    the plan without compression is near
-    Settling     Steady       it is not
+    Settling     Proposing    another plan that was found is near
+    Settling     Steady       none is
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Lead(Record, frozen=True):
     """How long planning took, the last time that it found something."""
     lateness: float = 1.0
     """So many times as long as predicted steps took under the last plan that was tried."""
-    plain: Candidate | None = None
-    """Without compression, to be tried once the pace of what was found is known."""
+    beside: tuple[Candidate, ...] = ()
+    """Other plans that planning found, to be tried once the pace of the best is known."""
     verdicts: tuple[ReplanVerdict, ...] = ()
 
 
