@@ -110,7 +110,7 @@ class Trained:
         assert code == 0, errors
         codes = [ended(self._every[home]) for home in self._left]
         assert [code for code, _, _ in codes] == [0] * len(codes), "\n".join(errors for _, _, errors in codes)
-        return [*(rows[-1] for _, rows, _ in codes), new[-1]]
+        return [*(rows[-1] | {"stderr": errors} for _, rows, errors in codes), new[-1]]
 
 
 def test_scale_and_optimizer_are_those_of_the_others_bit_for_bit_and_one_may_die_ahead_of_its_first_step(homes: Homes) -> None:
@@ -152,6 +152,9 @@ def test_auto_measures_and_plans_anew_for_those_who_are_left_and_with_one_that_j
     assert re.search(r"(?s)worker 2 is gone.*links carry [^,\n]+, [^,\n]+ Mb/s up/down\n", said), said
     assert re.search(r"(?s)worker 3 is taken in.*links carry [^,\n]+, [^,\n]+, [^,\n]+ Mb/s up/down\n", said), said
     assert "found a plan" in said[said.rindex("links carry") :], said
+    seen = [line for line in told[0]["stderr"].splitlines() if line.startswith("commlayer: step ")]
+    assert any("links carry" in line for line in seen), "whoever looks on sees what is decided"
+    assert not any(line.startswith("commlayer: step ") for line in told[1]["stderr"].splitlines()), "once"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import logging
 import os
 import re
 import signal
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 from homes_kit import WAIT_S, Homes
 from pool_kit import Tree, tree
+
+from commlayer.job import home_process
 
 STEPS = 6
 
@@ -133,6 +137,16 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
     _, said = ended(both[0], 1)
     # Whichever of the two is heard first.
     assert re.search(r"PeerLost: worker 1: .*(left the job: KeyboardInterrupt|says that it has ended)", said)
+
+
+@pytest.mark.parametrize("handlers", [[], [logging.NullHandler()]])
+def test_what_is_decided_is_said_where_the_script_sends_logs_nowhere(
+    handlers: list[logging.Handler], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    said = io.StringIO()
+    home_process.Unheard(said).handle(logging.makeLogRecord({"msg": "step 8: found a plan", "levelno": logging.INFO}))
+    assert said.getvalue() == ("" if handlers else "step 8: found a plan\n")
 
 
 if __name__ == "__main__":

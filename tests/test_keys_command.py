@@ -40,7 +40,9 @@ def test_the_lines_on_the_screen_lead_from_one_command_to_the_next(tmp_path: Pat
     assert copy in said("add", "gpu-2", "--dir", folder)
     assert f"copy {folder}/crl.pem" in said("revoke", "gpu-2", "--dir", folder)
     assert "gpu-2 was revoked already" in said("revoke", "gpu-2", "--dir", folder)
-    said("add", "gpu-2", "--dir", folder, "--dials-only")
+    home = said("add", "gpu-2", "--dir", folder, "--dials-only")
+    assert f"tar -czf gpu-2.tgz -C {folder / 'nodes'} gpu-2" in home, "nobody can copy anything into a home"
+    assert "scp" not in home
     states = [line.split()[3:] for line in said("list", "--dir", folder).splitlines()]
     assert states == [["revoked"], ["good,", "dials", "only"]]
 

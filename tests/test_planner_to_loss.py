@@ -96,6 +96,30 @@ def test_of_nearly_equal_prices_the_finest_wins() -> None:
     assert isinstance(finer, ChoiceFound)
 
 
+class _Steps:
+    """A schedule of one bucket: seconds of a step by option."""
+
+    def __init__(self, *steps_s: float) -> None:
+        self.steps_s = steps_s
+
+    def run(self, choice: list[int], limit: float = math.inf) -> float:
+        return self.steps_s[choice[0]]
+
+
+@pytest.mark.parametrize(("steps_s", "chosen"), [
+    ((1.0, 1.06, 1.08), 1),  # as fine as the last one, which codes nothing and takes longer
+    ((1.0, 1.08, 1.06), 2),
+    ((1.0, 1.07, 1.07), 2),
+    ((1.0, 1.09, 1.09), 0),
+])
+def test_what_is_finer_may_take_longer_but_not_what_only_codes_less(steps_s: tuple[float, ...], chosen: int) -> None:
+    """Floats for halves, which cost no steps either, would send twice as much for nothing."""
+    space = Space(_Steps(*steps_s), [[0.1, 0.0, 0.0]], [[1e6, 1e6, 1.0]], lambda _: {0}, [[0]], slack=0.03,  # type: ignore[arg-type]
+                  excess=[[0.05, 0.0, 0.0]])
+    found = finest(space, ChoiceFound(1.0, 0.1, 1e6, (0,), 0.05))
+    assert found.choice == (chosen,)
+
+
 def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
     rates = (1e10, 1e9, 1e8, 3e7, 1e7)
     exact = [made_for(at(bps), Policy()) for bps in rates]

@@ -41,7 +41,12 @@ def add(
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
     until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
     print(f"made keys of {name} in {place}, good until {until:%Y-%m-%d}")
-    print(f"copy them there: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")
+    if dials_only:  # of a home, into which nobody can copy anything
+        print(f"give {name} that folder in a way that you both trust: tar -czf {name}.tgz -C {place.parent} {name}; "
+              f"whoever has it can join the job")
+        print(f"there: tar -xzf {name}.tgz, then commlayer launch --keys {name} ..., or COMMLAYER_KEYS={name}")
+    else:
+        print(f"copy them there: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")
     if again:
         _say_list(folder)
 

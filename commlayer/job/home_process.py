@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import logging
 import os
 import runpy
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from commlayer.config import Launch, read_config, read_launch
 
@@ -44,6 +45,7 @@ def main() -> None:
     """`python -m commlayer.job.home_process PARENT SCRIPT ARGS...`"""
     parent, script, *args = sys.argv[1:]
     _end_with(int(parent))
+    _tell()
     _stand_in()
     if read_launch().joins >= 0:
         _ddp_alone()
@@ -60,6 +62,23 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
         if os.getppid() != parent:
             raise KeyboardInterrupt
+
+
+class Unheard(logging.StreamHandler[TextIO]):
+    """For what the script sends nowhere itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def _tell() -> None:
+    """Whoever starts a home and looks on for an evening is to see what is decided, whatever the script does with logs."""
+    said = Unheard()
+    said.setFormatter(logging.Formatter("commlayer: %(message)s"))
+    log = logging.getLogger("commlayer")
+    log.addHandler(said)
+    log.setLevel(logging.INFO)
 
 
 def _stand_in() -> None:

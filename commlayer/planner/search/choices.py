@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, product, repeat
+from itertools import combinations, groupby, product, repeat
 from operator import getitem, mul
 from typing import NamedTuple
 
@@ -106,8 +106,11 @@ def _order(found: ChoiceFound) -> tuple[object, ...]:
 
 
 def finest(space: Space, found: ChoiceFound) -> ChoiceFound:
-    """The same with everything as fine as it can be at a price that is higher by the space's slack at most."""
-    return _Search(space, False).relax(found, most=len(max(space.loss, key=len, default=())))
+    """The same with everything as fine as it can be at a price that is higher by the space's slack at most.
+
+    The slack pays for fewer steps and for less loss, not for more bytes: of options that are as fine, the shortest step counts.
+    """
+    return _Search(space, False).finer(found)
 
 
 class _Search:
@@ -299,21 +302,46 @@ class _Search:
                 break
         return best
 
-    def relax(self, found: ChoiceFound, most: int = RELAXED) -> ChoiceFound:
+    def relax(self, found: ChoiceFound) -> ChoiceFound:
         """Takes back what does not lower the price: where a bucket is sent before a gap, the gap would only widen."""
-        limit, extra = found.price * (1 + self.space.slack), self.extra or [[0.0] * n for n in self.counts]
-        coarse = [list(zip(*each, range(n), strict=True))
-                  for *each, n in zip(extra, self.space.loss, self.space.burden, self.counts, strict=True)]
-        for b in sorted(self.every, key=lambda b: ([-x for x in coarse[b][found.choice[b]][:3]], b)):
+        limit, coarse = found.price * (1 + self.space.slack), self.coarse()
+        for b in self.coarsest_first(coarse, found):
             now = coarse[b][found.choice[b]]
-            for *_, option in sorted(each for each in coarse[b] if each[:3] < now[:3])[:most]:
-                choice = _with(found.choice, (b,), option)
-                factor = 1 + self.excess(choice)
-                step_s = self.space.schedule.run(list(choice), limit * (1 + 2 * EQUAL) / factor)
-                if step_s * factor <= limit * (1 + EQUAL) and self.allowed(choice):
-                    found = self.found(step_s, choice)
+            for *_, option in sorted(each for each in coarse[b] if each[:3] < now[:3])[:RELAXED]:
+                other = self.within_limit(found, b, option, limit)
+                if other is not None:
+                    found = other
                     break
         return found
+
+    def finer(self, found: ChoiceFound) -> ChoiceFound:
+        """As `relax`, for what needs more steps or loses more than it must, with all there is to choose from."""
+        limit, coarse = found.price * (1 + self.space.slack), self.coarse()
+        for b in self.coarsest_first(coarse, found):
+            now = coarse[b][found.choice[b]]
+            levels = groupby(sorted(each for each in coarse[b] if each[:2] < now[:2]), key=lambda each: each[:2])
+            for _, level in levels:
+                others = [self.within_limit(found, b, option, limit) for *_, option in level]
+                if within := [other for other in others if other is not None]:
+                    found = best(within)
+                    break
+        return found
+
+    def coarse(self) -> list[list[tuple[float, float, float, int]]]:
+        """By bucket, of each option what it costs in steps, loss and burden."""
+        extra = self.extra or [[0.0] * n for n in self.counts]
+        return [list(zip(*each, range(n), strict=True))
+                for *each, n in zip(extra, self.space.loss, self.space.burden, self.counts, strict=True)]
+
+    def coarsest_first(self, coarse: list[list[tuple[float, float, float, int]]], found: ChoiceFound) -> list[int]:
+        return sorted(self.every, key=lambda b: ([-x for x in coarse[b][found.choice[b]][:3]], b))
+
+    def within_limit(self, found: ChoiceFound, b: int, option: int, limit: float) -> ChoiceFound | None:
+        """With that option for the bucket, if that is allowed."""
+        choice = _with(found.choice, (b,), option)
+        factor = 1 + self.excess(choice)
+        step_s = self.space.schedule.run(list(choice), limit * (1 + 2 * EQUAL) / factor)
+        return self.found(step_s, choice) if step_s * factor <= limit * (1 + EQUAL) and self.allowed(choice) else None
 
 
 def _parts(members: Sequence[int]) -> Iterator[Sequence[int]]:
