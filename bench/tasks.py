@@ -89,7 +89,7 @@ def characters(text: str, width: int, sequences: int) -> Task:
 
 
 def chars(width: int = 192, sequences: int = 2) -> Task:
-    """1.9 million parameters."""
+    """1.8 million parameters."""
     return characters(handbook(), width, sequences)
 
 

@@ -135,6 +135,16 @@ class Session:
         start that is 0, but in a home that has joined a running job: `for step in range(session.step, steps)`."""
         return self._driver.connection.passes
 
+    @property
+    def rank(self) -> int:
+        """This worker's place among all of the job; 0 in a script that is started alone."""
+        return self._driver.connection.rank
+
+    @property
+    def world(self) -> int:
+        """How many workers there are: 1 alone. Where homes leave and come, it changes behind a step, and `rank` with it."""
+        return self._driver.connection.world
+
     def stats(self) -> dict[str, float]:
         """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
         return self._driver.connection.stats()

@@ -29,7 +29,7 @@ from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
 from commlayer.runtime.plan_handover import hand_over
-from commlayer.runtime.step import Regroup
+from commlayer.runtime.step import Counters, Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world
 from commlayer.transport.groups import Groups
@@ -228,8 +228,8 @@ class Connection:
         home_world.release()
 
     def stats(self) -> dict[str, float]:
-        if self.worker is None:
-            return {}
+        if self.worker is None:  # alone: nothing is exchanged
+            return Counters().as_dict()
         return self.worker.counters.as_dict() | ({} if self.uplink is None else self.uplink.stats())
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:

@@ -1,0 +1,67 @@
+"""A script for several homes, or for one machine: its own GPU, its own part of the data, weights that it goes on from.
+
+    python examples/homes.py                                           # alone
+    torchrun --standalone --nproc-per-node 2 examples/homes.py         # two workers on one machine
+    commlayer launch --join HOST:PORT --keys DIR examples/homes.py     # in each home: docs/first-evening.md
+
+What commlayer adds is marked. `make` is what `commlayer plan make examples/homes.py` asks for, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import commlayer
+
+BATCH = 32
+"""Of each worker: three of them take steps of 96 samples, so choose the learning rate for that."""
+SAMPLES = 4096
+WEIGHTS = Path("weights.pt")
+
+
+def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    torch.manual_seed(0)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).to(device)
+    batch = torch.randn(BATCH, 64, device=device)
+    return model, lambda: model(batch).square().mean()
+
+
+def data() -> TensorDataset:
+    """The same in each home; the sampler deals it out."""
+    x = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x[:, :10].argmax(1))
+
+
+def main(epochs: int) -> None:
+    model, _ = make()
+    device = next(model.parameters()).device
+    if WEIGHTS.exists():  # those of rank 0 count: attach() gives them to all
+        model.load_state_dict(torch.load(WEIGHTS, map_location=device, weights_only=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with commlayer.attach(model, optimizer) as session:  # commlayer
+        sampler = DistributedSampler(data(), session.world, session.rank)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for x, y in DataLoader(sampler.dataset, BATCH, sampler=sampler):
+                loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+                optimizer.zero_grad()
+                loss.backward()  # on return, .grad is the average over all workers
+                optimizer.step()
+            session.drain()  # commlayer: local steps that are not shared yet, where the plan takes any: on all workers
+            if session.rank == 0:
+                torch.save(model.state_dict(), WEIGHTS)
+                told = session.stats()
+                print(f"epoch {epoch}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "
+                      f"{told['exposed_s']:.1f} s waited for others", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

@@ -1,0 +1,40 @@
+"""docs/first-evening.md: its script trains alone and under torchrun, and goes on from its weights; its cluster can be planned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from ranks_kit import ROOT, clean_environment
+from typer.testing import CliRunner
+
+from commlayer.cli.main import app
+
+PAGE = (ROOT / "docs" / "first-evening.md").read_text("utf-8")
+
+
+def losses(line: list[str], folder: Path) -> list[float]:
+    done = subprocess.run([sys.executable, *line, str(ROOT / "examples" / "homes.py"), "2"], cwd=folder, text=True, timeout=120,
+                          env=clean_environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), ", done.stdout, re.MULTILINE)]
+
+
+def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> None:
+    first = losses(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path)
+    then = losses([], tmp_path)
+    assert len(first) == len(then) == 2, "rank 0 alone prints"
+    assert then[-1] < first[0] / 2
+
+
+def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\$ commlayer (plan make .*)$", PAGE, re.MULTILINE)
+    line = line.replace("examples/homes.toml", str(ROOT / "examples" / "homes.toml"))
+    said = CliRunner().invoke(app, [*line.split(), "--out", str(tmp_path / "plan.json")], env={"COLUMNS": "120"})
+    assert said.exit_code == 0, said.output
+    assert "servers on server\n" in said.output
+    rows = dict(re.findall(r"^ (this plan|one machine alone) +([\d.]+ .*) x *$", said.output, re.MULTILINE))
+    shown = dict(re.findall(r"^ (this plan|one machine alone) +([\d.]+ .*) x *$", PAGE, re.MULTILINE))
+    assert {name: row.split() for name, row in rows.items()} == {name: row.split() for name, row in shown.items()} != {}
