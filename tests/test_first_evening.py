@@ -1,4 +1,4 @@
-"""docs/first-evening.md: its script trains alone and under torchrun, and goes on from its weights; its cluster can be planned."""
+"""docs/first-evening.md: its script trains alone and under torchrun and goes on from its weights; its cluster is planned."""
 
 from __future__ import annotations
 
