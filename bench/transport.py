@@ -1,7 +1,8 @@
 """What commlayer makes of a connection. Knows the lab, and what the processes of a measurement print.
 
 Bodies travel in frames over TCP, in TLS, over gRPC and over a bare socket, in turn, between two processes on loopback and
-between two hosts of the lab; dense sums over servers and over Gloo's all-reduce (transport_sums.py).
+between two hosts of the lab; dense sums over servers and over Gloo's all-reduce (transport_sums.py); a server's own adding
+(transport_server.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench import Unmeasurable, transport_sums
+from bench import Unmeasurable, transport_server, transport_sums
 from bench.baselines import ROOT
 from bench.lab import Lab, LabUnavailable, sound
 from bench.report import Result
@@ -60,7 +61,8 @@ def run(quick: bool) -> Result:
             except LabUnavailable as reason:
                 rows.append({"where": line.name, "void": True, "why": str(reason)})
     sums, more = transport_sums.run(quick)
-    return {"rows": rows + sums, "summary": summarised(rows) | more}
+    added, server = transport_server.run(quick)
+    return {"rows": rows + sums + added, "summary": summarised(rows) | more | server}
 
 
 def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import transport, transport_sums
+from bench import transport, transport_server, transport_sums
 
 
 def row(where: str, *, void: bool = False) -> dict[str, object]:
@@ -27,3 +27,10 @@ def test_sums_agree_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, summary = transport_sums.run(quick=True)
     assert [r["body"] for r in rows] == list(transport_sums.IN_QUICK)
     assert summary.keys() == {"tcp_vs_gloo_n2", "small_roundtrip_vs_gloo"}
+
+
+def test_a_servers_adding_is_compared_with_memorys_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_server, "FLOATS", 1 << 16)
+    (row,), summary = transport_server.run(quick=True)
+    assert row["server_gb_s"] > 0 < row["stream_gb_s"]
+    assert summary.keys() == {"server_add_vs_stream"}
