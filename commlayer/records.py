@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from commlayer.errors import RecordError, one_line
 
@@ -198,6 +200,13 @@ class Plan(Record, frozen=True):
     def steps_locally(self) -> bool:
         """Whether each rank steps on its own gradients, and exchanges are of what its weights have changed by."""
         return self.local_steps > 1 or self.codes == "updates"
+
+
+def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
+    """For those who stood in these places among its workers, and so many more. What was predicted was of all."""
+    buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
+                    for b in plan.buckets)
+    return replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
 class Member(Record, frozen=True):
