@@ -216,6 +216,8 @@ class Member(Record, frozen=True):
     node: int
     name: str
     pid: int = 0
+    certificate: str = ""
+    """By which it has joined, where there are keys: servers let nobody else in under its rank."""
 
 
 class ServerInfo(Record, frozen=True):

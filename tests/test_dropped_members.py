@@ -26,9 +26,10 @@ from commlayer.control.messages import FINISHED, Gone, Heartbeat
 from commlayer.control.serving import Serving
 from commlayer.errors import CorruptFrame, Disputed, PeerLost, Refused
 from commlayer.transport.hello import Hello
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 from commlayer.transport.quarantine import OFTEN, Quarantine
-from commlayer.transport.stream_transport import StreamTransport
+from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import OFTEN_REFUSED, Stalled, SumServer
 from commlayer.transport.view_change import ViewChange, wire_generation
@@ -249,6 +250,30 @@ def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> Non
     assert "anna was made with --dials-only, so it may not serve" in refused.error
     assert membership.join(state, server(0, certificate="ben"), 0.0).reply.error == ""
     assert membership.join(state, worker(1, certificate="anna", dials_only=True), 0.0).reply.error == ""
+
+
+def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
+        folders: Folders, opened: list[Any], tmp_path: Path) -> None:  # noqa: F811
+    serving = Serving("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
+    opened.append(serving)
+    (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).me.name for f in (folders.worker, folders.second)]
+    view = msgspec.structs.replace(view_of(DATA, serving), members=(msgspec.structs.replace(mine, certificate=names[0]), *rest))
+    serving.start(view, DATA, 0)
+    other, own = (StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
+        secret="of-this-job", keys=Keys(str(f)))) for f in (folders.second, folders.worker))
+    opened.extend((other, own))
+    with pytest.raises(Refused, match=f"certificate of {names[1]}, but worker 0 has joined with that of {names[0]}"):
+        other.dial(SERVER_BASE, host_port(serving.address), soon())
+    own.dial(SERVER_BASE, host_port(serving.address), soon())
+
+
+def test_the_view_says_with_which_certificates_workers_have_joined(folders: Folders) -> None:
+    config = quick(token="of-this-job", keys=str(folders.worker))
+    coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1)
+    seat = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"), config, Failures())
+    assert [m.certificate for m in seat.view.members] == [Keys(str(folders.worker)).me.name]
+    seat.leave()
+    coordinator.close()
 
 
 def test_the_coordinator_sees_itself_whose_certificate_that_is(folders: Folders) -> None:

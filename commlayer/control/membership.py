@@ -327,7 +327,7 @@ def _completed(state: State) -> State:
         return state
     seated = sorted(state.places.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
-    members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
+    members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid, p.join.certificate) for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients)

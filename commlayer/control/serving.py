@@ -61,6 +61,7 @@ class Serving:
         self._transport = StreamTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
+        self._transport.named = self._certificate_of
         self._quarantine = None if config.quarantine == "off" else Quarantine(
             self._refused, finite_only=config.quarantine == "all")
         self._named: set[int] = set()
@@ -109,6 +110,9 @@ class Serving:
         if theirs.rank not in self._members:
             return f"is no member: the job has {len(self._members)} workers"
         return same_job(self._hello)(theirs)
+
+    def _certificate_of(self, rank: int) -> str:
+        return next((m.certificate for m in self._view.members if m.rank == rank), "") if self._view is not None else ""
 
     def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
         """Sums what that plan gives to server number `server`, for the members of that view; where a journal says that it did
