@@ -64,7 +64,7 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 
 def frames() -> Target:
     """Streams of several, cut anywhere, put together as a connection does."""
-    stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped="it broke the format"))
+    stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped={1: "it broke the format"}, disputed=(1,)))
     body = random.Random(5).randbytes(3000)
     kinds = [kind for kind in Kind if kind != Kind.STALLED]
     some = [frame(Header(kind, 1, 5, 3, sender=2, weight=1.0, total=2.0), body[: 40 * kind]) for kind in kinds]
@@ -163,7 +163,7 @@ def _messages() -> list[Any]:
     return [
         messages.worker("job", 0, 2, plan=b"a plan"), messages.server("127.0.0.1:7001", streams="127.0.0.1:7000"),
         messages.Seat(view=VIEW, plan=b"a plan", rank=1), messages.Seat(error="no"), messages.Part("digest", 40, 8, bytes(16)),
-        messages.Heartbeat("token"), gone, messages.Pulse(lost=(gone,), left=(gone, gone)),
+        messages.Heartbeat("token", dropped=(gone,)), gone, messages.Pulse(lost=(gone,), left=(gone, gone)),
         messages.Leave("token", "finished", 3), messages.attend(2, 1, name="home"), messages.Attended(missing="worker 1"),
         messages.Attended(first=0, world=3, node=1, nodes=2),
         messages.Ask("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),

@@ -37,6 +37,10 @@ class CorruptFrame(CommError):
     """Bytes that break the format. Whoever sent them is dropped; nothing was written."""
 
 
+class Disputed(CorruptFrame):
+    """What does not go with what another has said: which of the two broke the protocol this end cannot know."""
+
+
 class Damaged(CorruptFrame):
     """Bytes that are not those that were sent, as their checksum tells: the way may be at fault, not the peer."""
 

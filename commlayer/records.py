@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from commlayer.errors import RecordError, one_line
 
@@ -200,6 +202,13 @@ class Plan(Record, frozen=True):
         return self.local_steps > 1 or self.codes == "updates"
 
 
+def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
+    """For those who stood in these places among its workers, and so many more. What was predicted was of all."""
+    buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
+                    for b in plan.buckets)
+    return replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
+
+
 class Member(Record, frozen=True):
     """A worker process of the job: `rank` counts over all workers, `node` groups those that share one machine."""
 
@@ -207,6 +216,8 @@ class Member(Record, frozen=True):
     node: int
     name: str
     pid: int = 0
+    certificate: str = ""
+    """By which it has joined, where there are keys: servers let nobody else in under its rank."""
 
 
 class ServerInfo(Record, frozen=True):

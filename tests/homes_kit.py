@@ -29,6 +29,10 @@ class Homes:
         self._processes: list[subprocess.Popen[str]] = []
         self.address = ""
 
+    def set(self, **settings: str) -> None:
+        """In the environment of whatever starts from now on."""
+        self._environment |= settings
+
     def run(self, *arguments: str) -> subprocess.Popen[str]:
         """As in a shell's background, where Ctrl-C is ignored, and by all children that do not mind it themselves."""
         line = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "commlayer.cli.main", *arguments]

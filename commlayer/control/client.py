@@ -69,7 +69,9 @@ class Membership:
         self.missed: Callable[[], tuple[str, ...]] = tuple
         """Whose data connections the other machine has ended: set by who has any."""
         self.ended: Callable[[], tuple[str, ...]] = tuple
-        """Who has ended them in order: set by a server."""
+        """Who has ended them in order, and"""
+        self.dropped: Callable[[], tuple[messages.Gone, ...]] = tuple
+        """whose it has ended, since what came broke the protocol: set by a server."""
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
@@ -119,7 +121,8 @@ class Membership:
             began = time.monotonic()
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
-                beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended())
+                beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended(),
+                                          dropped=self.dropped())
                 pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():

@@ -134,7 +134,8 @@ class Coordinator:
                 if caller.serial in self._revoked:
                     raise Unproved
                 self._certificates[request.token] = caller
-        return msgspec.structs.replace(request, certificate=caller.name if caller else "")
+        return msgspec.structs.replace(request, certificate=caller.name if caller else "",
+                                       dials_only=caller is not None and caller.dials_only)
 
     def _named(self, request: messages.Attend, caller: Certified | None) -> messages.Attend:
         if caller is not None and caller.serial in self._revoked:

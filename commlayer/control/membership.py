@@ -25,10 +25,12 @@ from commlayer.control.messages import (
     Seat,
     Told,
     digest_of,
+    dropped_by,
     incompatible,
     names,
     version,
 )
+from commlayer.errors import one_line
 from commlayer.records import Member, Record, ServerInfo, View
 from commlayer.transport import framing
 from commlayer.transport.protocol import SERVER_BASE
@@ -128,7 +130,9 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
-        state = _parted(state, said.ended) if place.join.kind == "server" else state
+        if place.join.kind == "server":
+            state = _parted(state, said.ended)
+            state = _dropped(state, place, said.dropped) if place.here else state
     others = [p for t, p in sorted(state.places.items()) if t != token]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
@@ -190,6 +194,14 @@ def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
 def _parted(state: State, peers: tuple[str, ...]) -> State:
     for p in [p for p in state.places.values() if p.here and not p.parted and p.peer in peers]:
         state = _with(state, msgspec.structs.replace(p, parted=True))
+    return state
+
+
+def _dropped(state: State, server: Place, gone: tuple[Gone, ...]) -> State:
+    """A server's word: no other process sees what came by its connections, and no worker's word counts against another."""
+    for one in gone:
+        tokens = [t for t, p in state.places.items() if p.join.kind == "worker" and p.peer == one.peer]
+        state = cut(state, tokens, dropped_by(server.peer, one_line(one.reason)))
     return state
 
 
@@ -274,6 +286,9 @@ def _problem(state: State, request: Join) -> str:
         return problem
     if state.view is not None:
         return f"the job has begun with {len(state.view.members)} workers; a running job takes no new members"
+    if request.kind == "server" and request.dials_only:
+        return (f"{request.certificate} was made with --dials-only, so it may not serve: name another node's keys, or make "
+                f"them with `commlayer keys add {request.certificate} --again`")
     total = state.servers
     if request.kind == "worker":
         total = state.workers or request.world
@@ -312,7 +327,7 @@ def _completed(state: State) -> State:
         return state
     seated = sorted(state.places.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
-    members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid) for p in workers)
+    members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid, p.join.certificate) for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients)

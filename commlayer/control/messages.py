@@ -67,7 +67,9 @@ class Join(Record, frozen=True):
     alike: dict[str, str] = msgspec.field(default_factory=dict)
     """Of a worker: what must be the same on all. Those who met have compared it; who joins later is compared here."""
     certificate: str = ""
-    """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
+    """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself,"""
+    dials_only: bool = False
+    """and this one: with that certificate nobody may serve."""
     gradients: int = ANY
     """Of a worker: as in View."""
 
@@ -96,6 +98,15 @@ class Part(Record, frozen=True):
     data: bytes
 
 
+class Gone(Record, frozen=True):
+    """A peer that takes no part any more, by its name in errors, and why."""
+
+    peer: str
+    reason: str
+    exchanges: int = -1
+    """As in Leave."""
+
+
 class Heartbeat(Record, frozen=True):
     """Sent by the process itself, or by its child, which knows what became of it."""
 
@@ -108,15 +119,8 @@ class Heartbeat(Record, frozen=True):
     """Of the newest view that the process knows; 0: it asks for none."""
     ended: tuple[str, ...] = ()
     """Of a server: workers who have closed their data connections in order."""
-
-
-class Gone(Record, frozen=True):
-    """A peer that takes no part any more, by its name in errors, and why."""
-
-    peer: str
-    reason: str
-    exchanges: int = -1
-    """As in Leave."""
+    dropped: tuple[Gone, ...] = ()
+    """Of a server: workers whose data connections it has ended, since what came by them broke the protocol."""
 
 
 class Pulse(Record, frozen=True):
@@ -298,6 +302,15 @@ def names(reason: str, peer: str) -> bool:
     (True, False)
     """
     return f"{peer}: " in reason
+
+
+def dropped_by(server: str, why: str) -> str:
+    """Why a worker is gone, where a server has dropped it. It is no end because of that server.
+
+    >>> names("worker 1: " + dropped_by("server 0", "sent noise"), "server 0")
+    False
+    """
+    return f"was dropped (by {server}): {why}"
 
 
 def pack(record: Record) -> bytes:

@@ -65,7 +65,7 @@ def join(state: State, request: Join, now: float) -> Taken:
         problem = next(filter(None, (conflict(request, p) for p in workers.values())), "") or next(iter(differs), "")
     if problem:
         return Taken(state, Seat(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
-    member = Member(request.rank, request.node, request.name, request.pid)
+    member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
     places = {**state.places, request.token: Place(request, request.rank, now)}
     return Taken(msgspec.structs.replace(state, places=places, view=view), Seat(rank=request.rank, view=view, plan=state.plan))

@@ -112,7 +112,7 @@ def run(config: Config, part: Part) -> None:
                 if end.is_set():
                     return
                 raise
-            member.missed, member.ended = serving.missed, serving.ended
+            member.missed, member.ended, member.dropped = serving.missed, serving.ended, serving.dropped
             stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
             try:
                 # The workers of an embedded server stay: its coordinator makes no other view.

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -38,6 +38,8 @@ READY_S = 9.0
 """How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
 NOTICE_HEARTBEATS, LOOK_S = 3, 0.02
 """So many heartbeats the coordinator has to tell of a view of which a worker has heard, and how often is looked."""
+MOST_TOLD = 64
+"""So many dropped workers a heartbeat names: it must stay small, and what is said once the first have gone is said then."""
 STALL_S = 5.0
 """How long a sum waits before those who wait hear for whom."""
 
@@ -59,6 +61,7 @@ class Serving:
         self._transport = StreamTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
+        self._transport.named = self._certificate_of
         self._quarantine = None if config.quarantine == "off" else Quarantine(
             self._refused, finite_only=config.quarantine == "all")
         self._named: set[int] = set()
@@ -68,6 +71,9 @@ class Serving:
         self._token = ""
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
+        self._plan: Plan | None = None
+        self._vouched = False
+        """Whether the plan in force is the coordinator's, for whoever is left, or what one member has brought."""
         streams_port = port and port + (config.carrier != "grpc")
         if (found := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
             port = port or host_port(found.address)[1]
@@ -105,6 +111,9 @@ class Serving:
             return f"is no member: the job has {len(self._members)} workers"
         return same_job(self._hello)(theirs)
 
+    def _certificate_of(self, rank: int) -> str:
+        return next((m.certificate for m in self._view.members if m.rank == rank), "") if self._view is not None else ""
+
     def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
         """Sums what that plan gives to server number `server`, for the members of that view; where a journal says that it did
         so before, it goes on. `token`: of its seat. `newest`: the view that the coordinator last told of; None: members stay.
@@ -115,7 +124,8 @@ class Serving:
         self._view = view = former.view if former else view
         self._members, self._token = tuple(m.rank for m in view.members), token
         try:
-            decoded = _checked_plan(former.plan if former else plan, view)
+            self._plan = decoded = _checked_plan(former.plan if former else plan, view)
+            self._vouched = former is None or former.plan == plan
             self._ops = ops_of(decoded, server, gradients=view.gradients)
             core = self._core(decoded, server, former.generation if former else view.generation)
             if former is not None:
@@ -130,7 +140,8 @@ class Serving:
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
-                                 regroup=functools.partial(self._regroup, newest) if newest is not None else None)
+                                 regroup=functools.partial(self._regroup, newest) if newest is not None else None,
+                                 out=self._out, vouched=lambda: self._vouched)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> About | None:
@@ -186,10 +197,18 @@ class Serving:
             log.warning("%s: its contribution to step %d, bucket %d is refused: %s; the others' go on, and it is dropped if "
                         "that happens in %d of %d steps", peer_name(member), step, bucket, why, OFTEN, WITHIN)
 
+    def _out(self, member: int, why: str) -> None:
+        self._audit.note("dropped", peer=peer_name(member), why=why)
+
+    def dropped(self) -> tuple[messages.Gone, ...]:
+        """What the coordinator hears of members that broke the protocol here."""
+        found = {} if self._server is None else self._server.dropped()
+        return tuple(messages.Gone(peer_name(member), why) for member, why in list(found.items())[:MOST_TOLD])
+
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""
         assert self._view is not None
-        return self._go_over(plan, generation, self._view)
+        return self._go_over(plan, generation, self._view, ())
 
     def _regroup(self, newest: Callable[[], View], change: ViewChange, generation: int, sender: int) -> Callable[[], Summation]:
         """What makes the sums of other members, once the change is known to be the coordinator's. It changes nothing."""
@@ -212,14 +231,16 @@ class Serving:
     def _goes_on(self, change: ViewChange, generation: int) -> Summation:
         """What was owed to the mean of all who were members is owed to that of these."""
         former, self._members = self._members, tuple(m.rank for m in change.view.members)
-        core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
+        stay = [place for place, member in enumerate(former) if member in self._members]
+        core = self._go_over(change.plan, generation, change.view, stay, worth=len(self._members) / len(former))
         self._view = change.view
         gone = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone, joined=new)
         return core
 
-    def _go_over(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
+    def _go_over(self, plan: bytes, generation: int, view: View, stay: Sequence[int], worth: float = 1.0) -> Summation:
+        """`stay`: the places of those who go on from the view before with the plan that there is; none for another one."""
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
         before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth,
@@ -230,6 +251,9 @@ class Serving:
         except ValueError:
             self._ops = before
             raise
+        assert self._plan is not None
+        followed = bool(stay) and decoded == records.plan_of(self._plan, stay, len(view.members) - len(stay))
+        self._plan, self._vouched = decoded, self._vouched and followed
         self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return core
 

@@ -45,6 +45,7 @@ class Uplink:
         self._fail: Fail | None = None
         self._stalled: OnStalled = lambda *_: None
         self._left: Left = lambda *_: None
+        self._regroups = False
         self._membership: Membership | None = None
         self._missed: Callable[[], tuple[str, ...]] = tuple
         self._dial: Callable[[float], None] = lambda _: None
@@ -65,7 +66,7 @@ class Uplink:
         keys = Keys(self._config.keys) if self._config.keys else None  # what is wrong with them takes no seat
         self._membership = membership = client.join(
             address, request, self._config, self._failed, on_silence=self._silent, on_left=self._gone, keep=True)
-        self.address = address
+        self.address, self._regroups = address, request.regroups
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
         window_s = reconnect_window_s(self._config)
         carrier = StreamTransport(hello, settings=Settings(
@@ -155,9 +156,11 @@ class Uplink:
         if said.failed:
             self._failed(CommError(said.failed, peer=peer_name(SERVER_BASE + server), step=said.step, bucket=said.bucket))
             return
-        if said.dropped:
-            names = ", ".join(peer_name(m) for m in said.missing)
-            self._failed(PeerLost(f"was dropped by its server: {said.dropped}", peer=names, step=said.step, bucket=said.bucket))
+        for member, why in said.dropped.items():
+            # Where others may go on without it the coordinator says so, who has heard of it from the server.
+            if member in said.disputed or not (self._regroups and self.coordinated):
+                self._failed(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
+                                      step=said.step, bucket=said.bucket))
         self._stalled(said.bucket, said.step, said.missing)
 
     def _gone(self, gone: messages.Gone) -> None:

@@ -25,8 +25,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from msgspec import structs
-
 from commlayer import records
 from commlayer.config import Config
 from commlayer.control.home import Desk
@@ -36,7 +34,7 @@ from commlayer.job.connection import Connection
 from commlayer.job.state_relay import Relay
 from commlayer.job.view_words import AWAY, Newer, ViewWords, Word, never
 from commlayer.job.ways import Forbids
-from commlayer.records import Plan, View
+from commlayer.records import Plan, View, plan_of
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport import home_world, members
@@ -278,13 +276,6 @@ def new_in(view: View, former: View) -> list[int]:
     """Who has joined since."""
     known = {m.rank for m in former.members}
     return [m.rank for m in view.members if m.rank not in known]
-
-
-def plan_of(plan: Plan, places: list[int], new: int = 0) -> Plan:
-    """For those who stood in these places among its workers, and so many more. What was predicted was of all."""
-    buckets = tuple(structs.replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
-                    for b in plan.buckets)
-    return structs.replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def unfit(plan: Plan) -> str:

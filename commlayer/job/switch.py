@@ -13,9 +13,8 @@ from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
 from commlayer.job.agreed_plan import Offer, bytes_of, check_plan, plan_in
 from commlayer.job.connection import Connection
-from commlayer.job.regroup import plan_of
 from commlayer.job.ways import in_updates, stepping
-from commlayer.records import Member, Plan
+from commlayer.records import Member, Plan, plan_of
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, together

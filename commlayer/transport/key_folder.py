@@ -36,6 +36,8 @@ class Certified(NamedTuple):
     name: str
     serial: int
     fingerprint: bytes
+    dials_only: bool = False
+    """Whether it is for diallers alone, so that nobody takes what is served with it."""
 
 
 class Listed(NamedTuple):
@@ -96,10 +98,9 @@ class Keys:
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
                               f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
                               "--again`")
-        with contextlib.suppress(x509.ExtensionNotFound):  # one that others made: OpenSSL takes it for both ends
-            purposes = mine.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-            self.dials_only = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes
-        return certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+        made = certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+        self.dials_only = made.dials_only
+        return made
 
     def revoked(self) -> frozenset[int]:
         """Serial numbers. A file that is damaged, older than the one before, or not of this CA, changes nothing."""
@@ -177,7 +178,13 @@ def _file(data: bytes) -> Iterator[str]:
 
 
 def certified(der: bytes, name: str, serial: int) -> Certified:
-    return Certified(name, serial, hashlib.sha256(der).digest())
+    from cryptography import x509
+
+    dials_only = False
+    with contextlib.suppress(x509.ExtensionNotFound):  # one that others made: OpenSSL takes it for both ends
+        purposes = x509.load_der_x509_certificate(der).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        dials_only = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes
+    return Certified(name, serial, hashlib.sha256(der).digest(), dials_only)
 
 
 def of_peer(tls: ssl.SSLObject) -> Certified:

@@ -1,5 +1,4 @@
-"""The carrier over TCP, and over channels that others open: listens, dials, keeps one connection for each peer. Knows addresses
-and sockets; no matching."""
+"""The carrier over TCP, and over channels that others open: listens, dials, keeps a connection for each peer. No matching."""
 
 from __future__ import annotations
 
@@ -99,6 +98,8 @@ class StreamTransport:
         self.broken: Broken = lambda *_: None
         """Told of a connection that broke and may be made again, on the thread that found it."""
         self._heeds = False
+        self.named: Callable[[int], str] = lambda _: ""
+        """Whose certificate who dials in under that rank must show; empty: anybody's."""
 
     @property
     def rank(self) -> int:
@@ -122,10 +123,8 @@ class StreamTransport:
         return bound
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        """Connects to `peer` at `address`; on return messages can flow. Raises Refused with the other side's reason.
-
-        `answer_by`: when the other side must have said its first word.
-        """
+        """Connects to `peer` at `address`, whose first word must be there at `answer_by`; on return messages can flow. Raises
+        Refused with the other side's reason."""
         self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline, answer_by)
 
     def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
@@ -218,7 +217,7 @@ class StreamTransport:
             hello, proof = greeting.meet(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._hall.leave(sock)
-            reason = self._crowded(sock) or self._judge(hello)
+            reason = self._crowded(sock) or self._judge(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
             greeting.welcome(sock, self.rank, reason, proof, where, deadline)
@@ -245,8 +244,10 @@ class StreamTransport:
             full = sum(c.certified == certified for c in self._connections.values()) >= MOST_EACH
         return f"its certificate ({certified.name}) has {MOST_EACH} data connections already" if certified and full else ""
 
-    def _judge(self, hello: Hello) -> str:
+    def _judge(self, hello: Hello, name: str) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
+        if not reason and name != (its := self.named(hello.rank) or name):
+            reason = f"shows the certificate of {name}, but {peer_name(hello.rank)} has joined with that of {its}"
         with self._lock:
             if not reason and hello.session in self._barred:
                 reason = f"was dropped: {self._barred[hello.session]}"

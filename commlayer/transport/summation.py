@@ -15,11 +15,12 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, Disputed
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 from commlayer.transport.quarantine import Quarantine, Watch
 from commlayer.transport.summation_cell import KEPT_STEPS, MOST_REASON_NBYTES, Cell, Keep, Reply, Stall
 from commlayer.transport.summation_memory import Memory, read, words_of
+from commlayer.transport.summation_ops import sound
 
 log = logging.getLogger("commlayer")
 
@@ -182,7 +183,8 @@ class Summation:
         else:
             begun = cell.open or cell.awaited is not None
             state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
-        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}")
+        # Which step that is may be what another member said first, or a state or a view that it brought.
+        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", Disputed)
 
     def _catch_up(self, cell: Cell, h: Header) -> None:
         """The first contribution since a former process ended tells whether that wrote down all that it had answered."""
@@ -207,7 +209,8 @@ class Summation:
             first = cell.next == 0
             if not first and h.undone != cell.undone:
                 raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
-                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike")
+                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike",
+                              Disputed)
             if first and h.undone and r == 0:
                 ops.undo(h.undone)  # before `add`, which overwrites what was summed in that step
             if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
@@ -239,7 +242,8 @@ class Summation:
             else:
                 cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
         except (CorruptFrame, ValueError) as error:
-            raise _breach(message, str(error)) from None
+            at_odds = cell.summed > 0 and sound(cell.ops, cell.round, message.body)
+            raise _breach(message, str(error), Disputed if at_odds else CorruptFrame) from None
         cell.summed += 1
         cell.totals.add(h.total)
         cell.weight += h.weight
@@ -375,7 +379,7 @@ class Summation:
 
     def _between(self, cell: Cell, message: Message) -> None:
         if cell.open:
-            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed", Disputed)
 
 
 def _told(member: int, header: Header, body: memoryview, refused: frozenset[int]) -> Reply:
@@ -391,5 +395,5 @@ def as_float32(weight: float) -> float:
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
-def _breach(message: Message, what: str) -> CorruptFrame:
-    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket)
+def _breach(message: Message, what: str, kind: type[CorruptFrame] = CorruptFrame) -> CorruptFrame:
+    return kind(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket)

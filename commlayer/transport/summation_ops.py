@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from commlayer.errors import CorruptFrame
+
 
 class Ops(Protocol):
     """What the codec side does for one bucket. One instance belongs to one bucket and holds its server state."""
@@ -48,6 +50,15 @@ class Ops(Protocol):
     def snapshot(self) -> bytes: ...
 
     def restore(self, data: bytes | memoryview) -> None: ...
+
+
+def sound(ops: Ops, r: int, payload: memoryview) -> bool:
+    """Whether it could be added by itself: then it only does not go with what another has sent."""
+    try:
+        ops.add(r, payload, ops.zeros(r), True)
+    except (CorruptFrame, ValueError):
+        return False
+    return True
 
 
 class Lasting(Ops, Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from commlayer.errors import CommError, CorruptFrame, PeerEnded, PeerLost, one_line
+from commlayer.errors import CommError, CorruptFrame, Damaged, Disputed, PeerEnded, PeerLost, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport.protocol import NUMBERED, Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summation import Summation
@@ -31,8 +31,8 @@ MAX_PROBES = 1024
 """Answers under way to one member: it asks again when it has one, which may be before this end knows."""
 FAREWELL_S = 2.0
 """After a failure of the server: how long its reason may take to the members before their connections end."""
-
-
+MOST_REASON = 300
+"""Characters of why somebody was dropped: with each heartbeat the coordinator hears of all who were."""
 OFTEN_REFUSED = "its contributions were refused (quarantine), time and again"
 
 
@@ -42,8 +42,10 @@ class Stalled(Record, frozen=True):
     bucket: int
     step: int
     missing: tuple[int, ...]
-    dropped: str = ""
-    """Not empty: one of them will not come, for this reason."""
+    dropped: dict[int, str] = msgspec.field(default_factory=dict)
+    """Who of them will not come, since this server has dropped it, and why."""
+    disputed: tuple[int, ...] = ()
+    """Who of those for a reason that may be another's fault: the coordinator does not hear of it."""
     failed: str = ""
     """Not empty: the server itself has failed, and no sum will come from it."""
 
@@ -83,13 +85,17 @@ class SumServer:
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
         pace: Callable[[float], None] = lambda _: None, regroup: Regroup | None = None,
+        out: Callable[[int, str], None] = lambda *_: None, vouched: Callable[[], bool] = lambda: True,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
-        hears how many bit/s this machine's link carries out. `regroup`: None where members stay."""
+        hears how many bit/s this machine's link carries out. `regroup`: None where members stay. `out` hears of each member
+        that is dropped, and why. `vouched`: whether the plan in force is more than the word of one member."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
+        self._disputed: set[int] = set()
+        self._out, self._vouched, self._dropping = out, vouched, threading.Lock()
         self._ended: set[str] = set()
         self._told: dict[int, tuple[Stall, float]] = {}
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
@@ -122,6 +128,13 @@ class SumServer:
     def _note_end(self, error: CommError | None) -> None:
         if isinstance(error, PeerEnded):
             self._ended.add(error.peer)
+        elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
+            self._drop(error)  # it broke the format of frames, so its connection has ended already
+
+    def dropped(self) -> dict[int, str]:
+        """Members that broke the protocol by what they themselves have sent, and how: whoever else says what, they did."""
+        with self._dropping:
+            return {m: why for m, why in self._dropped.items() if m not in self._disputed and m in self._members}
 
     def ended(self) -> tuple[str, ...]:
         """Members who have closed their ends in order."""
@@ -143,7 +156,9 @@ class SumServer:
                     self._probes.setdefault(reply.peer, []).append((sent, len(reply.body)))
             if self._core.quarantine is not None:
                 for member in self._core.quarantine.offences.over():
-                    self._drop(CorruptFrame(OFTEN_REFUSED, peer=peer_name(member)))
+                    # Of two each is odd beside the other.
+                    kind = CorruptFrame if len(self._members) > 2 else Disputed
+                    self._drop(kind(OFTEN_REFUSED, peer=peer_name(member)))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -249,10 +264,17 @@ class SumServer:
         self._recycle(message.body)
 
     def _drop(self, error: CorruptFrame) -> None:
-        """A member that breaks the protocol is out; the others hear of it with the sum that waits for it."""
-        member = self._numbers[error.peer]
+        """A member that breaks the protocol is out; the others hear of it with the sum that waits for it, and where it is at
+        fault beyond doubt the coordinator does, too."""
+        member, why = self._numbers[error.peer], one_line(error.what)[:MOST_REASON]
+        with self._dropping:
+            if member in self._dropped:
+                return
+            self._dropped[member] = why
+            if isinstance(error, Disputed) or not self._vouched():
+                self._disputed.add(member)
         log.warning("dropped %s", error)
-        self._dropped[member] = error.what
+        self._out(member, why)
         self._transport.abort(error, member)
 
     def _fail(self, message: Message, error: Exception) -> None:
@@ -284,9 +306,11 @@ class SumServer:
         if last == stall and now - said_s < REPEAT_S:
             return
         self._told[stall.bucket] = (stall, now)
-        dropped = next((self._dropped[m] for m in stall.missing if m in self._dropped), "")
+        with self._dropping:
+            dropped = {m: self._dropped[m] for m in stall.missing if m in self._dropped}
+            disputed = tuple(m for m in dropped if m in self._disputed)
         for member in stall.waiting:
-            self._say(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
+            self._say(member, Stalled(stall.bucket, stall.step, stall.missing, dropped, disputed))
 
     def _say(self, member: int, what: Stalled) -> Handle:
         header = Header(Kind.STALLED, self._core.generation, sender=self._core.peer)
