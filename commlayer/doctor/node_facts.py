@@ -7,6 +7,7 @@ measured has gone the way of a job's data, through its keys, framing and pacing.
 from __future__ import annotations
 
 import datetime
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def measured(meeting: Meeting, nodes: int, node: Node, config: Config, until: fl
     over = [until]
 
     def told(data: bytes, what: str) -> list[bytes]:
-        return exchange(store, range(nodes), number, data, max(1.0, over[0] - time.monotonic()), what)
+        return exchange(store, range(nodes), number, data, max(1, math.ceil(over[0] - time.monotonic())), what)
 
     with ExitStack() as stack:
         # In plain text the store, which all reach, is as good a place for the secret as the job's own is.
