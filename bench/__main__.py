@@ -32,11 +32,19 @@ MEASUREMENTS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser_of(name: str = "") -> argparse.ArgumentParser:
+    """What a measurement takes; without a name what all of them take."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Runs one measurement of the project.")
     parser.add_argument("name", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="fewer rows, fewer repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, the summary and the machine here")
+    if name and hasattr(module := importlib.import_module(MEASUREMENTS[name]), "flags"):
+        module.flags(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of()
     args, others = parser.parse_known_args(argv)
     if args.name not in MEASUREMENTS:
         print(f"bench: no measurement is called {args.name!r}; there are: {', '.join(MEASUREMENTS)}", file=sys.stderr)
@@ -48,12 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: --json {args.json}: it is a folder, and a file is wanted", file=sys.stderr)
         return 2
     module = importlib.import_module(MEASUREMENTS[args.name])
-    if takes_more := hasattr(module, "flags"):
-        module.flags(parser)
-    elif others:
+    if not (takes_more := hasattr(module, "flags")) and others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        result = module.run(args.quick, parser.parse_args(argv)) if takes_more else module.run(args.quick)
+        result = module.run(args.quick, parser_of(args.name).parse_args(argv)) if takes_more else module.run(args.quick)
     except KeyboardInterrupt:
         print(f"bench: {args.name} was broken off", file=sys.stderr)
         return 130

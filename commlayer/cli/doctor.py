@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commlayer.config import Config, host_port, launcher_says, master, read_config, read_launch
-from commlayer.errors import CommError, RecordError
+from commlayer.errors import RecordError
 
 if TYPE_CHECKING:
     from commlayer.doctor.finding import Finding
-    from commlayer.doctor.looks import Asked
-    from commlayer.doctor.node_checks import Node, Pair
+    from commlayer.doctor.looks import Asked, Seen
 
 PAGE = 80
 
@@ -23,7 +22,7 @@ def doctor(
     join: Annotated[str, typer.Option(help="host:port of the coordinator that the run is to join.", metavar="ADDR")] = "",
     master_: Annotated[str, typer.Option("--master", help="host:port where ranks of a cluster meet, else MASTER_ADDR.",
                                          metavar="ADDR")] = "",
-    nodes: Annotated[int, typer.Option(help="How many nodes look at once, each with the same line: measures all links.",
+    nodes: Annotated[int, typer.Option(help="How many nodes look at once, each with the same line: compares them and links.",
                                        min=0)] = 0,
     plan: Annotated[Path | None, typer.Option(help="The plan file that the run is to use.", metavar="FILE")] = None,
     save: Annotated[Path, typer.Option(help="The folder for checkpoints.", metavar="DIR")] = Path("."),
@@ -47,7 +46,7 @@ def doctor(
     from commlayer.doctor import screen
     from commlayer.doctor.examination import examine
     from commlayer.doctor.finding import of_error, usable
-    from commlayer.doctor.looks import Seen, link, looks
+    from commlayer.doctor.looks import Seen, between, link, looks
 
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(highlight=False, markup=False, width=PAGE)
@@ -65,13 +64,13 @@ def doctor(
     if not no_bandwidth and (last := link(asked, seen)) is not None:
         for found in examine([last]):
             show(found)
-    rows: tuple[list[Node], list[Pair]] = ([], [])
     if nodes > 1:
-        rows = _between(asked, show)
-        if rows[1]:
-            console.print("\n".join(screen.table(*rows)))
+        for found in examine([between(asked, seen)]):
+            show(found)
+        if seen.pairs:
+            console.print("\n".join(screen.table(seen.nodes, seen.pairs)))
     console.print(screen.summary(findings))
-    _write(json, findings, seen.facts, rows)
+    _write(json, findings, seen)
     if not usable(findings):
         raise typer.Exit(2)
 
@@ -101,44 +100,12 @@ def _without_checks(given: dict[str, Any]) -> Config:
     return Config()
 
 
-def _between(asked: Asked, show: Any) -> tuple[list[Node], list[Pair]]:
-    """All links between nodes that look at once; what keeps them from it is a finding."""
-    from commlayer.config import check_plain_text
-    from commlayer.doctor import network_facts, node_checks, node_facts
-    from commlayer.doctor.finding import of_error
-    from commlayer.doctor.node_checks import Node
-    from commlayer.transport import own_address
-
-    (host, number), limit_s = asked.master, asked.config.join_deadline_s
-    try:
-        if asked.problem:
-            raise ValueError("links between nodes are not measured: mend the settings first")
-        if not number:
-            raise ValueError("links between nodes: nobody says where they meet: start with torchrun, or say --master HOST:PORT")
-        launch = read_launch()
-        address = network_facts.own_towards(host) or own_address.default_address()
-        check_plain_text("address of this node", address, asked.config)
-        if asked.launched:
-            meeting, count = node_facts.launched_store(launch.rank, launch.world, limit_s), launch.world
-        else:
-            own, count = network_facts.look_up("", host).own, asked.nodes
-            meeting = node_facts.store_at(host, number, count, own, limit_s)
-        me = Node(socket.gethostname(), address)
-        found, pairs = node_facts.measured(meeting, count, me, asked.config, limit_s)
-    except (CommError, ValueError, OSError) as error:
-        show(of_error("nodes", error))
-        return [], []
-    for finding in node_checks.links(found, pairs):
-        show(finding)
-    return found, pairs
-
-
-def _write(json: Path | None, findings: list[Finding], facts: dict[str, Any], rows: tuple[list[Node], list[Pair]]) -> None:
+def _write(json: Path | None, findings: list[Finding], seen: Seen) -> None:
     import msgspec
 
     from commlayer.cli.plan_inputs import write_json
     from commlayer.doctor.finding import usable
 
-    told = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": facts, "nodes": rows[0],
-            "links": rows[1]}
+    told = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": seen.facts,
+            "nodes": seen.nodes, "links": seen.pairs}
     write_json(json, msgspec.json.encode(told).decode())

@@ -8,26 +8,29 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from commlayer.config import Config, host_port, is_loopback, launcher_says
+from commlayer.config import Config, check_plain_text, host_port, is_loopback, launcher_says, read_launch
 from commlayer.control import messages
 from commlayer.doctor import (
     machine_checks,
     machine_facts,
     network_checks,
     network_facts,
+    node_checks,
     security_checks,
     security_facts,
     server_checks,
     server_facts,
 )
 from commlayer.doctor.examination import Look
-from commlayer.doctor.finding import Finding, warn
-from commlayer.errors import RecordError
-from commlayer.transport import framing, tls
+from commlayer.doctor.finding import Finding, of_error, warn
+from commlayer.doctor.node_checks import Node, Pair
+from commlayer.errors import CommError, RecordError
+from commlayer.transport import framing, own_address, tls
 from commlayer.transport.key_folder import Keys
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
-LINK_DEADLINE_S = 15.0
+ALONE_S = 30.0
+"""All looks but those of several nodes are over by then: the link's, which is the last, has what the slowest leaves."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SLOW_NAMES = "a name service does not answer: see /etc/resolv.conf, or use addresses"
 F = TypeVar("F")
@@ -53,6 +56,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.facts: dict[str, list[Any]] = {}
+        self.nodes: list[Node] = []
+        self.pairs: list[Pair] = []
 
     def first(self, check: str) -> Any:
         """None if there are none, or not yet."""
@@ -168,4 +173,44 @@ def link(asked: Asked, seen: Seen) -> Look | None:
         why = [warn("link", "not measured: a job is running there", "measure before it begins")]
         return Look("link", lambda: why, QUICK_S, "")
     return seen.look("link", lambda: server_facts.link(asked.config, server.round_trip_s, LINK_S), server_checks.link,
-                     LINK_DEADLINE_S, "the link is slower than any that training is worth over, or another uses it")
+                     ALONE_S - SERVER_S, "the link is slower than any that training is worth over, or another uses it")
+
+
+def between(asked: Asked, seen: Seen) -> Look:
+    """What nodes that look at once differ in, and the links between them; what keeps them from it is a finding."""
+
+    def run() -> Iterable[Finding]:
+        try:
+            seen.nodes, seen.pairs = _met(asked, seen)
+        except (CommError, ValueError, OSError) as error:
+            return [of_error("nodes", error)]
+        found = seen.nodes
+        return [*node_checks.alike(found), *node_checks.clocks(found, keys=bool(asked.config.keys)),
+                *node_checks.links(found, seen.pairs)]
+
+    count = read_launch().world if asked.launched else asked.nodes
+    slack_s = NAMES_S  # for names, and for loading torch
+    limit_s = node_checks.limit_s(count, asked.config.join_deadline_s) + slack_s
+    return Look("nodes", run, limit_s, "a node or the store where they meet does not answer: look at the lines of the others")
+
+
+def _met(asked: Asked, seen: Seen) -> tuple[list[Node], list[Pair]]:
+    from commlayer.doctor import node_facts  # which loads torch
+
+    (host, number), limit_s = asked.master, asked.config.join_deadline_s
+    until = time.monotonic() + limit_s
+    if asked.problem:
+        raise ValueError("nodes are not compared, nor links measured: mend the settings first")
+    if not number:
+        raise ValueError("links between nodes: nobody says where they meet: start with torchrun, or say --master HOST:PORT")
+    address = network_facts.own_towards(host) or own_address.default_address()
+    check_plain_text("address of this node", address, asked.config)
+    if asked.launched:
+        launch = read_launch()
+        meeting, count = node_facts.launched_store(launch.rank, launch.world, limit_s), launch.world
+    else:
+        own, count = network_facts.look_up("", host).own, asked.nodes
+        meeting = node_facts.store_at(host, number, count, own, limit_s)
+    plan = seen.first("plan")
+    me = node_facts.of_this(address, plan.digest if plan else "")
+    return node_facts.measured(meeting, count, me, asked.config, until)

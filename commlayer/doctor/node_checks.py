@@ -1,19 +1,28 @@
-"""Nodes, the pairs that are measured, in which turns, and what is judged of their links. Knows no socket and no torch."""
+"""Nodes, the pairs that are measured, in which turns, and what is judged of both. Knows no socket and no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from commlayer.doctor.finding import Finding, fail, ok, warn
-from commlayer.doctor.server_checks import rate
+from commlayer.doctor.machine_facts import Software
+from commlayer.doctor.server_checks import CLOCK_FAIL_S, CLOCK_S, rate, spell
 from commlayer.records import Record
 
 
 class Node(Record, frozen=True):
-    """What a node says of itself."""
+    """What a node says of itself. `plan`: the hash of its plan file, empty for none.
+
+    `clock`: its time when it came to each of some meetings, and when it heard that all others had. On its clock, as on that of
+    every other, the moment at which the last of all came lies between the two.
+    """
 
     host: str
     address: str
+    software: Software | None = None
+    torch: str = ""
+    plan: str = ""
+    clock: tuple[tuple[float, float], ...] = ()
 
 
 class Pair(Record, frozen=True):
@@ -45,9 +54,98 @@ def turns(nodes: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
+LINKS_S, TURN_S = 30.0, 3.0
+"""For links that answer late, and for each turn."""
+
+
+def limit_s(nodes: int, join_deadline_s: float = 0.0) -> float:
+    """From when a node comes, or for 0 from when all are there, until all is measured or given up."""
+    return join_deadline_s + LINKS_S + TURN_S * len(turns(nodes))
+
+
 def slowest(pairs: Sequence[Pair]) -> Pair:
     """Of those that were measured."""
     return min((pair for pair in pairs if not pair.error), key=lambda pair: min(pair.up_bps, pair.down_bps))
+
+
+def one_commlayer(nodes: Sequence[Node]) -> bool:
+    """Whether they can talk to each other at all."""
+    return len({_commlayer(node) for node in nodes}) == 1
+
+
+def alike(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """What ranks of a job must have alike, or it does not start."""
+    differ = [
+        (_apart(nodes, [_commlayer(node) for node in nodes]), "; so links are not measured",
+         "install the same version of commlayer on all machines"),
+        (_apart(nodes, [f"torch {node.torch.partition('+')[0]}" for node in nodes]), "",
+         "install the same version of torch on all machines"),
+        (_apart(nodes, [_python(node) for node in nodes]), "", "use the same version of Python on all machines"),
+        (_apart(nodes, [f"plan with hash {node.plan}" if node.plan else "no plan" for node in nodes]), "",
+         "give all nodes the same plan file"),
+    ]
+    found = [fail("nodes", seen + so, remedy) for seen, so, remedy in differ if seen]
+    yield from found or [ok("nodes", f"the same versions{' and the same plan' if nodes[0].plan else ''} on all {len(nodes)}")]
+
+
+def _commlayer(node: Node) -> str:
+    f = node.software
+    return f"commlayer {f.commlayer} (control protocol {f.protocol}, wire format {f.wire})" if f else "another commlayer"
+
+
+def _python(node: Node) -> str:
+    return f"Python {node.software.python.rpartition('.')[0]}" if node.software else "another Python"
+
+
+def _apart(nodes: Sequence[Node], said: Sequence[str]) -> str:
+    """Who says what, the fewest first; empty where all say the same.
+
+    >>> nodes = [Node(host, "") for host in "abcd"]
+    >>> _apart(nodes, ["x", "y", "x", "x"]), _apart(nodes[:2], ["x", "y"]), _apart(nodes[:2], ["x", "x"])
+    ('y on node 1 (b), x on the 3 others', 'x on node 0 (a), y on node 1 (b)', '')
+    """
+    by = {what: [number for number, each in enumerate(said) if each == what] for what in dict.fromkeys(said)}
+    *few, (most, of) = sorted(by.items(), key=lambda row: len(row[1]))
+    if not few:
+        return ""
+    last = f"the {len(of)} others" if len(of) > 2 else _names(nodes, of)
+    return ", ".join([*(f"{what} on {_names(nodes, who)}" for what, who in few), f"{most} on {last}"])
+
+
+def _names(nodes: Sequence[Node], numbers: Sequence[int]) -> str:
+    return " and ".join(f"node {number} ({nodes[number].host})" for number in numbers)
+
+
+def clocks(nodes: Sequence[Node], *, keys: bool) -> Iterator[Finding]:
+    """Against the one in the middle, so that those are named that are off. `keys`: certificates are judged by clocks."""
+    if not all(node.clock for node in nodes):
+        return
+    middle = sorted(range(len(nodes)), key=lambda number: ahead(nodes[number], nodes[0])[0])[(len(nodes) - 1) // 2]
+    off = [ahead(node, nodes[middle]) for node in nodes]
+    wrong = [number for number, (by_s, error_s) in enumerate(off) if number != middle and abs(by_s) - error_s >= CLOCK_S]
+    if not wrong:
+        within_s = max(max(abs(by_s), error_s) for number, (by_s, error_s) in enumerate(off) if number != middle)
+        yield ok("nodes", f"clocks within {max(within_s, 0.001):.3g} s of that of {_names(nodes, [middle])}")
+        return
+    each = [f"{_names(nodes, [number])} {spell(abs(off[number][0]))} {'ahead of' if off[number][0] > 0 else 'behind'}"
+            for number in wrong]
+    seen = f"clocks: {', '.join(each)} {_names(nodes, [middle])}"
+    remedy = "set them by a time server: timedatectl set-ntp true"
+    if keys and any(abs(off[number][0]) > CLOCK_FAIL_S for number in wrong):
+        yield fail("nodes", f"{seen}: certificates are judged by them", remedy)
+    else:
+        yield warn("nodes", f"{seen}: logs will not fit together", remedy)
+
+
+def ahead(a: Node, b: Node) -> tuple[float, float]:
+    """Seconds that the clock of `a` is ahead of that of `b`, and how wrong that may be, by the meeting that tells most.
+
+    >>> ahead(Node("a", "", clock=((100.0, 109.0), (110.0, 110.2))), Node("b", "", clock=((8.0, 8.2), (9.0, 9.2))))
+    (101.0, 0.2)
+    """
+    bounds = [(mine[0] - its[1], mine[1] - its[0]) for mine, its in zip(a.clock, b.clock, strict=True)]
+    low, high = min(bounds, key=lambda bound: bound[1] - bound[0])
+    return round((low + high) / 2, 6), round((high - low) / 2, 6)
 
 
 UNEVEN = 4.0

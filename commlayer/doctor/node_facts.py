@@ -1,4 +1,4 @@
-"""Every node measures its link to every other one, in turns that share no link. Loads torch, for the store where they meet.
+"""Nodes tell each other what they are and measure their links, in turns that share none. Loads torch, whose store they meet in.
 
 Each node listens as a summation server without buckets, which answers probes, and dials all others as a worker does: what is
 measured has gone the way of a job's data, through its keys, framing and pacing.
@@ -7,17 +7,22 @@ measured has gone the way of a job's data, through its keys, framing and pacing.
 from __future__ import annotations
 
 import datetime
+import math
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from commlayer.config import Config, host_port, join_host
-from commlayer.doctor.node_checks import Node, Pair, turns
+from commlayer.doctor import machine_facts
+from commlayer.doctor.node_checks import Node, Pair, limit_s, one_commlayer, turns
 from commlayer.errors import CommError
 from commlayer.measure import link_rates
+from commlayer.records import Record
 from commlayer.transport import secret
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
@@ -32,6 +37,15 @@ WAY_S = 0.5
 """For one direction of one link."""
 PATIENCE_S = 5.0
 DIAL_S = 4.0
+MEETINGS = 4
+"""At which clocks are read. All come to the second and to later ones within what telling takes, so these tell more."""
+
+
+class Word(Record, frozen=True):
+    """The first one of a node to the others. `token`: the secret for links, of node 0 where the job has none."""
+
+    node: Node
+    token: str = ""
 
 
 class Meeting(NamedTuple):
@@ -77,36 +91,70 @@ def launched_store(rank: int, world: int, limit_s: float) -> Meeting:
     return Meeting(dist.PrefixStore(JOB, store), rank)
 
 
-def measured(meeting: Meeting, nodes: int, node: Node, config: Config, limit_s: float) -> tuple[list[Node], list[Pair]]:
-    """All nodes call it together, each with its number; all return the same. `node.address`: to listen on, without a port."""
+def of_this(address: str, plan: str) -> Node:
+    """`address`: to listen on, without a port; `plan`: the hash of the plan file here."""
+    return Node(socket.gethostname(), address, machine_facts.software(), str(torch.__version__), plan)
+
+
+def measured(meeting: Meeting, nodes: int, node: Node, config: Config, until: float) -> tuple[list[Node], list[Pair]]:
+    """All nodes call it together, each with its number; all return the same. `until`: by when all others are to be there.
+
+    Links are measured between nodes of one commlayer alone: another one may not understand what is said there.
+    """
     store, number, keeps = meeting
+    over = [until]
 
     def told(data: bytes, what: str) -> list[bytes]:
-        return exchange(store, range(nodes), number, data, limit_s, what)
+        return exchange(store, range(nodes), number, data, max(1, math.ceil(over[0] - time.monotonic())), what)
 
     with ExitStack() as stack:
         # In plain text the store, which all reach, is as good a place for the secret as the job's own is.
-        made = secret.new().encode() if number == 0 and not config.token else b""
-        token = config.token or told(made, "doctor")[0].decode()
-        settings = Settings(secret=token, keys=Keys(config.keys) if config.keys else None)
+        made = secret.new() if number == 0 and not config.token else ""
+        rows = told(msgspec.json.encode(Word(node, made)), JOB)
+        over[0] = time.monotonic() + limit_s(nodes)
+        said = [_word(row, other) for other, row in enumerate(rows)]
+        if not one_commlayer([each.node for each in said]):
+            _end(store, number, nodes, keeps)
+            return [each.node for each in said], []
+        settings = Settings(secret=config.token or said[0].token, keys=Keys(config.keys) if config.keys else None)
         here, there = (StreamTransport(Hello(JOB, who), settings=settings) for who in (SERVER_BASE + number, number))
         listening = here.listen(node.address)
         server = SumServer(Summation(number, 1, {}, {}), here, range(nodes), stall_s=PATIENCE_S)
         stack.callback(server.close)
         stack.callback(there.close)
-        mine = msgspec.structs.replace(node, address=join_host(*listening))
-        all_nodes = [msgspec.json.decode(row, type=Node) for row in told(msgspec.json.encode(mine), "doctor")]
+        clock = tuple(_clock(lambda: told(b"", f"{JOB}, clocks")) for _ in range(MEETINGS))
+        mine = msgspec.structs.replace(node, address=join_host(*listening), clock=clock)
+        all_nodes = [msgspec.json.decode(row, type=Node) for row in told(msgspec.json.encode(mine), JOB)]
         found: list[Pair] = []
         for turn, pairs in enumerate(turns(nodes)):
             found += [_pair(there, a, b, all_nodes[b].address) for a, b in pairs if a == number]
-            told(b"", f"doctor, turn {turn + 1}")
-        rows = told(msgspec.json.encode(found), "doctor")
-        ends = [f"end/{one}" for one in range(nodes)]
-        store.set(ends[number], b"")
-        if keeps:  # until all have read what they wait for
-            with suppress(RuntimeError):
-                store.wait(ends, datetime.timedelta(seconds=PATIENCE_S))
+            told(b"", f"{JOB}, turn {turn + 1}")
+        rows = told(msgspec.json.encode(found), JOB)
+        _end(store, number, nodes, keeps)
     return all_nodes, [pair for row in rows for pair in msgspec.json.decode(row, type=list[Pair])]
+
+
+def _word(row: bytes, number: int) -> Word:
+    try:
+        return msgspec.json.decode(row, type=Word)
+    except msgspec.DecodeError:
+        raise CommError("says of itself what is not understood here; install the same version of commlayer on all machines",
+                        peer=f"node {number}") from None
+
+
+def _clock(meet: Callable[[], object]) -> tuple[float, float]:
+    begin_s = time.time()
+    meet()
+    return begin_s, time.time()
+
+
+def _end(store: Any, number: int, nodes: int, keeps: bool) -> None:
+    """Who keeps the store stays until all have read what they wait for."""
+    ends = [f"end/{one}" for one in range(nodes)]
+    store.set(ends[number], b"")
+    if keeps:
+        with suppress(RuntimeError):
+            store.wait(ends, datetime.timedelta(seconds=PATIENCE_S))
 
 
 def _pair(transport: StreamTransport, a: int, b: int, address: str) -> Pair:
