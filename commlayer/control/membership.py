@@ -97,7 +97,9 @@ def join(state: State, request: Join, now: float) -> Taken:
     if place is not None:
         if not place.here:
             return Taken(state, Seat(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
-        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now)), place)
+        # A server that takes up its seat may do so with another certificate than the one that it was given it for.
+        said = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
+        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=said)), place)
         return Taken(state, _seat(state, place))
     problem = _problem(state, request)
     if problem:

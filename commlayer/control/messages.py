@@ -68,6 +68,8 @@ class Join(Record, frozen=True):
     """Of a worker: what must be the same on all. Those who met have compared it; who joins later is compared here."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself."""
+    serial: str = ""
+    """Of that certificate, in hex, as the list of the revoked has it. As `certificate`; kept with the seat."""
     gradients: int = ANY
     """Of a worker: as in View."""
 
