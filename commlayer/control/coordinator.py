@@ -214,6 +214,8 @@ class Coordinator:
             pulse = regrouping.explained(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._gathering.staying()
+            settled = regrouping.settled(self._state)
+        self._gathering.forget(settled)
         return msgspec.structs.replace(pulse, over=over)
 
     def _leave(self, request: messages.Leave) -> Record:
@@ -232,7 +234,10 @@ class Coordinator:
     def _about(self, request: messages.About) -> Record:
         with self._lock:
             state = self._state
-        return membership.told(state, request, time.time())
+        told = membership.told(state, request, time.time())
+        if told.begun and not (shut := self._gathering.shut()):
+            return msgspec.structs.replace(told, free=state.workers - regrouping.door(state).there)
+        return msgspec.structs.replace(told, shut=shut) if told.begun else told
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):

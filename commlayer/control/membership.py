@@ -58,6 +58,8 @@ class Place(Record, frozen=True):
     """A server says that it has closed its data connection in order."""
     blames: str = ""
     """Of one that has left because of another that is here: that one, until it is heard again."""
+    in_force: int = 0
+    """Of a worker: generation of the view that it has gone over to, as it says."""
 
     @property
     def here(self) -> bool:
@@ -126,7 +128,9 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine says that it has ended")
         state = _with(state, place)
     elif place.here:
-        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped")
+        in_force = max(place.in_force, 0 if said is None or parent else said.in_force)
+        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped",
+                                        in_force=in_force)
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
@@ -150,7 +154,7 @@ def told(state: State, request: About, time_s: float) -> Told:
     return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in here),
                 tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
                       for p in here if p.join.kind == "server"), state.view is not None,
-                state.view.plan if state.view is not None else "", filler)
+                state.view.plan if state.view is not None else "", filler, min_workers=state.min_workers)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:

@@ -110,6 +110,8 @@ class Heartbeat(Record, frozen=True):
     """Of the newest view that the process knows; 0: it asks for none."""
     ended: tuple[str, ...] = ()
     """Of a server: workers who have closed their data connections in order."""
+    in_force: int = 0
+    """Generation of the view in force there, of a worker itself: it asks for nothing that was said ahead of that one."""
 
 
 class Gone(Record, frozen=True):
@@ -239,6 +241,12 @@ class Told(Record, frozen=True):
     plan: str = ""
     """Its digest, once there is one."""
     data: bytes = b""
+    free: int = 0
+    """Once the job has begun: how many workers it takes in, in the place of others who are gone."""
+    shut: str = ""
+    """Why it takes nobody in then; "" if it does."""
+    min_workers: int = 0
+    """As the coordinator was told."""
 
 
 ABOUT_NBYTES = 192 << 10

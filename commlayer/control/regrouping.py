@@ -78,6 +78,11 @@ def unable(state: State) -> list[str]:
                                           if not workers[m.rank].join.regroups]
 
 
+def settled(state: State) -> int:
+    """Generation of the newest view that all workers who are here have gone over to. 0 for none."""
+    return min((p.in_force for p in state.places.values() if p.here and p.join.kind == "worker"), default=0)
+
+
 def explained(state: State, pulse: Pulse) -> Pulse:
     """With the reason why those who are left do not go on, where that is their number."""
     if not (state.min_workers and state.view is not None and (pulse.lost or pulse.left)) or unable(state):
