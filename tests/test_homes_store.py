@@ -127,10 +127,11 @@ def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list
     assert (told(coordinator).free, told(coordinator).shut) == (0, ""), "it has not begun"
     members = joined(opened, coordinator, 3)
     said = told(coordinator)
-    assert (said.free, said.min_workers) == (0, 1)
+    assert (said.free, said.full) == (0, True)
     assert said.shut.startswith("the job runs and has its 3 workers")
     members[2].leave("it breaks off")
-    assert (told(coordinator).free, told(coordinator).shut) == (1, "")
+    said = told(coordinator)
+    assert (said.free, said.full, said.shut) == (1, False, "")
     for member in members[:2]:
         member.leave()
     assert (told(coordinator).free, told(coordinator).shut) == (0, "the job is over")
@@ -140,6 +141,7 @@ def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
     joined(opened, coordinator, 2, regroups=False)
     assert "takes no new members, since worker 0, worker 1 cannot" in told(coordinator).shut
+    assert not told(coordinator).full
     opened.append(coordinator := Coordinator(quick(), workers=1))
     joined(opened, coordinator, 1)
     assert "takes no new members" in told(coordinator).shut

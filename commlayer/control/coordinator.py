@@ -235,9 +235,10 @@ class Coordinator:
         with self._lock:
             state = self._state
         told = membership.told(state, request, time.time())
-        if told.begun and not (shut := self._gathering.shut()):
-            return msgspec.structs.replace(told, free=state.workers - regrouping.door(state).there)
-        return msgspec.structs.replace(told, shut=shut) if told.begun else told
+        if not told.begun:
+            return told
+        door, shut = regrouping.door(state), self._gathering.shut()
+        return msgspec.structs.replace(told, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):

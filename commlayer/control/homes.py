@@ -48,6 +48,8 @@ class Door(Record, frozen=True):
     """How many workers it has now."""
     generation: int = 0
     """Of its view."""
+    full: bool = False
+    """It is shut for as long as nobody is gone."""
 
 
 class Homes(Record, frozen=True):

@@ -154,7 +154,7 @@ def told(state: State, request: About, time_s: float) -> Told:
     return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in here),
                 tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
                       for p in here if p.join.kind == "server"), state.view is not None,
-                state.view.plan if state.view is not None else "", filler, min_workers=state.min_workers)
+                state.view.plan if state.view is not None else "", filler)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:

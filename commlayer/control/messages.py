@@ -245,8 +245,8 @@ class Told(Record, frozen=True):
     """Once the job has begun: how many workers it takes in, in the place of others who are gone."""
     shut: str = ""
     """Why it takes nobody in then; "" if it does."""
-    min_workers: int = 0
-    """As the coordinator was told."""
+    full: bool = False
+    """It will as soon as somebody is gone."""
 
 
 ABOUT_NBYTES = 192 << 10

@@ -34,7 +34,7 @@ def server(f: Server, *, keys: bool) -> Iterator[Finding]:
     elif said.begun and said.free:
         yield ok("server", f"{there}: its job has begun, and takes in homes in the place of {said.free} of its {said.workers} "
                            "workers who are gone (commlayer launch)")
-    elif said.begun and said.min_workers and said.seated >= said.workers:
+    elif said.begun and said.full:
         yield warn("server", f"{there}: its job has begun, and has its {said.workers} workers",
                    "wait until one is gone; who was cut off, or was killed, counts until its silence is judged (reconnect_s)")
     elif said.begun:
