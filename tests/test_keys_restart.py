@@ -6,14 +6,15 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.control import authority, client, messages
+from commlayer.control import authority, client, membership, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.coordinator_journal import CoordinatorJournal
+from commlayer.control.coordinator_journal import CoordinatorJournal, seats
 from commlayer.transport.key_folder import Keys
 
 SECRET = "correct-horse-battery"
@@ -62,3 +63,12 @@ def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
     assert kept == []
     link.close()
     made.close()
+
+
+def test_a_seat_has_the_certificate_that_its_process_came_with_last() -> None:
+    """As a server that was killed, and takes up its seat with a folder of keys that was made anew."""
+    one = msgspec.structs.replace(messages.worker("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
+    first = membership.join(membership.State(1, 0), one, 0.0).state
+    then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0).state
+    assert then.places[one.token].join.serial == "b"
+    assert seats(then) != seats(first), "and the journal is written"
