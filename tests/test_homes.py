@@ -20,6 +20,7 @@ from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from commlayer.control import client, home, homes, meeting_store, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.home import Attendance, Desk
+from commlayer.control.meeting_store import Writer
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.relayed_group import AHEAD, PART_NBYTES, RelayedGroup
 from commlayer.transport.world_store import WorldStore
@@ -123,36 +124,35 @@ def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why
 
 # ---- what the store takes
 
-NAME = "n" * meeting_store.MAX_NAME_NBYTES
+NAME, BY = "n" * meeting_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
 
 
 @pytest.mark.parametrize("act", [
-    lambda store: store.put([(NAME + "n", b"")]), lambda store: store.add(NAME + "n", 1, "once"),
-    lambda store: store.add("n", 1, NAME + "n"), lambda store: store.found(["n", "n"]),
+    lambda store: store.put([(NAME + "n", b"")], BY), lambda store: store.add(NAME + "n", 1, "once", BY),
+    lambda store: store.add("n", 1, NAME + "n", BY), lambda store: store.found(["n", "n"]),
 ])
 def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any) -> None:
     with pytest.raises(CorruptFrame, match="allowed"):
         act(meeting_store.MeetingStore())
 
 
-def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_store, "MAX_KEPT_NBYTES", 1 << 20)
+def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
     store = meeting_store.MeetingStore()
-    store.put([(NAME, b"12"), (NAME, b"1")])
-    assert store._nbytes == len(NAME) + 1 + meeting_store.KEY_NBYTES
+    store.put([(NAME, b"12"), (NAME, b"1")], BY)
+    assert store.nbytes == len(NAME) + 1 + meeting_store.KEY_NBYTES
     for number in range(meeting_store.MAX_TOKENS):
         with contextlib.suppress(CorruptFrame):
-            store.add("sum", 1, str(number))
-    assert (1 << 20) - 2 * meeting_store.TOKEN_NBYTES < store._nbytes <= 1 << 20
-    assert store.add("sum", 1, "0") == int(store.found(["sum"])[0] or b"") - 1 > 1000
+            store.add("sum", 1, str(number), BY)
+    assert (1 << 20) - 2 * meeting_store.TOKEN_NBYTES < store.nbytes <= 1 << 20
+    assert store.add("sum", 1, "0", BY) == int(store.found(["sum"])[0] or b"") - 1 > 1000
     store.drop([NAME, "sum"])
-    assert (store._nbytes, store._sums) == (0, {})
+    assert (store.nbytes, store._sums) == (0, {})
 
 
 def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_store, "MAX_FOUND_NBYTES", 10)
     store = meeting_store.MeetingStore()
-    store.put([("a", bytes(6)), ("b", bytes(6))])
+    store.put([("a", bytes(6)), ("b", bytes(6))], BY)
     assert store.found(["a"]) == (bytes(6),)
     with pytest.raises(CorruptFrame, match="wants 12 bytes in one answer, allowed 10"):
         store.found(["a", "b"])
@@ -248,7 +248,7 @@ def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(ope
 
     desks = met(opened)
     assert together(desks, act) == [True] * HOMES
-    kept = opened[0]._gathering._store._nbytes
+    kept = opened[0]._gathering._store.nbytes
     assert kept < HOMES * 2 * AHEAD * 1024, "a few empty parts"
 
 

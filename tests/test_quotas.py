@@ -85,12 +85,28 @@ def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folder
 
 def test_control_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_front, "MOST_EACH", 0)
+    monkeypatch.setattr(coordinator, "EACH_WORKER", 0)
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     begin = time.monotonic()
     with pytest.raises(Refused, match=r"coordinator 127.*: its certificate \(gpu-1\) has 0 control connections already"):
         client.join(made.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)), Failures())
     assert time.monotonic() - begin < WAIT_S / 2, "not at the deadline"
     made.close()
+
+
+@pytest.mark.parametrize("said_by", ["serve", "the first worker"])
+def test_a_job_whose_workers_have_one_certificate_has_room_for_all_their_connections(
+    said_by: str, folders: Folders, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tls_front, "MOST_EACH", 4)
+    made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=4 if said_by == "serve" else 0)
+    links = [CoordinatorChannel(made.address, SECRET, Keys(folders.worker), own=True) for _ in range(3 * 4)]
+    if said_by != "serve":
+        links[0].call("Join", messages.worker("job", 0, 4), messages.Seat, WAIT_S)
+    for link in links:
+        assert link.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+    for each in (*links, made):
+        each.close()
 
 
 def test_farewells_are_read_and_nothing_else_is() -> None:
@@ -113,6 +129,15 @@ def test_calls_are_counted_by_who_makes_them() -> None:
     for number in range(2 * MOST_KNOWN):
         quota.over(f"stranger {number}", 101.0)
     assert len(quota._left) == MOST_KNOWN
+
+
+def test_a_large_job_may_have_one_certificate_and_makes_more_calls() -> None:
+    quota = CallQuota(rate=1000.0, burst=8000.0)
+    quota.expect(8)
+    assert [quota.over("a", 0.0) for _ in range(8001)][-1] == 1, "no fewer, and no more, than a small one's"
+    quota.expect(512)
+    assert [quota.over("b", 0.0) for _ in range(512 * 128 + 1)][-2:] == [0, 1]
+    assert [quota.over("b", 1.0) for _ in range(512 * 16 + 1)][-2:] == [0, 1]
 
 
 @pytest.mark.parametrize("keyed", [True, False])

@@ -122,7 +122,7 @@ class Membership:
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
                 beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended(),
-                                          dropped=self.dropped())
+                                          in_force=self.view.generation, dropped=self.dropped())
                 pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():

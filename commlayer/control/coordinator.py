@@ -35,6 +35,9 @@ from commlayer.transport.protocol import SERVER_BASE
 log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
+EACH_WORKER = 8
+"""Control connections of one worker: its own, its heartbeat child's, a home's Desk and a gRPC stream; and as many that were cut
+off, until the kernel has missed them."""
 TOLD_HEARTBEATS = 3
 """For how many of the others' heartbeats it outlives its parent, to tell of that end."""
 Q = TypeVar("Q", bound=Record)
@@ -72,8 +75,8 @@ class Coordinator:
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
         self._take: Take | None = None
-        self._certificates: dict[str, Certified] = {}  # of seats, by token
         self._quota = CallQuota()
+        self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
         self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door)
         if self._state.view is not None:
@@ -128,13 +131,14 @@ class Coordinator:
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
 
+    def _expect(self, workers: int) -> None:
+        """All of them may have one certificate."""
+        self._port.allow(EACH_WORKER * workers)
+        self._quota.expect(workers)
+
     def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
-        if caller is not None:
-            with self._lock:
-                if caller.serial in self._revoked:
-                    raise Unproved
-                self._certificates[request.token] = caller
-        return msgspec.structs.replace(request, certificate=caller.name if caller else "",
+        name, serial = (caller.name, f"{caller.serial:x}") if caller else ("", "")
+        return msgspec.structs.replace(request, certificate=name, serial=serial,
                                        dials_only=caller is not None and caller.dials_only)
 
     def _named(self, request: messages.Attend, caller: Certified | None) -> messages.Attend:
@@ -176,6 +180,8 @@ class Coordinator:
 
     def _join(self, request: messages.Join) -> Record:
         with self._lock:
+            if _revoked(request, self._revoked):
+                raise Unproved
             before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
@@ -184,6 +190,7 @@ class Coordinator:
             self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
             self._write_down(before)
+            self._expect(self._state.workers)
             view = self._state.view
             place = None if known else self._state.places.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
@@ -208,6 +215,8 @@ class Coordinator:
             pulse = regrouping.explained(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._gathering.staying()
+            settled = regrouping.settled(self._state)
+        self._gathering.forget(settled)
         return msgspec.structs.replace(pulse, over=over)
 
     def _leave(self, request: messages.Leave) -> Record:
@@ -226,7 +235,11 @@ class Coordinator:
     def _about(self, request: messages.About) -> Record:
         with self._lock:
             state = self._state
-        return membership.told(state, request, time.time())
+        told = membership.told(state, request, time.time())
+        if not told.begun:
+            return told
+        door, shut = regrouping.door(state), self._gathering.shut()
+        return msgspec.structs.replace(told, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -249,9 +262,10 @@ class Coordinator:
         self._port.drop(revoked)
         with self._lock:
             before = self._state
-            for token, one in self._certificates.items():
-                if one.serial in revoked:
-                    self._state = membership.cut(self._state, [token], f"its certificate ({one.name}) was revoked")
+            for token, place in before.places.items():
+                if _revoked(place.join, revoked):
+                    why = f"its certificate ({place.join.certificate}) was revoked"
+                    self._state = membership.cut(self._state, [token], why)
             self._note_deaths(before)
             self._revoked = revoked
 
@@ -330,3 +344,7 @@ class Coordinator:
                 self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
             raise
         return messages.unpack(body, kind, peer), caller
+
+
+def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
+    return bool(request.serial) and int(request.serial, 16) in serials

@@ -78,4 +78,4 @@ def taken_up(kept: Kept, now: float) -> State:
 
 def seats(state: State) -> tuple[object, ...]:
     """What has changed when the file must be written anew."""
-    return state.view, tuple((token, p.dead, p.left) for token, p in state.places.items())
+    return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.places.items())

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from commlayer.control import homes
+from commlayer.control import homes, meeting_store
 from commlayer.control.audit import Audit
-from commlayer.control.meeting_store import MeetingStore
+from commlayer.control.meeting_store import MeetingStore, Writer
 from commlayer.control.messages import Ask, Attend, Attended, Kept, version
 
 log = logging.getLogger("commlayer")
@@ -33,6 +33,7 @@ class Gathering:
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door = min_workers, door
         self._lock = threading.Lock()
+        self._settled = 1
 
     def attend(self, asked: Attend) -> Attended:
         door = self._door()
@@ -49,11 +50,14 @@ class Gathering:
     async def ask(self, asked: Ask) -> Kept:
         if why := self._heard(asked.home) or self._cast_out(asked.home):
             return Kept(error=why)
-        store, door = self._store, self._door() if asked.view else None
+        store, newest = self._store, 1
+        if asked.put or asked.add:
+            newest = max(1, (self._door() or homes.Door()).generation)
+        by = self._writer(asked.home, newest)
         # Whoever has heard of a newer view finds all that will ever be said in this one: so all find the same.
-        store.put(asked.put if door is None or asked.view >= door.generation else ())
+        store.put(asked.put if not asked.view or asked.view >= newest else (), by)
         store.drop(asked.drop)
-        total = 0 if asked.add is None else store.add(*asked.add)
+        total = 0 if asked.add is None else store.add(*asked.add, by)
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
         names = [name for name, _ in asked.want]
         while None in (found := store.found(names)):
@@ -76,6 +80,18 @@ class Gathering:
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
 
+    def forget(self, view: int) -> None:
+        """All have gone over to the view of that generation: what was left ahead of it. On the loop's thread, as `ask`."""
+        if view > self._settled:
+            self._settled = view
+            self._store.forget(view)
+
+    def shut(self) -> str:
+        """Why the running job takes no home in; "" if it does."""
+        door = self._door() or homes.Door()
+        with self._lock:
+            return homes.shut(self._state, door)
+
     def staying(self) -> bool:
         """Whether a home is there that may still ask: each says so until its scripts have ended, or falls silent."""
         with self._lock:
@@ -93,6 +109,19 @@ class Gathering:
                 self._state = homes.heard(self._state, home, self._clock())
                 return ""
             return self._state.former.get(home, homes.RESTARTED)
+
+    def _writer(self, home: str, view: int) -> Writer:
+        """Whoever leaves something from that home: its certificate, which it may have more homes with, else the home alone."""
+        with self._lock:
+            state = self._state
+        mine, workers = state.here.get(home), max(1, state.workers)
+        if mine is None:  # it has left since it was heard, and so has its meeting
+            return Writer(f"home {home}", meeting_store.LEAST_EACH_NBYTES)
+        certificate = mine.asked.certificate
+        same = [h for h in state.here.values() if h.asked.certificate == certificate] if certificate else [mine]
+        each = max(meeting_store.MAX_KEPT_NBYTES // workers, meeting_store.LEAST_EACH_NBYTES)
+        most = each * min(workers, sum(h.asked.workers for h in same))
+        return Writer(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _cast_out(self, home: str) -> str:
         """Why it may say no more: the others go on as if it had not come as far. What it says late would be there for those who

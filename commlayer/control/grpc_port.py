@@ -14,6 +14,7 @@ from commlayer.control.tls_front import Front
 from commlayer.transport import grpc_ends
 from commlayer.transport.grpc_ends import Take
 from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.stream_transport import MOST_EACH
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,6 +43,11 @@ class GrpcPort:
         if caller is None:
             raise Unproved
         return caller
+
+    def allow(self, most: int) -> None:
+        """So many connections of one certificate, if that is more than before."""
+        if self._front is not None:
+            self._front.allow(most)
 
     def streams(self, take: Take) -> Any:
         """The handler of data streams to this port."""
@@ -80,6 +86,7 @@ def stream_port(keys: Keys | None, bind: str, port: int, take: Take, refused: Ca
     """One for data streams alone. OSError with a line if nothing can listen there."""
     check_free(bind, port)
     made = GrpcPort(keys, bind, port, refused)
+    made.allow(MOST_EACH)
     made.start(Host({}, [made.streams(take)]))
     return made
 

@@ -48,6 +48,8 @@ class Door(Record, frozen=True):
     """How many workers it has now."""
     generation: int = 0
     """Of its view."""
+    full: bool = False
+    """It is shut for as long as nobody is gone."""
 
 
 class Homes(Record, frozen=True):
@@ -165,12 +167,17 @@ def _problem(state: Homes, asked: Attend, door: Door | None) -> str:
 
 def _late(state: Homes, asked: Attend, door: Door) -> str:
     """The same for who comes when the job runs."""
-    if door.shut or not state.met:
-        return door.shut or RESTARTED
+    if why := shut(state, door):
+        return why
     if asked.workers > state.workers - door.there:
         return (f"brings {asked.workers} workers, and {state.workers - door.there} of the job's {state.workers} are missing: "
                 "start this home with fewer")
     return "the job has had too many workers" if state.workers + state.numbers + asked.workers > SERVER_BASE else ""
+
+
+def shut(state: Homes, door: Door) -> str:
+    """Why a running job takes no home in; "" if it does."""
+    return door.shut or ("" if state.met else RESTARTED)
 
 
 def _count(state: Homes) -> int:

@@ -60,6 +60,8 @@ class Place(Record, frozen=True):
     """A server says that it has closed its data connection in order."""
     blames: str = ""
     """Of one that has left because of another that is here: that one, until it is heard again."""
+    in_force: int = 0
+    """Of a worker: generation of the view that it has gone over to, as it says."""
 
     @property
     def here(self) -> bool:
@@ -99,7 +101,9 @@ def join(state: State, request: Join, now: float) -> Taken:
     if place is not None:
         if not place.here:
             return Taken(state, Seat(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
-        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now)), place)
+        # A server that takes up its seat may do so with another certificate than the one that it was given it for.
+        said = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
+        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=said)), place)
         return Taken(state, _seat(state, place))
     problem = _problem(state, request)
     if problem:
@@ -126,7 +130,9 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine says that it has ended")
         state = _with(state, place)
     elif place.here:
-        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped")
+        in_force = max(place.in_force, 0 if said is None or parent else said.in_force)
+        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped",
+                                        in_force=in_force)
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)

@@ -68,6 +68,8 @@ class Join(Record, frozen=True):
     """Of a worker: what must be the same on all. Those who met have compared it; who joins later is compared here."""
     certificate: str = ""
     """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself,"""
+    serial: str = ""
+    """its number in hex, as the list of the revoked has it, which is kept with the seat,"""
     dials_only: bool = False
     """and this one: with that certificate nobody may serve."""
     gradients: int = ANY
@@ -121,6 +123,8 @@ class Heartbeat(Record, frozen=True):
     """Of a server: workers who have closed their data connections in order."""
     dropped: tuple[Gone, ...] = ()
     """Of a server: workers whose data connections it has ended, since what came by them broke the protocol."""
+    in_force: int = 0
+    """Generation of the view in force there, of a worker itself: it asks for nothing that was said ahead of that one."""
 
 
 class Pulse(Record, frozen=True):
@@ -241,6 +245,12 @@ class Told(Record, frozen=True):
     plan: str = ""
     """Its digest, once there is one."""
     data: bytes = b""
+    free: int = 0
+    """Once the job has begun: how many workers it takes in, in the place of others who are gone."""
+    shut: str = ""
+    """Why it takes nobody in then; "" if it does."""
+    full: bool = False
+    """It will as soon as somebody is gone."""
 
 
 ABOUT_NBYTES = 192 << 10

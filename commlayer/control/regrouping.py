@@ -36,7 +36,7 @@ def door(state: State) -> Door:
     if view is None:
         return Door()
     there = sum(workers[m.rank].here for m in view.members)
-    shut = ""
+    shut, full = "", False
     if over(state):
         shut = "the job is over"
     elif not state.min_workers:
@@ -46,8 +46,8 @@ def door(state: State) -> Door:
     elif there < len(view.members):
         shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
     elif there >= state.workers:
-        shut = f"the job runs and has its {state.workers} workers; one is taken in when another is gone"
-    return Door(shut, there, view.generation)
+        shut, full = f"the job runs and has its {state.workers} workers; one is taken in when another is gone", True
+    return Door(shut, there, view.generation, full)
 
 
 def join(state: State, request: Join, now: float) -> Taken:
@@ -76,6 +76,11 @@ def unable(state: State) -> list[str]:
     workers = _workers(state)
     return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
                                           if not workers[m.rank].join.regroups]
+
+
+def settled(state: State) -> int:
+    """Generation of the newest view that all workers who are here have gone over to. 0 for none."""
+    return min((p.in_force for p in state.places.values() if p.here and p.join.kind == "worker"), default=0)
 
 
 def explained(state: State, pulse: Pulse) -> Pulse:

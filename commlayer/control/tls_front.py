@@ -23,7 +23,7 @@ from commlayer.transport.unproved_connections import HURRY_S, Hall
 
 HANDSHAKE_S = 5.0
 MOST_EACH = 256
-"""Connections of one certificate at a time. A worker has two, and a machine with one certificate may have many workers."""
+"""Connections of one certificate at a time, unless more are allowed: a machine with one may have many workers."""
 PIECE_NBYTES = 64 << 10
 KEEPALIVE_S, SILENT_S = 10, 60.0
 """A machine that is gone without a word keeps no connection, of which each has two threads."""
@@ -40,6 +40,7 @@ class Front:
         self._known: dict[str, tuple[Certified, TlsSocket]] = {}  # by what gRPC calls the connection
         self._spent: set[str] = set()
         self._counts: Counter[str] = Counter()
+        self._most = MOST_EACH
         self._target = ("127.0.0.1", 0)
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -50,6 +51,10 @@ class Front:
         """The port of loopback that plain text goes to."""
         self._target = ("127.0.0.1", target)
         threading.Thread(target=self._accept, name="commlayer-control-accept", daemon=True).start()
+
+    def allow(self, most: int) -> None:
+        """So many connections of one certificate, if that is more than before."""
+        self._most = max(self._most, most)
 
     def caller(self, peer: str) -> Certified | None:
         """Whose connection it is that gRPC calls by that name; None for one that did not come this way."""
@@ -117,9 +122,10 @@ class Front:
             where = f"{certified.name} at {where}"
             with self._lock:
                 self._counts[certified.name] += 1
-                over = self._counts[certified.name] > MOST_EACH
+                most = self._most
+                over = self._counts[certified.name] > most
             if over:
-                reason = f"its certificate ({certified.name}) has {MOST_EACH} control connections already"
+                reason = f"its certificate ({certified.name}) has {most} control connections already"
                 self._refused(where, reason)
                 _say(sock, reason)
                 return

@@ -31,9 +31,15 @@ def server(f: Server, *, keys: bool) -> Iterator[Finding]:
     if differ:
         yield fail("server", f"{there}; here it is {f.version}: other {' and '.join(differ)}",
                    "install the same version on all machines")
+    elif said.begun and said.free:
+        yield ok("server", f"{there}: its job has begun, and takes in homes in the place of {said.free} of its {said.workers} "
+                           "workers who are gone (commlayer launch)")
+    elif said.begun and said.full:
+        yield warn("server", f"{there}: its job has begun, and has its {said.workers} workers",
+                   "wait until one is gone; who was cut off, or was killed, counts until its silence is judged (reconnect_s)")
     elif said.begun:
         yield warn("server", f"{there}: its job has begun, with {said.workers} workers",
-                   "nobody else can join it now: start anew, or wait for its end")
+                   f"nobody else can join it now ({said.shut}): start anew, or wait for its end")
     else:
         of = f"{said.seated} of {said.workers} workers" if said.workers else f"{said.seated} workers"
         yield ok("server", f"{there}: {of} and {len(said.servers)} server{'s' if len(said.servers) != 1 else ''} are there")

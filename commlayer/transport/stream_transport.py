@@ -28,8 +28,8 @@ from commlayer.transport.unproved_connections import HURRY_S, Hall
 Address = tuple[str, int]
 FORMER_S = 0.5
 """How long a new connection waits for the end of the peer's former one, which may still be on its way."""
-MOST_EACH = 256
-"""Connections of one certificate at a time: a machine has one, and may have many workers."""
+MOST_EACH = 1024
+"""Connections of one certificate at a time, each of another worker: the machines of a cluster may have one for all."""
 REVOKED_S = 1.0
 """How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
 Refusal = Callable[[str, str], None]
