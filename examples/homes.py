@@ -22,7 +22,8 @@ import commlayer
 
 BATCH = 32
 """Of each worker: three of them take steps of 96 samples, so choose the learning rate for that."""
-SAMPLES = 4096
+SAMPLES, EPOCH = 4096, 40
+"""Steps to an epoch: counted, not a pass through a worker's data, so that homes that leave and come stay in step."""
 WEIGHTS = Path("weights.pt")
 
 
@@ -43,24 +44,33 @@ def data() -> TensorDataset:
 def main(epochs: int) -> None:
     model, _ = make()
     device = next(model.parameters()).device
-    if WEIGHTS.exists():  # those of rank 0 count: attach() gives them to all
+    if WEIGHTS.exists():
         model.load_state_dict(torch.load(WEIGHTS, map_location=device, weights_only=True))
+        print(f"goes on from {WEIGHTS}, where this is rank 0: its weights are given to all", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    samples = data()
     with commlayer.attach(model, optimizer) as session:  # commlayer
-        sampler = DistributedSampler(data(), session.world, session.rank)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            for x, y in DataLoader(sampler.dataset, BATCH, sampler=sampler):
+        step = session.step  # commlayer: 0, but in a home that has joined a running job
+        while step < epochs * EPOCH:
+            # Made anew for each epoch: where homes leave or come, others have their part from then on.
+            sampler = DistributedSampler(samples, session.world, session.rank)  # commlayer: these two
+            sampler.set_epoch(step // EPOCH)
+            for x, y in DataLoader(samples, BATCH, sampler=sampler, drop_last=True):
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
                 optimizer.zero_grad()
                 loss.backward()  # on return, .grad is the average over all workers
                 optimizer.step()
-            session.drain()  # commlayer: local steps that are not shared yet, where the plan takes any: on all workers
-            if session.rank == 0:
-                torch.save(model.state_dict(), WEIGHTS)
-                told = session.stats()
-                print(f"epoch {epoch}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "
-                      f"{told['exposed_s']:.1f} s waited for others", flush=True)
+                step += 1
+                if step % EPOCH == 0:
+                    break
+            if step % EPOCH == 0:
+                session.drain()  # commlayer: local steps that are not shared yet, where the plan takes any: on all workers
+                if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # in each home, since another may be rank 0 next time
+                    torch.save(model.state_dict(), WEIGHTS)
+                if session.rank == 0:
+                    told = session.stats()
+                    print(f"epoch {step // EPOCH}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "
+                          f"{told['exposed_s']:.1f} s waited for others", flush=True)
 
 
 if __name__ == "__main__":

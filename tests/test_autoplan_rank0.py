@@ -247,7 +247,7 @@ def test_without_compression_fewer_steps_are_needed(plain_s: float, steps: float
 
 
 def local(step_s: float) -> Plan:
-    return structs.replace(plan_of(step_s, "int4()"), codes="updates", local_steps=8)
+    return structs.replace(plan_of(step_s, "identity()"), codes="updates", local_steps=8)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -281,6 +281,14 @@ def test_what_was_found_beside_a_plan_is_tried_one_after_the_other() -> None:
     assert over(rank).plan == dense
     rank.step(0.7, times=BY_PACE)
     assert rank.word() == Word.NOTHING, "each is tried once"
+
+
+def test_behind_local_steps_that_are_kept_no_plan_of_averaged_gradients_is_tried() -> None:
+    rank = trying(candidate(plan_of(0.5), local=local(0.55), plain=plan_of(0.5, "identity()")))
+    rank.step(0.8, times=BY_PACE)
+    over(rank)
+    rank.step(0.6, times=BY_PACE)
+    assert rank.word() == Word.NOTHING
 
 
 def test_who_keeps_the_plan_tries_none() -> None:

@@ -199,7 +199,7 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str, str]]]] = [
      [OK, ("warn", "2.0 hours ahead of the server's: logs", "set-ntp"), OK, OK]),
     (lambda f: server_checks.server(f, keys=False), but(SERVER, clock_s=8.0, clock_error_s=4.0),
      [OK, ("ok", "within 8 s", ""), OK, OK]),
-    (keyed, but(SERVER, version="0.2.0", wire=4),
+    (keyed, but(SERVER, version="0.2.0", wire=99),
      [("fail", "other version and wire format", "same version"), OK, OK, OK]),
     (keyed, but(SERVER, said=but(SAID, begun=True, shut="a running job takes no new members"), full_down=""),
      [("warn", "has begun", "join it now .a running job takes no new members.: start anew"), OK, OK,

@@ -106,7 +106,9 @@ class Drawn(Doubles):
     (Doubles(), [push(0, 1.0, undone=1), push(1, 1.0)], Disputed),
     (Drawn(), [push(0, -1.0), push(1, 1.0)], Disputed),
     (Drawn(), [push(0, 1.0), push(1, 1.0)._replace(body=memoryview(b"1234567"))], CorruptFrame),
-], ids=["codec", "sender", "order", "undone", "at odds", "malformed"])
+    (Doubles(), [push(1, 1.0, generation=2)], Disputed),
+    (Doubles(), [push(1, 1.0, generation=2, bucket=99)], Disputed),  # of a plan that this server was not told
+], ids=["codec", "sender", "order", "undone", "at odds", "malformed", "generation", "generation and bucket"])
 def test_what_may_be_the_fault_of_who_spoke_first_is_a_dispute(ops: Doubles, sent: list[Message],
                                                               kind: type[CorruptFrame]) -> None:
     core, _ = service(ops=ops)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import logging
 import os
 import re
 import signal
@@ -17,8 +15,6 @@ from typing import Any
 import pytest
 from homes_kit import WAIT_S, Homes
 from pool_kit import Tree, tree
-
-from commlayer.job import home_process
 
 STEPS = 6
 
@@ -139,14 +135,18 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
     assert re.search(r"PeerLost: worker 1: .*(left the job: KeyboardInterrupt|says that it has ended)", said)
 
 
-@pytest.mark.parametrize("handlers", [[], [logging.NullHandler()]])
-def test_what_is_decided_is_said_where_the_script_sends_logs_nowhere(
-    handlers: list[logging.Handler], monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
-    said = io.StringIO()
-    home_process.Unheard(said).handle(logging.makeLogRecord({"msg": "step 8: found a plan", "levelno": logging.INFO}))
-    assert said.getvalue() == ("" if handlers else "step 8: found a plan\n")
+@pytest.mark.parametrize(("script", "told"), [
+    ("", ["commlayer: found", "commlayer: slow"]),
+    ("logging.basicConfig()", ["WARNING:commlayer:slow"]),
+    ("logging.basicConfig(level=logging.INFO)", ["INFO:commlayer:found", "WARNING:commlayer:slow"]),
+    ("logging.getLogger('commlayer').addHandler(logging.StreamHandler())", ["found", "slow"]),
+    ("logging.getLogger('commlayer').setLevel(logging.WARNING)", ["commlayer: slow"]),
+])
+def test_what_is_decided_is_seen_once_and_a_script_that_configures_logs_has_its_way(script: str, told: list[str]) -> None:
+    line = (f"import logging; from commlayer.job.home_process import tell; tell(); {script or 'pass'}; "
+            "log = logging.getLogger('commlayer'); log.info('found'); log.warning('slow')")
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.stderr.splitlines() == told
 
 
 if __name__ == "__main__":

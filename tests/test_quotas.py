@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
-from summation_kit import VALUES, push, service
+from summation_kit import VALUES, Doubles, push, service
 from transport_kit import exchange_pair, soon
 
 from commlayer.control import client, coordinator, messages, tls_front
@@ -24,7 +24,7 @@ from commlayer.errors import CommError, CorruptFrame, Refused
 from commlayer.transport import stream_transport
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.protocol import SERVER_BASE, Flag
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import OVERHEAD_NBYTES, REPEATS
 
@@ -61,6 +61,20 @@ def test_results_that_are_asked_for_again_and_again_are_an_offence_too() -> None
 
 
 # ---- connections of a certificate
+
+
+def test_who_codes_again_since_another_one_changed_its_weight_uses_up_no_quota() -> None:
+    ops = Doubles()
+    ops.in_means = True
+    core, _ = service(ops=ops)
+    told = 99.0
+    for again in range(2 * REPEATS):
+        weights = [1.0, 2.0, 3.0 + again % 2]  # the last one's is another one each time
+        flags = Flag.AGAIN if again else Flag.NONE
+        for sender, value in enumerate(VALUES):
+            replies = core.push(push(sender, value, total=told, weight=weights[sender], flags=flags), 0.0)
+        assert {reply.header.flags & Flag.AGAIN for reply in replies} == {Flag.AGAIN}
+        told = sum(weights)
 
 
 def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

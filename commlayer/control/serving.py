@@ -30,7 +30,7 @@ from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.view_change import ViewChange, amiss
+from commlayer.transport.view_change import ViewChange, amiss, wire_generation
 
 log = logging.getLogger("commlayer")
 
@@ -213,6 +213,8 @@ class Serving:
     def _regroup(self, newest: Callable[[], View], change: ViewChange, generation: int, sender: int) -> Callable[[], Summation]:
         """What makes the sums of other members, once the change is known to be the coordinator's. It changes nothing."""
         assert self._view is not None
+        if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
+            raise ValueError(f"view {change.view.generation} has ended: view {self._view.generation} is in force")
         if why := amiss(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
         # Else what is wrong with it would be found when the sums before have ended.
@@ -230,10 +232,11 @@ class Serving:
 
     def _goes_on(self, change: ViewChange, generation: int) -> Summation:
         """What was owed to the mean of all who were members is owed to that of these."""
-        former, self._members = self._members, tuple(m.rank for m in change.view.members)
+        # The view first: whoever dials under a new rank from now on is held against its certificate.
+        former, self._view = self._members, change.view
+        self._members = tuple(m.rank for m in change.view.members)
         stay = [place for place, member in enumerate(former) if member in self._members]
         core = self._go_over(change.plan, generation, change.view, stay, worth=len(self._members) / len(former))
-        self._view = change.view
         gone = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone, joined=new)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from commlayer.config import Launch, read_config, read_launch
 
+_LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
 AHEAD = ("this home joins a running job, and the others take no part in what its script asks of all ahead of the end of its "
          "first step: leave that out, or do it behind a step (a communication hook that a script registers itself does such "
@@ -45,7 +46,7 @@ def main() -> None:
     """`python -m commlayer.job.home_process PARENT SCRIPT ARGS...`"""
     parent, script, *args = sys.argv[1:]
     _end_with(int(parent))
-    _tell()
+    tell()
     _stand_in()
     if read_launch().joins >= 0:
         _ddp_alone()
@@ -64,21 +65,24 @@ def _end_with(parent: int) -> None:
             raise KeyboardInterrupt
 
 
-class Unheard(logging.StreamHandler[TextIO]):
+class _Unheard(logging.StreamHandler[TextIO]):
     """For what the script sends nowhere itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
-            super().emit(record)
+        if logging.getLogger().handlers or len(_LOG.handlers) > 1:
+            return
+        super().emit(record)
 
 
-def _tell() -> None:
-    """Whoever starts a home and looks on for an evening is to see what is decided, whatever the script does with logs."""
-    said = Unheard()
+def tell() -> None:
+    """Whoever starts a home and looks on is to see what is decided. A script that configures logs has its way."""
+    said = _Unheard()
     said.setFormatter(logging.Formatter("commlayer: %(message)s"))
-    log = logging.getLogger("commlayer")
-    log.addHandler(said)
-    log.setLevel(logging.INFO)
+    _LOG.addHandler(said)
+    _LOG.setLevel(logging.INFO)
+    root = logging.getLogger()
+    # The level of the root is not asked of what comes from below it.
+    _LOG.addFilter(lambda record: not root.handlers or record.levelno >= root.level)
 
 
 def _stand_in() -> None:

@@ -141,13 +141,13 @@ class Summation:
     def _cell(self, message: Message) -> Cell:
         """What every message must get right: who sends it, for which bucket, in which view."""
         h = message.header
+        if h.sender != message.peer:
+            raise _breach(message, f"says it is {peer_name(h.sender)}")
+        if h.generation > self.generation:  # of a plan that somebody else was to tell this server, perhaps
+            raise _breach(message, f"generation {h.generation}, here {self.generation}", Disputed)
         cell = self.cells.get(h.bucket)
         if cell is None:
             raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
-        if h.sender != message.peer:
-            raise _breach(message, f"says it is {peer_name(h.sender)}")
-        if h.generation > self.generation:
-            raise _breach(message, f"generation {h.generation}, here {self.generation}")
         return cell
 
     def _fits(self, cell: Cell, message: Message) -> None:
@@ -276,6 +276,7 @@ class Summation:
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
+        cell.taken.clear()  # who sends again does as it is told, however often another one makes that necessary
         cell.expected, cell.told = expected, header
         self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]

@@ -60,8 +60,8 @@ def follow_stalls(transport: Transport, server: int, generation: int, told: Call
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
-            told(read_stalled(handle.message()))
             follow_stalls(transport, server, generation, told)
+            told(read_stalled(handle.message()))
 
     transport.recv(server, stalled_key(generation)).on_done(arrived)
 

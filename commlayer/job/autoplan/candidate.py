@@ -59,8 +59,8 @@ class Candidate(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether gradients go as they are."""
-        return all(b.codec == DENSE for b in self.plan.buckets)
+        """Whether it is the plan without compression, and not local steps that need none."""
+        return not self.leaves and all(b.codec == DENSE for b in self.plan.buckets)
 
     def as_run(self, plan: Plan) -> Candidate:
         """What came of it: a job may step otherwise than its plan says, as its script or its optimizers' states have it."""

@@ -52,7 +52,8 @@ def planning(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, 
     """
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
     order = StartPlanning(current, known, links, step_s)
-    lead = structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s, searched=links)
+    lead = structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s, searched=links,
+                           beside=())
     return lead, [order]
 
 
@@ -219,6 +220,8 @@ def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
     basis, beside, lead = in_force.basis, lead.beside, structs.replace(lead, phase=Steady(), beside=())
     for place, other in enumerate(beside):
         most = 1 + PLAIN if other.dense else LEAVES
+        if other.runnable == in_force.plan or (in_force.plan.steps_locally and not other.plan.steps_locally):
+            continue  # what was priced as steps on averaged gradients would not run as such any more
         if basis is not None and other.plan.step_s * other.steps <= most * step_s * lead.steps:
             price = in_force.price or other.current_price
             candidate: Candidate = other._replace(current=basis.plan, current_price=price, current_steps=lead.steps)
