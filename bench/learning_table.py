@@ -16,7 +16,7 @@ from bench import Unmeasurable, learning, learning_factors, report
 from bench.learning_factors import Foretold
 from bench.learning_run import Way
 from bench.learning_store import Store
-from commlayer.files import write_whole
+from commlayer.files import between, write_whole
 from commlayer.measure import learning_costs
 from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
@@ -44,11 +44,10 @@ def table(store: Store, date: str) -> LearningTable:
 
 def page(text: str, made: LearningTable, store: Store) -> str:
     """That page with its tables as they are now."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise Unmeasurable(f"{PAGE} has no {BEGIN} before a {END}")
-    return f"{before}{BEGIN}\n{_tables(made, learning.current(store))}\n{END}{after}"
+    try:
+        return between(text, BEGIN, END, _tables(made, learning.current(store)))
+    except ValueError as error:
+        raise Unmeasurable(f"{PAGE}: {error}") from None
 
 
 def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:

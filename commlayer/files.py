@@ -1,4 +1,7 @@
-"""Files that are there whole or not at all, whatever breaks off while they are written. Knows bytes; no formats."""
+"""Files that are there whole or not at all, whatever breaks off while they are written; pages of which a part is made anew.
+
+Knows bytes and marks; no formats.
+"""
 
 from __future__ import annotations
 
@@ -45,3 +48,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def between(page: str, begin: str, end: str, made: str) -> str:
+    r"""The page with that in place of what stands between the two marks, each on a line of its own. ValueError where one lacks.
+
+    >>> between("a\n<\nold\n>\nb", "<", ">", "new")
+    'a\n<\nnew\n>\nb'
+    """
+    before, first, rest = page.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"the page has no {begin} before a {end}")
+    return f"{before}{begin}\n{made}\n{end}{after}"

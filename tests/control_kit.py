@@ -8,12 +8,24 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 30.0
 """Bounds every wait of these tests; none should take long."""
+
+
+@pytest.fixture(name="opened")
+def all_opened() -> Iterator[list[Any]]:
+    """What a test opens, newest last; closed in the reverse order."""
+    things: list[Any] = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
 
 
 def quick(**fields: Any) -> Any:

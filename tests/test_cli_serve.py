@@ -135,3 +135,20 @@ def test_it_ends_on_request(served: Any, sent: signal.Signals, code: int) -> Non
     process.send_signal(sent)
     assert process.wait(WAIT_S) == code
     assert "Traceback" not in process.stderr.read()
+
+
+IN_A_LOCK = """
+import os, signal, threading
+from commlayer.control.server_process import on_signal
+end = threading.Event()
+on_signal(signal.SIGTERM, end.set, 15.0)
+with end._cond:  # as within end.wait(), for a moment
+    os.kill(os.getpid(), signal.SIGTERM)
+    end.is_set()
+print(end.wait(10.0))
+"""
+
+
+def test_it_does_so_wherever_the_main_thread_is() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_LOCK], capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_kit import WAIT_S, Failures, quick
+from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
 from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
@@ -22,15 +22,6 @@ from commlayer.control.coordinator_journal import CoordinatorJournal
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
 
 PLAN = b"a plan"
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    """What a test opens, newest last; closed in the reverse order."""
-    things: list[Any] = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
 
 
 def join_all(address: str, world: int, failures: list[Failures] | None = None, **fields: Any) -> list[client.Membership]:

@@ -6,14 +6,14 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from control_kit import WAIT_S, Failures, quick
+from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 from transport_kit import FAR
 
 from commlayer import records
@@ -33,15 +33,6 @@ from commlayer.transport.summation_server import Stalled
 JOB = Job((TensorInfo("weight", (100,)),))
 PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
 BUCKET = PLAN.buckets[0]
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    """What a test opens, newest last; closed in the reverse order."""
-    things: list[Any] = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
 
 
 def view_of(plan: bytes, serving: Serving, world: int = 2) -> View:
@@ -143,6 +134,10 @@ class Pair:
             self.serving.start(member.view, member.plan, member.rank)
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)
+        # A server welcomes a worker just before it can send to it unasked.
+        soon_until = time.monotonic() + WAIT_S
+        while len(self.serving._transport.peers) < len(self.ups) and time.monotonic() < soon_until:
+            time.sleep(0.01)
         self.failures, self.stalled = Failures(), threading.Event()
         self.left: queue.Queue[tuple[str, int]] = queue.Queue()
         self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_kit import WAIT_S, Failures, quick
+from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from summation_kit import Doubles, ask, push, service
 from test_control_membership import beat, running, server, ticked, worker
-from test_control_serving import JOB, PLAN, Pair, changed, opened, view_of  # noqa: F401  (opened is a fixture)
+from test_control_serving import JOB, PLAN, Pair, changed, view_of
 from test_regrouping import elastic, members
 from test_summation_server import hub, next_stalled, served  # noqa: F401  (hub is a fixture)
 from transport_kit import soon
@@ -59,7 +59,7 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
 ])
 def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_where_others_may_go_on(
         regroups: bool, dropped: dict[int, str], disputed: tuple[int, ...], lines: list[str],
-        opened: list[Any]) -> None:  # noqa: F811
+        opened: list[Any]) -> None:
     job = Pair(opened)
     job.ups[1]._regroups = regroups
     sent: Any = job.serving._server
@@ -69,7 +69,7 @@ def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_w
     assert all(isinstance(error, PeerLost) for error in job.failures.errors)
 
 
-def test_without_a_coordinator_a_worker_believes_its_server(opened: list[Any]) -> None:  # noqa: F811
+def test_without_a_coordinator_a_worker_believes_its_server(opened: list[Any]) -> None:
     job = Pair(opened)
     job.ups[1]._regroups = True
     job.ups[1]._membership.reachable = False  # type: ignore[union-attr]
@@ -173,19 +173,19 @@ class Served:
         return [(gone.peer, gone.reason) for gone in self.serving.dropped()]
 
 
-def test_a_drop_is_told_and_in_the_audit_log_at_once(opened: list[Any], tmp_path: Path) -> None:  # noqa: F811
+def test_a_drop_is_told_and_in_the_audit_log_at_once(opened: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     assert Served(opened, path).dropped() == [("worker 1", WRONG_CODEC)]
     noted = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["event"], line["peer"], line["why"]) for line in noted] == [("dropped", "worker 1", WRONG_CODEC)]
 
 
-def test_so_is_one_behind_a_change_of_members(opened: list[Any], tmp_path: Path) -> None:  # noqa: F811
+def test_so_is_one_behind_a_change_of_members(opened: list[Any], tmp_path: Path) -> None:
     made = Served(opened, tmp_path / "audit.jsonl")
     assert made.dropped(made.regrouped()) == [("worker 1", WRONG_CODEC)]
 
 
-def test_who_is_no_member_any_more_is_not_told_of(opened: list[Any], tmp_path: Path) -> None:  # noqa: F811
+def test_who_is_no_member_any_more_is_not_told_of(opened: list[Any], tmp_path: Path) -> None:
     made = Served(opened, tmp_path / "audit.jsonl")
     assert made.dropped() != []
     made.next = msgspec.structs.replace(made.next, members=(made.view.members[0], made.view.members[2]))
@@ -201,7 +201,7 @@ OTHER = records.encode(changed(codec="fp16()"))
     lambda made: made.switched(0, Header(Kind.PLAN, 2), OTHER) or 2,
 ], ids=["with a view", "by itself"])
 def test_under_a_plan_that_one_member_has_brought_nobody_is_told_of(
-        bring: Callable[[Served], int], opened: list[Any], tmp_path: Path) -> None:  # noqa: F811
+        bring: Callable[[Served], int], opened: list[Any], tmp_path: Path) -> None:
     """Else it could bring one that the others do not know, and have them sent away for it."""
     made = Served(opened, tmp_path / "audit.jsonl")
     assert made.dropped(bring(made)) == []
@@ -255,7 +255,7 @@ def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> Non
 
 
 def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
-        folders: Folders, opened: list[Any], tmp_path: Path) -> None:  # noqa: F811
+        folders: Folders, opened: list[Any], tmp_path: Path) -> None:
     serving = Serving("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
     opened.append(serving)
     (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).me.name for f in (folders.worker, folders.second)]

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from control_kit import quick
+from control_kit import all_opened, quick  # noqa: F401  (a fixture)
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
 from commlayer.control import client, home, homes, meeting_store, messages
@@ -159,14 +159,6 @@ def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatc
 
 
 # ---- over sockets
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    things: list[Any] = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
 
 
 def met(opened: list[Any], workers: int = HOMES) -> list[tuple[Desk, int]]:

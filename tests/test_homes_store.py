@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from control_kit import WAIT_S, Failures, quick
+from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
 from commlayer.control import client, homes, meeting_store, messages
 from commlayer.control.audit import Audit
@@ -22,14 +22,6 @@ from commlayer.errors import CommError, CorruptFrame
 from commlayer.transport.relayed_group import PART_NBYTES
 
 PART = bytes(PART_NBYTES)
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    things: list[Any] = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
 
 
 class _Leaving:

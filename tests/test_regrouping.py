@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from control_kit import all_opened  # noqa: F401  (a fixture)
 from test_control_membership import DEAD_AFTER_S, running, worker
-from test_homes import met, opened, options, together  # noqa: F401  (opened is a fixture)
+from test_homes import met, options, together
 from test_service_sums import push, service
 
 from commlayer.control import membership, regrouping
@@ -164,7 +165,7 @@ def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
     assert not box.recv(8, None).done(), "what came for it is forgotten"
 
 
-def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:  # noqa: F811
+def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:
     """Alike for who comes early and late. What it had left before it went counts for both."""
     desks = met(opened)
     opened[0]._gathering.begin()

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_kit import quick
-from test_control_serving import JOB, PLAN, changed, opened, view_of  # noqa: F401  (opened is a fixture)
+from control_kit import all_opened, quick  # noqa: F401  (a fixture)
+from test_control_serving import JOB, PLAN, changed, view_of
 from transport_kit import soon
 
 from commlayer import records
@@ -28,7 +28,7 @@ DATA = records.encode(PLAN)
 class Asked:
     """A server of three, where worker 0 says that worker 2 is gone. `told`: so does the coordinator."""
 
-    def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:  # noqa: F811
+    def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
         self.serving = Serving("127.0.0.1", 0, quick(heartbeat_s=0.05))
         opened.append(self.serving)
         self.view = view_of(DATA, self.serving, 3)
@@ -51,7 +51,7 @@ class Asked:
         return core.generation != 1 or any(cell.over for cell in core.cells.values())
 
 
-def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:  # noqa: F811
+def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:
     asked = Asked(opened)
     for _ in range(2):
         assert asked.answer(asked.next) == "", "said twice is done once"
@@ -65,7 +65,7 @@ def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[A
     (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
 ])
 def test_what_cannot_be_done_is_refused_before_anything_has_ended(
-    plan: bytes, told: bool, line: str, opened: list[Any],  # noqa: F811
+    plan: bytes, told: bool, line: str, opened: list[Any],
 ) -> None:
     asked = Asked(opened, told=told)
     assert line in asked.answer(asked.next, plan)
@@ -101,7 +101,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "generation", "line"), WRONG)
 def test_a_member_cannot_say_who_is_a_member(
-    fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,  # noqa: F811
+    fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = Asked(opened)
     if "members" in fields:
@@ -113,7 +113,7 @@ def test_a_member_cannot_say_who_is_a_member(
     assert not asked.changed
 
 
-def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     asked = Asked(opened, stays=True)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         asked.answer(asked.next)

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from test_tta_summary import row
 
-from bench.tta.page import KEPT, PAGES, overview, renewed, table
+from bench.tta.page import BEGIN, END, KEPT, PAGES, overview, table
 from bench.tta.store import Store
+from commlayer.files import between
 
 
 @pytest.mark.parametrize(("path", "made"), PAGES.items(), ids=lambda value: getattr(value, "name", ""))
 def test_pages_show_the_kept_rows(path: Path, made: Callable[[Any], str]) -> None:
     page = path.read_text("utf-8")
-    assert page == renewed(page, list(Store(KEPT).rows.values()), made), "run `python -m bench.tta.page`"
+    assert page == between(page, BEGIN, END, made(list(Store(KEPT).rows.values()))), "run `python -m bench.tta.page`"
 
 
 def test_a_line_is_the_median_over_seeds_and_says_what_counts_for_nothing() -> None:
@@ -41,4 +42,4 @@ def test_beside_auto_stands_what_a_user_would_have_had() -> None:
 
 def test_a_page_without_a_place_for_rows_is_named() -> None:
     with pytest.raises(ValueError, match="the page has no <!-- rows: begin --> before a <!-- rows: end -->"):
-        renewed("# Nothing", [], table)
+        between("# Nothing", BEGIN, END, "")

@@ -16,7 +16,7 @@ from bench.tta.links import NETWORKS, NO_LINK
 from bench.tta.store import Store
 from bench.tta.summary import Row
 from bench.tta.systems import SYSTEMS
-from commlayer.files import write_whole
+from commlayer.files import between, write_whole
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "bench" / "tta_runs.jsonl"
@@ -104,19 +104,10 @@ def _whole(found: float, group: Group) -> str:
 PAGES = {ROOT / "docs" / "wan.md": table, ROOT / "README.md": overview}
 
 
-def renewed(page: str, rows: Sequence[Row], made: Callable[[Sequence[Row]], str]) -> str:
-    """The page with its table as it is now."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} before a {END}")
-    return f"{before}{BEGIN}\n{made(rows)}\n{END}{after}"
-
-
 def main() -> int:
     rows = list(Store(KEPT).rows.values())
     for path, made in PAGES.items():
-        write_whole({path: renewed(path.read_text("utf-8"), rows, made).encode()})
+        write_whole({path: between(path.read_text("utf-8"), BEGIN, END, made(rows)).encode()})
     return 0
 
 

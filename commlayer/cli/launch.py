@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -103,7 +102,7 @@ def _wait(children: Sequence[Child], attendance: Attendance) -> tuple[int, str]:
     with _interrupts() as interrupted:
         while any(child.poll() is None for child in children):
             failed = [child.returncode for child in children if child.returncode]
-            if not until and interrupted.is_set():
+            if not until and interrupted:
                 code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
                 _signal(children, signal.SIGINT)
             elif not until and failed:
@@ -136,10 +135,10 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Set by Ctrl-C, or who asks this process to end."""
-    came = threading.Event()
-    before = {number: signal.signal(number, lambda *_: came.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+def _interrupts() -> Iterator[list[int]]:
+    """What Ctrl-C, or who asks this process to end, has sent. No lock: one may come within the handler of another."""
+    came: list[int] = []
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield came
     finally:

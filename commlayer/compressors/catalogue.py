@@ -14,6 +14,7 @@ import torch
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.parse import parse
+from commlayer.files import between
 from commlayer.records import Spec
 
 BEGIN, END = "<!-- codecs: begin -->", "<!-- codecs: end -->"
@@ -103,11 +104,7 @@ def table() -> str:
 
 def renewed(page: str) -> str:
     """The page with the table as it is now."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} before a {END}")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return between(page, BEGIN, END, table())
 
 
 def main(arguments: list[str]) -> int:

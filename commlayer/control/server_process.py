@@ -7,13 +7,16 @@ its addresses is in the way of attach(). No torch, but on the reference backend;
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import json
 import logging
 import math
+import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -34,6 +37,8 @@ log = logging.getLogger("commlayer")
 UNFIT_S = 10.0
 """With a plan that it cannot serve, a server stays for so long, or until the workers have left, to tell them as they dial."""
 
+ENDS_S = 60.0
+"""Told to end, this process has so much time beyond a farewell: then it ends whatever holds it up, and says what does."""
 LAST_S = 0.5
 """Who is connected still when the job is over is dead: nobody waits for long until it has heard the last words."""
 
@@ -64,7 +69,7 @@ def run(config: Config, part: Part) -> None:
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again
     end, stopped = threading.Event(), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: _stop(end, stopped))
+    on_signal(signal.SIGTERM, functools.partial(_stop, end, stopped), ENDS_S + config.dead_after_s)
     goes_on = functools.partial(_goes_on, config, end, stopped)
     reason = [messages.FINISHED]
     with contextlib.ExitStack() as stack:
@@ -126,6 +131,20 @@ def run(config: Config, part: Part) -> None:
         if goes_on():
             log.info("stops, and keeps its journal: the same command takes the job up; to end it for good, remove %s",
                      config.journal)
+
+
+def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) -> None:
+    """This process is to end. Acts on a thread of its own: a handler runs wherever the main thread is, which may be within a
+    lock that `act` takes."""
+    came = queue.SimpleQueue[None]()  # of which Python says that a handler may put into it
+
+    def heed() -> None:
+        came.get()
+        faulthandler.dump_traceback_later(ends_s, exit=True)
+        act()
+
+    threading.Thread(target=heed, name="commlayer-signal", daemon=True).start()
+    signal.signal(number, lambda *_: came.put(None))
 
 
 def _stop(end: threading.Event, stopped: threading.Event) -> None:

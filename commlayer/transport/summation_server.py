@@ -60,8 +60,10 @@ def follow_stalls(transport: Transport, server: int, generation: int, told: Call
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
-            follow_stalls(transport, server, generation, told)
-            told(read_stalled(handle.message()))
+            try:
+                told(read_stalled(handle.message()))
+            finally:  # also where that one was malformed; behind it, so that they are told in order
+                follow_stalls(transport, server, generation, told)
 
     transport.recv(server, stalled_key(generation)).on_done(arrived)
 
