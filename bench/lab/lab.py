@@ -40,7 +40,8 @@ class Lab:
     ...     lab.popen(0, ["ping", "-c", "1", lab.addresses[1]]).wait(5)
 
     A link value is one number for all hosts, or one per host. Rates count IP bytes, headers included. Super-packets of
-    the senders are cut to about 0.25 ms of the slower link, so that queues and drops have packet grain on slow links.
+    the senders are cut to 0.25 to 1 ms of the slower link, a 15th of the delay, so that queues and drops have packet grain
+    on slow links.
     TCP on the hosts uses the machine's own congestion control, named in `congestion`: state it beside a figure, since it moves
     what programs get out of a link by tens of percent.
     """

@@ -43,8 +43,11 @@ using Nanos = int64_t;
 
 constexpr size_t kLargest = kVnet + 65536;
 constexpr size_t kCopyBelow = 16384;     // packets shorter than this move to memory of their own size; longer ones keep the read buffer
-constexpr double kPartSeconds = 250e-6;  // a super-packet is cut into parts that take about this long on the slower of its links
-constexpr Nanos kGrain = 50'000;         // a sleep lasts at least this long, so that a busy link does not mean a wake-up per packet
+// What is small beside the delay of a path is not seen at its ends, and all that is done per packet costs the hosts' cores.
+// A super-packet is cut into parts that take a part of the delay on the slower of its links: so long at least, and at most.
+constexpr double kPartOfDelay = 1.0 / 15, kPartSeconds[] = {250e-6, 1e-3};
+// A sleep lasts a part of the shortest delay, so that a busy link does not mean a wake-up per packet.
+constexpr double kSleepOfDelay = 1.0 / 30, kSleepSeconds[] = {50e-6, 500e-6};
 constexpr int kBatch = 64;               // packets read from one device before the others get their turn
 
 struct Host {
@@ -122,6 +125,14 @@ void give_packet(Packet* p) {
   spare.push_back(p);
 }
 
+double delay_between(const Host& a, const Host& b) { return (a.delay_s + b.delay_s) / 2; }
+
+Nanos shortest_sleep() {
+  double delay_s = 1;
+  for (const Host& host : hosts) delay_s = std::min(delay_s, host.delay_s);
+  return static_cast<Nanos>(1e9 * std::clamp(delay_s * kSleepOfDelay, kSleepSeconds[0], kSleepSeconds[1]));
+}
+
 // Puts p on its sender's uplink, or drops it.
 void admit(Packet* p, Nanos now) {
   Host& from = hosts[p->src];
@@ -142,7 +153,7 @@ void admit(Packet* p, Nanos now) {
     return give_packet(p);
   }
   p->at_hub = true;
-  events.push({from.up_free + static_cast<Nanos>((from.delay_s + to.delay_s) * 0.5e9), next_seq++, p});
+  events.push({from.up_free + static_cast<Nanos>(delay_between(from, to) * 1e9), next_seq++, p});
 }
 
 // One packet as read from host src (n bytes in scratch, the device's header first): cut as fine as its links ask, and admitted.
@@ -169,7 +180,9 @@ void take_in(size_t src, size_t n, Nanos now) {
   const Host& from = hosts[src];
   size_t per_part = s.segments;
   if (s.super) {
-    const double part_nbytes = std::min(from.up_bps, hosts[dst].down_bps) / 8 * kPartSeconds;
+    const Host& to = hosts[dst];
+    const double part_s = std::clamp(delay_between(from, to) * kPartOfDelay, kPartSeconds[0], kPartSeconds[1]);
+    const double part_nbytes = std::min(from.up_bps, to.down_bps) / 8 * part_s;
     per_part = static_cast<size_t>(part_nbytes / static_cast<double>(s.mss + s.head));
     if (from.loss > 0) per_part = 1;  // each segment has its own chance
     per_part = std::min(s.segments, std::max<size_t>(per_part, 1));
@@ -310,18 +323,22 @@ int main(int argc, char** argv) {
   puts("ready");
   fflush(stdout);
 
+  Nanos grain = shortest_sleep();
   for (;;) {
     handle_due(now_ns());
     timespec sleep{1000, 0};
     if (!events.empty()) {
-      const Nanos wait = std::max(events.top().due - now_ns(), kGrain);
+      const Nanos wait = std::max(events.top().due - now_ns(), grain);
       sleep = {wait / 1'000'000'000, wait % 1'000'000'000};
     }
     if (ppoll(waits.data(), waits.size(), &sleep, nullptr) < 0) {
       if (errno != EINTR) die("ppoll");
       continue;
     }
-    if (waits[0].revents && !obey_stdin()) return 0;
+    if (waits[0].revents) {
+      if (!obey_stdin()) return 0;
+      grain = shortest_sleep();
+    }
     for (size_t i = 0; i < hosts.size(); i++) {
       if (!waits[i + 1].revents) continue;
       for (int k = 0; k < kBatch; k++) {
