@@ -26,13 +26,15 @@ from commlayer.chaos.verdict import Verdict
 from commlayer.errors import CommError
 
 
-def test_pieces_are_those_of_the_whole(tmp_path: Path) -> None:
-    whole = schedules.run(Asked(30, 5, 0.0, None))["summary"]
+@pytest.mark.parametrize("members", [False, True])
+def test_pieces_are_those_of_the_whole(members: bool, tmp_path: Path) -> None:
+    whole = schedules.run(Asked(30, 5, 0.0, None, members))["summary"]
     file = tmp_path / "schedules.json"
     for schedules_so_far in (10, 20, 30):
-        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file))["summary"]
-    same = ("schedules", "seeds", "left", "connections_broken", "servers_killed", "events", "contributions", "wrong_schedules")
-    assert {name: whole[name] for name in same} == {name: pieces[name] for name in same}
+        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file, members))["summary"]
+    timed = {"seconds", "schedules_per_s"}
+    assert {name: whole[name] for name in whole.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
+    assert {"events", "views" if members else "contributions"} < whole.keys()
     assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
     assert schedules.run(Asked(60, 5, 1e-9, file))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
@@ -45,7 +47,7 @@ def test_pieces_are_those_of_the_whole(tmp_path: Path) -> None:
 def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
     done = Done()
-    schedules.one(41, done)
+    schedules.one(Asked(1, 41, 0.0, None), 41, done)
     assert done.wrong == 1
     (finding,) = done.findings
     assert finding["again"] == "python -m bench chaos --schedules 1 --seed 41"
@@ -90,6 +92,7 @@ def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
     (["--seconds", "nan"], "--seconds: got nan, allowed: 0 and more"),
     (["--schedules", "1", "--resume", "{}/none/file"], "its folder does not exist"),
     (["--schedules", "1", "--resume", "{}"], "it is a folder"),
+    (["--members"], "--members: says what --schedules are of; name how many"),
     (["--json", "{}"], "it is a folder"),
 ])
 def test_what_it_refuses_is_a_line_before_any_work(options: list[str], line: str, tmp_path: Path,
@@ -105,10 +108,10 @@ def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
     assert main(["chaos", "--schedules", "3"]) == 0
     made = schedules.one
 
-    def broken_off(seed: int, done: Done) -> None:
+    def broken_off(asked: Asked, seed: int, done: Done) -> None:
         if seed == 2:
             raise KeyboardInterrupt
-        made(seed, done)
+        made(asked, seed, done)
 
     monkeypatch.setattr(schedules, "one", broken_off)
     assert main(["chaos", "--schedules", "5", "--resume", str(tmp_path / "kept.json")]) == 130

@@ -1,8 +1,8 @@
 """What becomes of jobs that are broken on purpose: real runs, simulated schedules by the million, a long one with churn, and
 damaged bytes by the million.
 
-`python -m bench chaos` makes real runs as `commlayer chaos` does, then some schedules. `--schedules N` makes those alone,
-`--soak STEPS` the long run, `--fuzz N` damages frames and control messages. Knows no mechanism.
+`python -m bench chaos` makes real runs as `commlayer chaos` does, then some schedules. `--schedules N` makes those alone, with
+`--members` of who takes part, `--soak STEPS` the long run, `--fuzz N` damages frames and control messages. Knows no mechanism.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", default="", help="only these, as for commlayer chaos")
     parser.add_argument("--hosts", action="store_true", help="on hosts of the lab, with root; and nothing else")
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
+    parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
     parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
     parser.add_argument("--seed", type=int, default=0, help="where to begin")
@@ -43,7 +44,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
     _check(args)
-    asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume)
+    asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
+                            args.members)
+    if args.members and not args.schedules:
+        raise Unmeasurable("--members: says what --schedules are of; name how many")
     if args.soak:
         return soak.run(args.soak, args.seed, args.seconds)
     if args.fuzz:

@@ -1,23 +1,36 @@
-"""Seeded schedules of the simulated world, any number, in pieces: each goes on where the one before it stopped. Starts nothing.
+"""Seeded schedules of a simulated world, any number, in pieces: each goes on where the one before it stopped. Starts nothing.
 
-`python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, again and again until none are left.
+`python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, again and again until none are left; with
+--members, of who takes part in a job, else of what its members and servers exchange.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from bench import Unmeasurable
-from bench.chaos.simulated import BUCKETS, STEPS, WORLD, World
+from bench.chaos.simulated import World
+from bench.chaos.simulated_members import Members
 from bench.report import Result
 from commlayer.files import write_whole
 
 MOST_FINDINGS = 5
+
+
+class Schedule(Protocol):
+    """One, of a seed."""
+
+    counts: Counter[str]
+    """What has happened in it, by name."""
+
+    def run(self) -> list[str]:
+        """What is wrong."""
 
 
 class Done(msgspec.Struct):
@@ -25,10 +38,7 @@ class Done(msgspec.Struct):
 
     first: int = 0
     schedules: int = 0
-    breaks: int = 0
-    kills: int = 0
-    events: int = 0
-    contributions: int = 0
+    counts: dict[str, int] = {}
     wrong: int = 0
     seconds: float = 0.0
     findings: list[dict[str, Any]] = []
@@ -41,6 +51,11 @@ class Asked(NamedTuple):
     seed: int
     seconds: float
     resume: Path | None
+    members: bool = False
+
+    @property
+    def again(self) -> str:
+        return "python -m bench chaos --members --schedules" if self.members else "python -m bench chaos --schedules"
 
 
 def run(asked: Asked) -> Result:
@@ -49,7 +64,7 @@ def run(asked: Asked) -> Result:
     before_s, before = done.seconds, done.schedules
     try:
         while done.schedules < asked.schedules and time.monotonic() < until:
-            one(done.first + done.schedules, done)
+            one(asked, done.first + done.schedules, done)
     finally:
         spent_s = time.monotonic() - begin
         done.seconds = before_s + spent_s
@@ -58,25 +73,22 @@ def run(asked: Asked) -> Result:
     left = asked.schedules - done.schedules
     return {"rows": list(done.findings), "summary": {
         "schedules": done.schedules, "seeds": f"{done.first} to {done.first + done.schedules - 1}", "left": left,
-        "connections_broken": done.breaks, "servers_killed": done.kills, "events": done.events,
-        "contributions": done.contributions, "wrong_schedules": done.wrong,
+        **{name.replace(" ", "_"): count for name, count in done.counts.items()}, "wrong_schedules": done.wrong,
         "schedules_per_s": (done.schedules - before) / spent_s if spent_s else 0.0, "seconds": done.seconds},
         "code": int(done.wrong > 0)}
 
 
-def one(seed: int, done: Done) -> None:
-    world = World(seed)
+def one(asked: Asked, seed: int, done: Done) -> None:
+    world: Schedule = Members(seed) if asked.members else World(seed)
     try:
         problems = world.run()
     except Exception as error:  # whatever the machines raise is a finding
         problems = [f"{type(error).__name__}: {error}"]
     done.schedules += 1
-    done.breaks, done.kills, done.events = done.breaks + world.breaks, done.kills + world.kills, done.events + world.events
-    done.contributions += BUCKETS * world.rounds * STEPS * WORLD
+    done.counts = dict(Counter(done.counts) + world.counts)
     done.wrong += bool(problems)
     if problems and len(done.findings) < MOST_FINDINGS:
-        done.findings.append({"seed": seed, "wrong": "; ".join(problems),
-                              "again": f"python -m bench chaos --schedules 1 --seed {seed}"})
+        done.findings.append({"seed": seed, "wrong": "; ".join(problems), "again": f"{asked.again} 1 --seed {seed}"})
 
 
 def _taken_up(asked: Asked) -> Done:

@@ -116,7 +116,7 @@ class World:
         self.rounds, self.in_means = self.chance.randint(1, 3), self.chance.random() < 0.5
         self.journal = self.chance.random() < 0.5
         self.added: Counter[Contribution] = Counter()
-        self.breaks = self.kills = self.events = self._open = 0
+        self.counts, self._open = Counter[str](), 0
         self.ops: dict[int, Sums] = {}
         self._kept: dict[int, tuple[bytes, bytes]] = {}
         self.server = self._started()
@@ -158,7 +158,7 @@ class World:
 
     def _killed(self) -> None:
         """Its connections end with it; what it had sent may still arrive."""
-        self.kills += 1
+        self.counts["servers killed"] += 1
         self.server = self._started()
         for rank in range(WORLD):
             self.up[rank].clear()
@@ -177,8 +177,8 @@ class World:
         """What must not be, in a line each."""
         chance, up, down = self.chance.random, self.up, self.down
         while self._open:
-            self.events += 1
-            if self.events > MOST_EVENTS:
+            self.counts["events"] += 1
+            if self.counts["events"] > MOST_EVENTS:
                 return [f"nobody gets any further after {MOST_EVENTS} events"]
             rank, what = int(chance() * WORLD), chance()
             if what < BREAKS:
@@ -189,11 +189,12 @@ class World:
                 self._arrive_at_worker(rank)
             elif up[rank]:
                 self._arrive_at_server(rank)
+        self.counts["contributions"] += sum(self.added.values())
         return self.problems()
 
     def _break(self, rank: int) -> None:
         """What was on its way is lost, or some of it is not: the server may have taken it, and its answer finds the new way."""
-        self.breaks += 1
+        self.counts["connections broken"] += 1
         for way in (self.up[rank], self.down[rank]):
             if self.chance.random() < 0.8:
                 way.clear()

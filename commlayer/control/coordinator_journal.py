@@ -43,21 +43,16 @@ class CoordinatorJournal:
         with contextlib.suppress(FileNotFoundError):
             data = self._path.read_bytes()
             try:
-                if not data.startswith(MAGIC):
-                    raise msgspec.DecodeError("it begins with something else")
-                self.found = msgspec.msgpack.decode(data[len(MAGIC) :], type=Kept)
+                self.found = unpacked(data)
             except msgspec.MsgspecError as error:
                 log.warning("journal %s cannot be read (%s): nothing of it is used", self._path, error)
 
     def write(self, kept: Kept) -> None:
         if self._failed:
             return
-        still = {token: msgspec.structs.replace(place, seen_s=0.0) for token, place in kept.state.places.items()}
-        state = msgspec.structs.replace(kept.state, places=still, ticked_s=None)
-        data = MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole({self._path: data}, mode=0o600)  # the secret may be in it
+            write_whole({self._path: packed(kept)}, mode=0o600)  # the secret may be in it
         except OSError as error:
             self.forget()
             self._failed = True
@@ -68,6 +63,20 @@ class CoordinatorJournal:
         """The job is over."""
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+
+def packed(kept: Kept) -> bytes:
+    """The file."""
+    still = {token: msgspec.structs.replace(place, seen_s=0.0) for token, place in kept.state.places.items()}
+    state = msgspec.structs.replace(kept.state, places=still, ticked_s=None)
+    return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
+
+
+def unpacked(data: bytes) -> Kept:
+    """MsgspecError where it is none."""
+    if not data.startswith(MAGIC):
+        raise msgspec.DecodeError("it begins with something else")
+    return msgspec.msgpack.decode(data[len(MAGIC) :], type=Kept)
 
 
 def taken_up(kept: Kept, now: float) -> State:

@@ -1,0 +1,337 @@
+"""Who takes part in a job, as state machines in a simulated network. Knows no sockets, threads or clock.
+
+Workers join, beat, hear of views, are killed, freeze, come later and finish; calls and answers are late or lost; the
+coordinator is killed around what it writes down and started again with its journal, as a seed deals it out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from commlayer.control import coordinator_journal, membership, messages, regrouping
+from commlayer.control.coordinator_journal import Kept
+from commlayer.control.membership import State
+from commlayer.control.messages import FINISHED, Heartbeat, Join, Pulse, Seat
+from commlayer.records import View
+
+BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0
+ASK_S = 0.5
+"""How long one who joins waits before it asks again."""
+CALM_S, END_S, OVER_S = 16.0, 32.0, 46.0
+"""From the first on nothing breaks any more, at the second all who train have finished, and at the third all is over."""
+PLAN = b"a plan"
+
+
+class Killed(Exception):
+    """The coordinator is, in the middle of what it did."""
+
+
+class Process:
+    """A worker, or the server."""
+
+    def __init__(self, request: Join) -> None:
+        self.request = request
+        self.rank = request.rank
+        self.view: View | None = None
+        self.in_force = 0
+        self.awake_s = 0.0
+        """It is frozen until then."""
+        self.end = ""
+        """Why it is no more: killed, refused, finished, or what it heard."""
+
+    @property
+    def peer(self) -> str:
+        return f"{self.request.kind} {self.rank}"
+
+
+class Members:
+    """One schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.workers = self.chance.randint(2, 4)
+        self.least = self.chance.choice((0, *range(1, self.workers + 1)))
+        self.loss, self.lag_s = self.chance.choice((0.0, 0.1, 0.3)), self.chance.choice((0.05, 0.6))
+        self.state = State(self.workers, 1, min_workers=self.least)
+        self.up, self.disk = True, b""
+        """Whether there is a coordinator, and what is in its journal."""
+        self.now, self.counts = 0.0, Counter[str]()
+        self.problems: list[str] = []
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._heard: dict[str, float] = {}
+        """When the coordinator last heard of each, since it last came up."""
+        self._views: dict[int, View] = {}
+        """By generation: what anybody was told of it."""
+        self._dead: set[str] = set()
+        self.processes = [self._born(messages.server("10.99.0.1:7001", number=0))]
+        self.processes += [self._born(self._worker(rank)) for rank in range(self.workers)]
+        if self.least:
+            for late in range(self.chance.randint(0, 2)):
+                self.processes.append(self._born(self._worker(self.workers + late), self.chance.uniform(5.0, CALM_S)))
+        self._deal()
+
+    # ---- what happens when
+
+    def at(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (seconds, next(self._order), act))
+
+    def _born(self, request: Join, born_s: float = 0.0) -> Process:
+        process = Process(msgspec.structs.replace(request, token=f"{self.chance.getrandbits(64):x}"))
+        self.at(born_s + self.chance.random(), lambda: self._asks(process))
+        return process
+
+    def _worker(self, rank: int) -> Join:
+        return messages.worker("a job", rank, self.workers if rank < self.workers else 0, plan=PLAN, regroups=self.least > 0)
+
+    def _deal(self) -> None:
+        """What breaks."""
+        for process in self.processes[1:]:
+            if (dice := self.chance.random()) < 0.3:
+                self.at(self.chance.uniform(0.0, CALM_S), lambda p=process: self._kill(p))  # type: ignore[misc]
+            elif dice < 0.6:
+                self.at(self.chance.uniform(0.0, CALM_S - 12.0), lambda p=process: self._freeze(p))  # type: ignore[misc]
+        for _ in range(self.chance.choice((0, 0, 1, 2))):
+            self.at(self.chance.uniform(0.0, CALM_S), self._down)
+        for process in self.processes[1:]:
+            self.at(self.chance.uniform(END_S - 1.0, END_S), lambda p=process: self._finishes(p))  # type: ignore[misc]
+        self.at(TICK_S, self._ticks)
+
+    def _kill(self, process: Process) -> None:
+        if not process.end:
+            process.end = "killed"
+            self.counts["killed"] += 1
+
+    def _freeze(self, process: Process) -> None:
+        process.awake_s = self.now + self.chance.uniform(0.5, 12.0)
+        self.counts["frozen"] += 1
+
+    def _down(self) -> None:
+        if self.up:
+            self.up = False
+            self.counts["coordinators killed"] += 1
+            self.at(self.now + self.chance.uniform(0.1, 3.0), self._comes_up)
+
+    def _comes_up(self) -> None:
+        self.up = True
+        self._heard = {}
+        if self.disk:
+            self.state = coordinator_journal.taken_up(coordinator_journal.unpacked(self.disk), self.now)
+            self._heard = dict.fromkeys(self.state.places, self.now)
+        else:
+            self.state = State(self.workers, 1, min_workers=self.least)
+
+    # ---- the coordinator, as coordinator.py has it
+
+    def _writes(self, before: State) -> None:
+        self.state = regrouping.regrouped(self.state)
+        view = self.state.view
+        ranks = [] if view is None or view == before.view else [m.rank for m in view.members]
+        if view is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
+            self._wrong(f"view {view.generation} has worker {again[0]}, which somebody was told is dead")
+        if view is None or coordinator_journal.seats(before) == coordinator_journal.seats(self.state):
+            return
+        dice = self.chance.random() if self.now < CALM_S else 1.0
+        if dice >= 0.02:
+            self.disk = coordinator_journal.packed(Kept("", "", self.state))
+        if dice < 0.04:
+            self._down()
+            raise Killed
+
+    def _joined(self, request: Join) -> Seat:
+        before = self.state
+        late = before.view is not None and request.token not in before.places and request.kind == "worker"
+        self.state, seat = (regrouping.join if late else membership.join)(before, request, self.now)
+        self._heard[request.token] = self.now
+        self._writes(before)
+        return seat
+
+    def _beaten(self, beat: Heartbeat) -> Pulse:
+        before = self.state
+        self._heard[beat.token] = self.now
+        self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
+        pulse = regrouping.explained(self.state, pulse)
+        self._writes(before)
+        return pulse
+
+    def _left(self, process: Process, reason: str) -> Pulse:
+        before = self.state
+        self.state = membership.leave(before, process.request.token, reason, 0)
+        self._writes(before)
+        return Pulse()
+
+    def _ticks(self) -> None:
+        self.at(self.now + TICK_S, self._ticks)
+        if not self.up:
+            return
+        before = self.state
+        self.state = membership.tick(before, self.now, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S)
+        for token, place in self.state.places.items():
+            if place.dead and not before.places[token].dead and self.now - self._heard[token] < DEAD_AFTER_S:
+                self._wrong(f"{place.peer} was heard {self.now - self._heard[token]:.2f} s ago and is dead: {place.dead}")
+        try:
+            self._writes(before)
+        except Killed:
+            return
+
+    # ---- calls
+
+    def _calls(self, process: Process, act: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Either way may lose it; who froze meanwhile hears the answer when it wakes."""
+
+        def arrives() -> None:
+            if not self.up or self._lost():
+                return
+            try:
+                answer = act()
+            except Killed:
+                return
+            if not self._lost():
+                self.at(self.now + self._lag(), lambda: self._hears(process, answer, then))
+
+        self.at(self.now + self._lag(), arrives)
+
+    def _hears(self, process: Process, answer: Any, then: Callable[[Any], None]) -> None:
+        if self.now < process.awake_s:
+            self.at(process.awake_s, lambda: self._hears(process, answer, then))
+        elif not process.end:
+            then(answer)
+
+    def _lost(self) -> bool:
+        lost = self.now < CALM_S and self.chance.random() < self.loss
+        self.counts["lost"] += lost
+        return lost
+
+    def _lag(self) -> float:
+        return self.chance.uniform(0.0, self.lag_s)
+
+    def _again(self, process: Process, seconds: float, act: Callable[[Process], None]) -> bool:
+        """Whether it is there to do that now; it does so again then."""
+        if process.end:
+            return False
+        self.at(max(self.now + seconds, process.awake_s), lambda: act(process))
+        return self.now >= process.awake_s
+
+    # ---- what processes do
+
+    def _asks(self, process: Process) -> None:
+        if process.view is None and self._again(process, ASK_S, self._asks):
+            self._calls(process, lambda: self._joined(process.request), lambda seat: self._seated(process, seat))
+
+    def _seated(self, process: Process, seat: Seat) -> None:
+        if process.view is not None:
+            return
+        if seat.error:
+            process.end = f"refused: {seat.error}"
+        elif seat.view is not None:
+            process.rank = seat.rank
+            self._takes(process, seat.view)
+            self._beats(process)
+
+    def _beats(self, process: Process) -> None:
+        if not self._again(process, BEAT_S, self._beats):
+            return
+        assert process.view is not None
+        gone = tuple(p.peer for p in self.processes[1:] if p.end)
+        beat = Heartbeat(process.request.token, generation=process.view.generation, in_force=process.in_force,
+                         missed=gone if process.request.kind == "server" else ())
+        self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
+
+    def _pulse(self, process: Process, pulse: Pulse) -> None:
+        if pulse.view is not None:
+            self._takes(process, pulse.view)
+        assert process.view is not None
+        self._dead |= {gone.peer for gone in pulse.lost}
+        serves = process.request.kind == "server"
+        if pulse.stranger:
+            self._wrong(f"the coordinator does not know {process.peer}, whom it has told of view {process.view.generation}")
+        if pulse.dead or pulse.stranger:
+            process.end = pulse.dead or "nobody knows it"
+        elif serves and pulse.over:
+            process.end = "over"
+        elif not serves and (lost := [gone for gone in pulse.lost if self._of_its(process, gone.peer)]):
+            self._leaves(process, f"{lost[0].peer}: {lost[0].reason}")
+        elif not serves and (left := [g for g in pulse.left if g.reason != FINISHED and self._of_its(process, g.peer)]):
+            self._leaves(process, f"{left[0].peer}: {left[0].reason}")
+
+    def _of_its(self, process: Process, peer: str) -> bool:
+        assert process.view is not None
+        return peer == "server 0" or any(f"worker {m.rank}" == peer for m in process.view.members)
+
+    def _takes(self, process: Process, view: View) -> None:
+        """It goes over to a view."""
+        if process.view is not None and view.generation < process.view.generation:
+            return  # an answer that came late
+        if (other := self._views.setdefault(view.generation, view)) != view:
+            self._wrong(f"view {view.generation} is {_named(other)} to one and {_named(view)} to another")
+        if view.generation > 1 and len(view.members) < self.least:
+            self._wrong(f"view {view.generation} has {len(view.members)} members, and {self.least} are the least")
+        if len({m.rank for m in view.members}) < len(view.members):
+            self._wrong(f"view {view.generation} has a rank twice")
+        process.view = view
+        self.at(self.now + self.chance.random(), lambda: setattr(process, "in_force", max(process.in_force, view.generation)))
+
+    def _leaves(self, process: Process, reason: str) -> None:
+        process.end = reason
+
+        def said(_: Any) -> None: ...
+
+        for _ in range(3):  # an end that is not heard is said again
+            self._calls(process, lambda: self._left(process, reason), said)
+
+    def _finishes(self, process: Process) -> None:
+        if not process.end:
+            self._leaves(process, FINISHED)
+
+    # ---- what must be
+
+    def run(self) -> list[str]:
+        """What is wrong; nothing if all is as it must be."""
+        self._until(END_S - 1.5)
+        self._settled()
+        self._until(OVER_S)
+        began = self.state.view is not None
+        if began and not membership.over(self.state):
+            self._wrong("all have ended, and the coordinator does not hold it to be over")
+        if began and (server := self.processes[0]).end != "over":
+            self._wrong(f"the server has not heard that the job is over: {server.end or 'it beats'}")
+        self.counts["views"] += len(self._views)
+        self.counts["begun"] += began
+        return self.problems
+
+    def _until(self, seconds: float) -> None:
+        while self._events and self._events[0][0] <= seconds and not self.problems:
+            self.now, _, act = heapq.heappop(self._events)
+            self.counts["events"] += 1
+            act()
+        self.now = seconds
+
+    def _settled(self) -> None:
+        """Long after the last fault: all who are there are of one view, and nobody of it is gone; or all have ended."""
+        view, there = self.state.view, [p for p in self.processes[1:] if not p.end]
+        if view is None:
+            return
+        if self.state.min_workers and len(there) < self.least and there:
+            self._wrong(f"{len(there)} go on, and {self.least} are the least")
+        members = {m.rank for m in view.members}
+        if there and {p.rank for p in there} != members:
+            self._wrong(f"{sorted(p.rank for p in there)} are there, and view {view.generation} is {_named(view)}")
+        for process in there:
+            if process.view != view:
+                self._wrong(f"{process.peer} has not heard of view {view.generation}")
+            if self.state.places[process.request.token].dead:
+                self._wrong(f"{process.peer} is dead and does not know it")
+
+    def _wrong(self, what: str) -> None:
+        self.problems.append(f"at {self.now:.2f} s: {what}")
+
+
+def _named(view: View) -> list[int]:
+    return [m.rank for m in view.members]

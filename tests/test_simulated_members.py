@@ -1,0 +1,73 @@
+"""Who takes part, as state machines under random loss, delay, deaths, freezes and restarts; what must not be is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.chaos.simulated_members import Members
+from commlayer.control import coordinator_journal, membership, regrouping
+from commlayer.control.coordinator_journal import Kept
+from commlayer.control.membership import State
+
+LEAST = 120
+
+
+def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
+    counts = Counter[str]()
+    for seed in range(LEAST):
+        world = Members(seed)
+        assert world.run() == [], f"python -m bench chaos --members --schedules 1 --seed {seed}"
+        counts += world.counts
+    least = {"begun": 0.9, "views": 1.2, "killed": 0.4, "frozen": 0.4, "coordinators killed": 0.4, "lost": 5.0}
+    assert {what: n for what, n in counts.items() if n < LEAST * least.get(what, 0.0)} == {}
+
+
+REGROUPED, TICK, BEAT, PACKED = regrouping.regrouped, membership.tick, membership.heartbeat, coordinator_journal.packed
+
+
+def same_number(state: State) -> State:
+    after = REGROUPED(state)
+    if after.view is None or state.view is None:
+        return after
+    return msgspec.structs.replace(after, view=msgspec.structs.replace(after.view, generation=state.view.generation))
+
+
+def forgetful(kept: Kept) -> bytes:
+    view = kept.state.view
+    assert view is not None
+    first = msgspec.structs.replace(kept.state, view=msgspec.structs.replace(view, generation=1))
+    return PACKED(msgspec.structs.replace(kept, state=first))
+
+
+def impatient(state: State, now: float, dead_after_s: float, patience_s: float, ended_after_s: float) -> State:
+    return TICK(state, now, dead_after_s / 4, patience_s / 4, ended_after_s)
+
+
+def mute(state: State, *asked: Any) -> Any:
+    after, pulse = BEAT(state, *asked)
+    return after, msgspec.structs.replace(pulse, view=None)
+
+
+def too_few(state: State) -> State:
+    found = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
+    return msgspec.structs.replace(found, min_workers=state.min_workers)
+
+
+@pytest.mark.parametrize(("where", "name", "wrong", "line"), [
+    (regrouping, "regrouped", same_number, "has not heard of view"),
+    (coordinator_journal, "packed", forgetful, "has not heard of view"),
+    (regrouping, "regrouped", too_few, "are the least"),
+    (membership, "tick", impatient, "and is dead"),
+    (membership, "heartbeat", mute, "has not heard of view"),
+    (coordinator_journal, "seats", lambda _: (), "does not know"),
+    (membership, "over", lambda _: False, "has not heard that the job is over"),
+])
+def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, name, wrong)
+    assert any(line in problem for seed in range(60) for problem in Members(seed).run())
