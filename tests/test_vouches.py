@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from broken_kit import Cutter
 from control_kit import WAIT_S, all_opened  # noqa: F401  (a fixture)
@@ -21,10 +22,11 @@ from commlayer.control import messages
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.transport.hello import Hello
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 from commlayer.transport.resumed import Resumed, Waits
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.unanswered import Unanswered
+from commlayer.transport.view_change import ViewChange, wire_generation
 from commlayer.transport.vouches import DIGEST_NBYTES, Vouches, digest_of
 
 A, B = b"a plan", b"another"
@@ -185,6 +187,32 @@ def breaks(made: Served, *words: Message, rank: int = 1) -> list[tuple[str, str]
 def test_who_has_vouched_for_the_plan_that_it_breaks_is_told_of(
         words: list[tuple[int, bytes, int]], told: list[tuple[str, str]], opened: list[Any], tmp_path: Path) -> None:
     assert breaks(under_another(opened, tmp_path), *(said(*word) for word in words)) == told
+
+
+@pytest.mark.parametrize(("brought", "words", "told"), [
+    (OTHER, [(1, OTHER, 2)], [("worker 1", WRONG_CODEC)]),
+    (OTHER, [], []),
+    (THIRD, [(1, OTHER, 2)], []),
+    (THIRD, [(1, OTHER, 2), (1, THIRD, 1 + (1 << 16))], [("worker 1", WRONG_CODEC)]),
+], ids=["stood by it", "did not", "another plan", "stands by that"])
+def test_so_it_is_behind_a_change_of_members(
+        brought: bytes, words: list[tuple[int, bytes, int]], told: list[tuple[str, str]], opened: list[Any],
+        tmp_path: Path) -> None:
+    made = under_another(opened, tmp_path)
+    bringer, end, generation = opened[-1], made.end(1), wire_generation(made.next)
+    for word in (said(*word) for word in words):
+        end.send(SERVER_BASE, word.header, word.body)
+    probe = Header(Kind.PROBE, 2, used=1)
+    end.send(SERVER_BASE, probe)
+    end.wait(end.recv(SERVER_BASE, key(probe._replace(kind=Kind.PROBE_OK))), soon())  # so all that is heard
+    header = Header(Kind.PLAN, generation, flags=Flag.ABANDON)
+    answer = bringer.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
+    bringer.send(SERVER_BASE, header, msgspec.msgpack.encode(ViewChange(made.next, 7, {}, brought)))
+    assert bytes(bringer.wait(answer, soon()).body) == b""
+    end.send(SERVER_BASE, Header(Kind.PUSH, generation, 0, 0, codec=99, sender=1, weight=1.0), b"")
+    with pytest.raises(PeerLost):
+        end.wait(end.recv(SERVER_BASE), soon())
+    assert [(gone.peer, gone.reason) for gone in made.serving.dropped()] == told
 
 
 def test_the_word_of_others_is_nobodys_fault(opened: list[Any], tmp_path: Path) -> None:
