@@ -136,7 +136,7 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
-    (4, 2, "frame version 2, here 5"),
+    (4, 2, "frame version 2, here 6"),
     (5, 0, "unknown kind 0"),
     (5, 77, "unknown kind 77"),
     (6, 0x80, "flags 0x80"),

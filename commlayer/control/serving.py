@@ -31,6 +31,7 @@ from commlayer.transport.summation import Summation
 from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
 from commlayer.transport.view_change import ViewChange, amiss, wire_generation
+from commlayer.transport.vouches import Vouches
 
 log = logging.getLogger("commlayer")
 
@@ -72,8 +73,7 @@ class Serving:
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
         self._plan: Plan | None = None
-        self._vouched = False
-        """Whether the plan in force is the coordinator's, for whoever is left, or what one member has brought."""
+        self._vouches: Vouches | None = None
         streams_port = port and port + (config.carrier != "grpc")
         if (found := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
             port = port or host_port(found.address)[1]
@@ -125,9 +125,9 @@ class Serving:
         self._members, self._token = tuple(m.rank for m in view.members), token
         try:
             self._plan = decoded = _checked_plan(former.plan if former else plan, view)
-            self._vouched = former is None or former.plan == plan
             self._ops = ops_of(decoded, server, gradients=view.gradients)
             core = self._core(decoded, server, former.generation if former else view.generation)
+            self._vouches = Vouches(former.plan if former else plan, core.generation, known=not former or former.plan == plan)
             if former is not None:
                 self._recall(core)
             self._write_down(core, former.plan if former else plan, server, view)
@@ -141,7 +141,7 @@ class Serving:
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
                                  regroup=functools.partial(self._regroup, newest) if newest is not None else None,
-                                 out=self._out, vouched=lambda: self._vouched)
+                                 out=self._out, vouches=self._vouches)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> About | None:
@@ -255,8 +255,10 @@ class Serving:
             self._ops = before
             raise
         assert self._plan is not None
-        followed = bool(stay) and decoded == records.plan_of(self._plan, stay, len(view.members) - len(stay))
-        self._plan, self._vouched = decoded, self._vouched and followed
+        assert self._vouches is not None
+        follows = bool(stay) and decoded == records.plan_of(self._plan, stay, len(view.members) - len(stay))
+        self._plan = decoded
+        self._vouches.go_over(records.encode(decoded), generation, self._members, follows=follows)
         self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return core
 

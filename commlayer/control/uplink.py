@@ -23,6 +23,7 @@ from commlayer.transport.shaped import shaped_by
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation_server import Stalled, follow_stalls
 from commlayer.transport.view_change import ViewChange
+from commlayer.transport.vouches import FIRST, digest_of
 
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
@@ -252,6 +253,12 @@ class Uplink:
         answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
             raise CommError(f"cannot go on with other members: {answer}", peer=peer_name(SERVER_BASE + server))
+
+    def vouch(self, plan: bytes) -> None:
+        """This worker runs that plan in the generation that it follows now: see Vouches. Ahead of all that it sends in that."""
+        if self._generation > FIRST:
+            for server in self.view.servers:
+                self.transport.send(SERVER_BASE + server.id, self._header(Kind.VOUCH, 0), digest_of(plan))
 
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from commlayer import records
 from commlayer.compressors import codec_of
 from commlayer.control.embedded import Embedded
 from commlayer.control.leaving import end as end_part
@@ -256,6 +257,7 @@ class Connection:
                 fail(missed)
 
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
+        self.uplink.vouch(records.encode(worker.plan))
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
 

@@ -16,7 +16,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 5
+VERSION = 6
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""

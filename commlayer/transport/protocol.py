@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     UNDO = 16  # worker -> server, between steps and ahead of PLAN: what a PUSH would say in `undone`
     CHALLENGE = 17  # the answer to HELLO: msgpack body
     PROOF = 18  # the dialler's answer to that, before WELCOME: msgpack body
+    VOUCH = 19  # worker -> server: the digest of the plan that the sender runs in the generation that the header names
 
 
 class Flag:

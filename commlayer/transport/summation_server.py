@@ -19,6 +19,7 @@ from commlayer.transport.protocol import NUMBERED, Flag, Handle, Header, Key, Ki
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_cell import Reply, Stall
 from commlayer.transport.view_change import ViewChange, read_change
+from commlayer.transport.vouches import Vouches
 
 log = logging.getLogger("commlayer")
 
@@ -87,17 +88,17 @@ class SumServer:
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
         pace: Callable[[float], None] = lambda _: None, regroup: Regroup | None = None,
-        out: Callable[[int, str], None] = lambda *_: None, vouched: Callable[[], bool] = lambda: True,
+        out: Callable[[int, str], None] = lambda *_: None, vouches: Vouches | None = None,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
         hears how many bit/s this machine's link carries out. `regroup`: None where members stay. `out` hears of each member
-        that is dropped, and why. `vouched`: whether the plan in force is more than the word of one member."""
+        that is dropped, and why. `vouches`: None where there is no plan but the first."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
         self._disputed: set[int] = set()
-        self._out, self._vouched, self._dropping = out, vouched, threading.Lock()
+        self._out, self._vouches, self._dropping = out, vouches, threading.Lock()
         self._ended: set[str] = set()
         self._told: dict[int, tuple[Stall, float]] = {}
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
@@ -192,6 +193,9 @@ class SumServer:
         if kind == Kind.PACE:
             self._pace(float(message.header.used))
             return []
+        if kind == Kind.VOUCH and self._vouches is not None:
+            self._vouches.hear(message)
+            return []
         if kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
             if self._regroup is None:
                 raise CorruptFrame("PLAN of other members, in a job whose members stay", peer=peer_name(message.peer))
@@ -273,7 +277,7 @@ class SumServer:
             if member in self._dropped:
                 return
             self._dropped[member] = why
-            if isinstance(error, Disputed) or not self._vouched():
+            if isinstance(error, Disputed) or not (self._vouches is None or self._vouches.stands(member)):
                 self._disputed.add(member)
         log.warning("dropped %s", error)
         self._out(member, why)

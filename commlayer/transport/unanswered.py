@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from commlayer.transport.protocol import ANSWERED_BY, NUMBERED, Flag, Header, Key, Kind, key
 
-KEPT = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
+KEPT = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE, Kind.VOUCH))
 """Kinds that are asked again."""
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
 _ANSWERS = frozenset(ANSWERED_BY.values())
@@ -51,10 +51,11 @@ class Unanswered(Generic[T]):
             self._number += 1
             header = header._replace(used=self._number)
         made = Request(header, body, tag)
-        place: Key | int = self._number if header.kind == Kind.UNDO else key(header)
+        # Of one that tells only the latest, that takes the place of the one before, whatever generation that was of.
+        place: Key | int = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
         if header.kind in ANSWERED_BY:
             place = key(header._replace(kind=ANSWERED_BY[header.kind]))
-        self._kept.pop(place, None)  # of one that tells only the latest, that goes to the end
+        self._kept.pop(place, None)  # and goes to the end
         self._kept[place] = made
         return made
 
