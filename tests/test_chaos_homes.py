@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from test_chaos import SETTING, evidence
 
-from commlayer.chaos import verdict
+from commlayer.chaos import strikes, verdict
 from commlayer.chaos.campaign import Campaign, summary
 from commlayer.chaos.cluster import Evidence
 from commlayer.chaos.dealing import KEYED, dealt, trial
+from commlayer.chaos.faults import FAULTS
 from commlayer.chaos.reports import Began, Ended, Stepped
 from commlayer.chaos.trials import STEPS, Setting, Trial
 
@@ -37,6 +45,8 @@ def left(**changes: Any) -> Evidence:
 
 
 HOMES = Setting("identity()", workers=3, least=2)
+MENDED = "stop-home", "cut-home", "partition-home", "kill-home-server", "storm-home-server"
+GONE_WITHOUT = "freeze-home", "isolate-home"
 
 
 def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> None:
@@ -86,12 +96,60 @@ def test_a_home_that_comes_again_is_one_of_all_who_end_alike_and_has_samples() -
     assert wrong(failed)[0] == "the job stops, naming worker 0; allowed: goes on with worker 3"
 
 
+def test_a_home_that_wakes_or_is_cut_off_when_it_counts_as_dead_has_to_end_and_say_so() -> None:
+    woken = Trial(7, "freeze-home", HOMES, "worker", 2, 3)
+
+    def said(end: Ended | None, trial: Trial = woken) -> verdict.Verdict:
+        found = left()
+        return verdict.judge(trial, found._replace(ended=[*found.ended[:2], end]), found)
+
+    told = Ended(3, 9.0, "coordinator 127.0.1.3:1", "coordinator 127.0.1.3:1: declared this worker 2 dead: no heartbeat")
+    dropped = Ended(3, 9.0, "server 0", "server 0: no result before the deadline")
+    for fault, end in itertools.product(GONE_WITHOUT, (told, dropped)):
+        one = said(end, woken._replace(fault=fault))
+        assert (one.outcome, one.wrong) == ("goes on without worker 2", ())
+    assert said(None).wrong == ("worker 2, which is cut off, did not end within 42.0 s",)
+    blames = said(Ended(3, 9.0, "worker 1", "worker 1: left the job"))
+    assert blames.wrong == (
+        "worker 2, which is cut off, stops, naming worker 1; allowed: stops, naming coordinator or server 0",)
+    assert said(Ended(STEPS, 9.0)).wrong[0] == "the job goes on; allowed: goes on without worker 2"
+
+
+def test_a_home_that_is_not_missed_has_not_been_frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    signals: list[int] = []
+    lines = tmp_path / "coordinator.lines"
+    lines.write_text("worker 1: no heartbeat for 0.9 s\n")
+    coordinator, worker = SimpleNamespace(lines=lines), SimpleNamespace(signal=lambda number: signals.append(number) or 1)
+    made: Any = SimpleNamespace(workers=[worker] * 3, coordinator=coordinator)
+    monkeypatch.setattr(strikes, "TOLD_S", 0.1)
+    woken = Trial(0, "freeze-home", HOMES, "worker", 2, 5)
+    assert strikes.freeze_home(made, woken, random.Random(0)) == 0
+    assert strikes.freeze_home(made, woken._replace(number=1), random.Random(0)) == 1
+    assert signals == [signal.SIGSTOP, signal.SIGCONT] * 2, "it wakes, missed or not"
+
+
+@pytest.fixture(scope="module")
+def campaign() -> Iterator[Campaign]:
+    with Campaign() as made:
+        yield made
+
+
+@pytest.mark.parametrize("fault", [*MENDED, *GONE_WITHOUT])
+def test_homes_bear_what_heals_and_do_without_the_one_that_does_not(fault: str, campaign: Campaign) -> None:
+    row = campaign.one(Trial(0, fault, HOMES._replace(apart=True), FAULTS[fault].strikes, 0, 5))
+    expected = "goes on" if fault in MENDED else "goes on without worker 0"
+    assert (row.verdict.outcome, row.verdict.wrong) == (expected, ()), row.evidence.lines
+    assert row.evidence.shots > 0
+    assert (len(row.evidence.replayed), row.verdict.steps) == (STEPS, STEPS)
+
+
 def test_a_share_of_the_seeds_has_keys_and_no_other_run_is_another_for_it() -> None:
     made = [trial(seed, dealt()) for seed in range(30 * len(dealt()))]
     keyed = [one for one in made if one.setting.keys]
     assert 0.8 * KEYED < len(keyed) / len(made) < 1.2 * KEYED
     assert {one.fault for one in made} - {one.fault for one in keyed} == {"clock-jump"}
-    assert {one.fault for one in made if one.setting.least} == {"kill-home", "kill-homes", "rejoin-home"}
+    assert {one.fault for one in made if one.setting.least} == {
+        "kill-home", "kill-homes", "rejoin-home", *MENDED, *GONE_WITHOUT}
 
 
 def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() -> None:

@@ -18,7 +18,7 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.control.gathering import Gathering
 from commlayer.control.home import Attendance, Desk
-from commlayer.errors import CommError, CorruptFrame
+from commlayer.errors import CommError, CorruptFrame, PeerLost
 from commlayer.transport.relayed_group import PART_NBYTES
 
 PART = bytes(PART_NBYTES)
@@ -81,6 +81,18 @@ def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, regroup
 
 
 # ---- views
+
+
+def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_that_tells(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members = joined(opened, coordinator, 3)
+    members[2].leave("it breaks off")
+    with pytest.raises(PeerLost, match="^worker 2: left the job: it breaks off$") as one:
+        desks[0].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
+    assert one.value.peer == "worker 2"
+    with pytest.raises(CommError, match="^coordinator .*: worker 2: left the job: it breaks off$") as one:
+        desks[2].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
+    assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
 
 
 def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:

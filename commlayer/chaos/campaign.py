@@ -20,6 +20,8 @@ from commlayer.errors import CommError
 LIMIT_S = 30.0
 """Of a run; beyond it somebody hangs."""
 TAIL_LINES = 12
+RESTARTED = "kill-server", "kill-coordinator", "restart-storm", "kill-home-server", "storm-home-server"
+"""Whose victims are started again; how long that takes is summed up by itself."""
 
 
 class Row(NamedTuple):
@@ -99,7 +101,7 @@ def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
     """The figures that sum a campaign up, of which so many runs were asked for."""
     known = [row for row in rows if not math.isnan(row.verdict.recovery_s)]
     healed = [r.verdict.recovery_s for r in known if not FAULTS[r.trial.fault].ends and FAULTS[r.trial.fault].heals]
-    restarted = [r.verdict.recovery_s for r in known if r.trial.fault in ("kill-server", "kill-coordinator", "restart-storm")]
+    restarted = [r.verdict.recovery_s for r in known if r.trial.fault in RESTARTED]
     stopped = [r.verdict.recovery_s for r in known if FAULTS[r.trial.fault].ends]
     watched = [row.evidence.contributions for row in rows if row.evidence.contributions is not None]
     right = [row.verdict.outcome for row in rows if row.right]

@@ -68,7 +68,7 @@ class Evidence(NamedTuple):
     """That were in sums, and payloads that were sent again; None where frames are not seen from outside."""
     repeats: int | None
     servers_left: tuple[str, ...]
-    """Those that went on behind the job, where none of its workers has stopped: else nobody has waited for them."""
+    """Those that went on behind the job, where none of those who are left has stopped: else nobody has waited for them."""
     left_files: tuple[str, ...]
     """Of their journals, but for their locks."""
     off: float
@@ -319,7 +319,9 @@ class Cluster:
             if all(said is not None or self._lost(rank) for rank, said in enumerate(ended)):
                 break
             wait([worker.pipe for worker, said in zip(self.workers, ended, strict=False) if said is None], POLL_S)
-        left = () if any(said is not None and said.what for said in ended) else self._servers_left()
+        lost = self.trial.victims if self._fault.loses else ()
+        stopped = any(said is not None and said.what for rank, said in enumerate(ended) if rank not in lost)
+        left = () if stopped else self._servers_left()
         wall_s = time.monotonic() - begin
         if self._fault.says:  # being started again is not yet it
             struck = self.said(self._fault.says)

@@ -16,12 +16,12 @@ def _any(setting: Setting) -> bool:
 
 
 def _apart(setting: Setting) -> bool:
-    return setting.apart
+    return setting.apart and not setting.least
 
 
 def _without_keys(setting: Setting) -> bool:
     """Certificates are judged by the clock, of which gRPC takes the system's."""
-    return setting.apart and not setting.keys
+    return _apart(setting) and not setting.keys
 
 
 def _over_tcp(setting: Setting) -> bool:
@@ -31,6 +31,16 @@ def _over_tcp(setting: Setting) -> bool:
 def _homes(setting: Setting) -> bool:
     """Of whom some may go."""
     return setting.least > 0
+
+
+def _homes_beside(setting: Setting) -> bool:
+    """Their server is the coordinator's process, too."""
+    return _homes(setting) and not setting.apart
+
+
+def _homes_apart(setting: Setting) -> bool:
+    """Homes do not outlast their coordinator, so their server is another process."""
+    return _homes(setting) and setting.apart
 
 
 class Fault(NamedTuple):
@@ -47,6 +57,11 @@ class Fault(NamedTuple):
     heals: bool = True
     says: str = ""
     joins: bool = False
+
+    @property
+    def loses(self) -> bool:
+        """Whether those whom it strikes, workers, are lost to the others: they owe nobody an orderly end."""
+        return self.strikes == "worker" and (self.ends or self.joins)
 
 
 NO_ROOM = "and a crash of this server ends it"
@@ -77,8 +92,15 @@ FAULTS: dict[str, Fault] = {
     "full-disk": Fault("no room for journals", "server", full=True, heals=False, says=NO_ROOM),
     "full-disk-later": Fault("SIGKILL, and started again without room for a journal", "server", says=NO_ROOM),
     "strangers": Fault("connections that say nothing, or nonsense", "server", heals=False),
-    "kill-home": Fault("SIGKILL of a home, and enough are left", "worker", _homes, ends=True),
-    "kill-homes": Fault("SIGKILL of two homes, and too few are left", "worker", _homes, ends=True),
-    "rejoin-home": Fault("SIGKILL of a home, and it is started again", "worker", _homes, joins=True),
+    "kill-home": Fault("SIGKILL of a home, and enough are left", "worker", _homes_beside, ends=True),
+    "kill-homes": Fault("SIGKILL of two homes, and too few are left", "worker", _homes_beside, ends=True),
+    "rejoin-home": Fault("SIGKILL of a home, and it is started again", "worker", _homes_beside, joins=True),
+    "stop-home": Fault("SIGSTOP of a home for a moment", "worker", _homes),
+    "freeze-home": Fault("SIGSTOP of a home until it counts as dead, and SIGCONT", "worker", _homes, ends=True),
+    "cut-home": Fault("a home's connections, of data and control, are reset or closed", "worker", _homes),
+    "partition-home": Fault("nothing passes between a home and the others, for a moment", "worker", _homes),
+    "isolate-home": Fault("nothing passes between a home and the others, for good", "worker", _homes, ends=True),
+    "kill-home-server": Fault("SIGKILL of the homes' server, and started again", "server", _homes_apart),
+    "storm-home-server": Fault("that, time after time", "server", _homes_apart),
 }
 """By the names that `commlayer chaos --faults` takes."""

@@ -25,6 +25,10 @@ def _named(trial: Trial) -> Outcome:
     return Outcome("stops, naming", (trial.victim,))
 
 
+def _without(trial: Trial) -> Outcome:
+    return Outcome("goes on without", (trial.victim,))
+
+
 RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
     # Who is lost for good ends a job: it has a fixed number of workers and servers.
     "kill-worker": lambda trial: (_named(trial),),
@@ -32,7 +36,9 @@ RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
     "isolate-worker": lambda trial: (_named(trial),),
     "lose-server": lambda trial: (_named(trial),),
     # Homes that may go are done without, as long as enough are left.
-    "kill-home": lambda trial: (Outcome("goes on without", (trial.victim,)),),
+    "kill-home": lambda trial: (_without(trial),),
+    "freeze-home": lambda trial: (_without(trial),),
+    "isolate-home": lambda trial: (_without(trial),),
     # One that comes again is taken in, under a number that nobody had.
     "rejoin-home": lambda trial: (Outcome("goes on with", (f"worker {trial.setting.workers}",)),),
     "kill-homes": lambda trial: (Outcome("stops, naming", tuple(f"worker {number}" for number in trial.victims)),),
@@ -40,8 +46,8 @@ RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
 
 
 def alone(trial: Trial) -> tuple[str, ...]:
-    """Whom a victim that is alive and cut off has to name in its end: it sees the others go. Empty where it owes none."""
-    if trial.fault != "isolate-worker":
+    """Whom a victim that is alive and no longer of the job has to name in its end. Empty where it owes none."""
+    if trial.fault not in ("isolate-worker", "isolate-home", "freeze-home"):
         return ()
     return "coordinator", *(f"server {number}" for number in range(trial.setting.servers))
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from commlayer.chaos.cluster import Cluster
+from commlayer.chaos.cluster import POLL_S, Cluster
 from commlayer.chaos.processes import Started
 from commlayer.chaos.proxy import Link, Way
 from commlayer.chaos.trials import Trial
 
 Strike = Callable[[Cluster, Trial, random.Random], int]
 HOUR_S = 3600.0
+TOLD_S = 10.0
+"""How long a strike waits until the coordinator has noticed; it has not struck, else."""
 
 
 # ---- processes
@@ -48,6 +50,26 @@ def stop_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 def freeze_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return cluster.workers[trial.number].signal(signal.SIGSTOP)
+
+
+def freeze_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """It wakes when the others have gone on without it, or are about to."""
+    frozen = cluster.workers[trial.number]
+    frozen.signal(signal.SIGSTOP)
+    struck = _told(cluster, f"{trial.victim}: no heartbeat")
+    time.sleep(chance.uniform(0.0, 0.5))
+    frozen.signal(signal.SIGCONT)
+    return struck
+
+
+def _told(cluster: Cluster, words: str) -> int:
+    """1 once the coordinator has said so."""
+    until = time.monotonic() + TOLD_S
+    while words not in cluster.coordinator.lines.read_text(errors="replace"):
+        if time.monotonic() > until:
+            return 0
+        time.sleep(POLL_S)
+    return 1
 
 
 def kill_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
@@ -129,12 +151,25 @@ def _cut(link: Link, chance: random.Random) -> int:
     return struck
 
 
+def cut_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    """Its launcher's connections, too."""
+    return _cut(cluster.links[trial.number], chance) + _cut(cluster.controls[trial.number], chance)
+
+
 def leave_half_open(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return cluster.links[trial.number].cut(reset=True, halves=True)
 
 
 def partition(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    ways = _one_way(cluster, trial, chance)
+    return _blocked(_one_way(cluster, trial, chance), chance)
+
+
+def partition_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    return _blocked(_both_ways(cluster, trial), chance)
+
+
+def _blocked(ways: Sequence[Way], chance: random.Random) -> int:
+    """For a moment."""
     for way in ways:
         way.hold()
     time.sleep(chance.uniform(0.3, 0.8))
@@ -149,10 +184,20 @@ def isolate(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return 0
 
 
+def isolate_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
+    for way in _both_ways(cluster, trial):
+        way.hold()
+    return 0
+
+
 def _one_way(cluster: Cluster, trial: Trial, chance: random.Random) -> list[Way]:
     """Of data and control alike."""
     which, links = chance.randrange(2), (cluster.links[trial.number], cluster.controls[trial.number])
     return [link.ways[which] for link in dict.fromkeys(links)]
+
+
+def _both_ways(cluster: Cluster, trial: Trial) -> list[Way]:
+    return [way for link in (cluster.links[trial.number], cluster.controls[trial.number]) for way in link.ways]
 
 
 def slow_down(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
@@ -206,4 +251,11 @@ STRIKES: dict[str, Strike] = {
     "kill-home": kill_worker,
     "rejoin-home": rejoin_home,
     "kill-homes": kill_homes,
+    "stop-home": stop_worker,
+    "freeze-home": freeze_home,
+    "cut-home": cut_home,
+    "partition-home": partition_home,
+    "isolate-home": isolate_home,
+    "kill-home-server": kill_server,
+    "storm-home-server": restart_storm,
 }

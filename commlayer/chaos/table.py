@@ -67,9 +67,9 @@ def closing(summary: Mapping[str, Any]) -> str:
     runs, wrong = summary["runs"], summary["violations"]
     of = f" of {summary['asked']}" if runs < summary["asked"] else ""
     head = f"{runs}{of} runs, " + ("all as they must be" if not wrong else f"{wrong} wrong")
-    return (f"{head}.\n{summary['went_on']} went on with the bits of the undisturbed run, {summary['went_on_without']} without "
-            f"a home and {summary['went_on_with']} with one that came again, with those of a replay, "
-            f"{summary['stopped_named']} stopped and named who was lost; "
+    return (f"{head}.\n{summary['went_on']} went on with the bits of the undisturbed run (homes: of a replay), "
+            f"{summary['went_on_without']} without a home and {summary['went_on_with']} with one that came again, with those "
+            f"of a replay, {summary['stopped_named']} stopped and named who was lost; "
             f"{summary['over_tls']} were over TLS. {summary['contributions']:,} contributions in sums of the "
             f"{summary['watched_runs']} runs whose frames were seen, {summary['lost_or_doubled']} of them with lost or doubled "
             f"ones; {summary['lost_samples']} samples lost or used twice; {summary['digest_mismatches']} runs with other "

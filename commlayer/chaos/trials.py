@@ -40,6 +40,7 @@ SETTINGS = (
     Setting("int8()", carrier="grpc"),
     Setting("int8()", workers=3, apart=True),
     Setting("identity()", workers=3, least=2),
+    Setting("identity()", workers=3, apart=True, least=2),
 )
 
 

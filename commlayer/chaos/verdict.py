@@ -106,8 +106,7 @@ def _victim(trial: Trial, found: Evidence) -> list[Finding]:
 
 def _struck(trial: Trial, rank: int) -> bool:
     """Whether that worker is the one that is lost: it owes nobody an orderly end."""
-    lost = "kill-worker", "freeze-worker", "isolate-worker", "kill-home", "kill-homes", "rejoin-home"
-    return trial.fault in lost and rank in trial.victims
+    return FAULTS[trial.fault].loses and rank in trial.victims
 
 
 def _outcome(trial: Trial, found: Evidence, others: list[int]) -> Outcome:

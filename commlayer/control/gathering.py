@@ -14,6 +14,7 @@ from commlayer.control import homes, meeting_store
 from commlayer.control.audit import Audit
 from commlayer.control.meeting_store import MeetingStore, Writer
 from commlayer.control.messages import Ask, Attend, Attended, Kept, version
+from commlayer.transport.protocol import peer_name
 
 log = logging.getLogger("commlayer")
 
@@ -62,16 +63,17 @@ class Gathering:
         names = [name for name, _ in asked.want]
         while None in (found := store.found(names)):
             lost = {**self._state.left, **self._lost()}
-            never = [f"worker {rank}: {lost[rank]}" for (_, rank), value in zip(asked.want, found, strict=True)
-                     if value is None and rank in lost]
+            never = [rank for (_, rank), value in zip(asked.want, found, strict=True) if value is None and rank in lost]
             left_s = until - time.monotonic()
             there = zip(asked.want, found, strict=True)
             if asked.without and all(value is not None or rank in lost for (_, rank), value in there):
                 return Kept(found, "", total, over=True)
             if asked.without:
                 never = []  # who is there may come yet
-            if never or left_s <= 0:
-                return Kept(found, never[0] if never else self._heard(asked.home), total)
+            if never:
+                return Kept(found, lost[never[0]], total, lost=peer_name(never[0]))
+            if left_s <= 0:
+                return Kept(found, self._heard(asked.home), total)
             await store.change(left_s)
         return Kept(found, "", total)
 

@@ -68,6 +68,8 @@ class Desk:
                 time.sleep(min(PAUSE_S, left_s))
                 continue
             lost_s = math.inf
+            if kept.lost:  # that one is the cause, not who tells of it
+                raise PeerLost(kept.error, peer=kept.lost)
             if kept.error:
                 raise CommError(kept.error, peer=f"coordinator {self.address}")
             if None not in kept.found or kept.over or not wait or left_s <= 0:

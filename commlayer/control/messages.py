@@ -216,6 +216,8 @@ class Kept(Record, frozen=True):
     sum: int = 0
     over: bool = False
     """What is not there will not come: its writers are gone."""
+    lost: str = ""
+    """Whom `error` is about, where that is one who is gone; else it is about who asks."""
 
 
 class About(Record, frozen=True):
