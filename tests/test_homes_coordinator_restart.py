@@ -30,8 +30,8 @@ BEHIND = 3
 """So many steps are made in any case, ahead of the first kill and behind the last one."""
 
 
-def main(flag: str) -> None:
-    """Trains until that file is there, by a collective in each step; then more collectives."""
+def main(trains: str, meets: str) -> None:
+    """Trains until that file is there, with a collective in each step; then more collectives, until the other one is."""
     import torch
     import torch.distributed as dist
     from attach_kit import data, mlp
@@ -43,27 +43,33 @@ def main(flag: str) -> None:
     rank = int(os.environ["RANK"])
     model: Any = mlp(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)") as session:
+    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)"):
         step, left = 0, BEHIND
+
+        def over(flag: str) -> bool:
+            """Alike in all homes."""
+            there = torch.tensor([float(Path(flag).exists())])
+            dist.all_reduce(there)
+            return there.item() > 0
+
         while left:
             x, y = data(rank, step)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            over = torch.tensor([float(Path(flag).exists())])
-            dist.all_reduce(over)
-            left -= over.item() > 0
+            left -= over(trains)
             print(json.dumps({"step": step}), flush=True)
-        said = session.inspect.decisions()
+    while not over(meets):
+        print(json.dumps({"behind": True}), flush=True)
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
     dist.barrier()
-    print(json.dumps({"sha": digest(model.parameters()), "sum": total.item(), "steps": step, "said": said}), flush=True)
+    print(json.dumps({"sha": digest(model.parameters()), "sum": total.item(), "steps": step}), flush=True)
 
 
-class Apart:
-    """`commlayer serve` in two processes: a coordinator alone, and its server; each with a journal of its own."""
+class Served:
+    """`commlayer serve` as one process, or as two: a coordinator alone, and its server; each with a journal of its own."""
 
     def __init__(self, homes: Homes, folder: Path, *, together: bool) -> None:
         self._homes, self._folder = homes, folder
@@ -94,8 +100,8 @@ def steps_of(process: subprocess.Popen[str], told: list[int]) -> threading.Threa
 @pytest.mark.parametrize(("together", "least"), [(True, "1"), (False, "0")], ids=["with its server", "apart"])
 def test_homes_train_on_and_meet_behind_it(together: bool, least: str, homes: Homes, tmp_path: Path) -> None:
     homes.set(COMMLAYER_MIN_WORKERS=least)
-    served, flag = Apart(homes, tmp_path, together=together), tmp_path / "flag"
-    both = [homes.run("launch", "--join", homes.address, __file__, str(flag)) for _ in range(2)]
+    served, flags = Served(homes, tmp_path, together=together), [tmp_path / "trained", tmp_path / "met"]
+    both = [homes.run("launch", "--join", homes.address, __file__, *map(str, flags)) for _ in range(2)]
     told: list[list[Any]] = [[], []]
     threads = [steps_of(process, rows) for process, rows in zip(both, told, strict=True)]
 
@@ -106,14 +112,20 @@ def test_homes_train_on_and_meet_behind_it(together: bool, least: str, homes: Ho
             assert all(process.poll() is None for process in both), [p.communicate()[1] for p in both if p.poll() is not None]
             time.sleep(0.005)
 
-    go_on(BEHIND)
-    said = []
-    for _ in range(KILLS):
+    def killed() -> None:
         served.process.kill()
-        said.append(served.process.communicate(timeout=WAIT_S)[1])
+        served.process.communicate(timeout=WAIT_S)
         served.start()
         go_on(BEHIND)
-    flag.touch()
+
+    go_on(BEHIND)
+    for _ in range(KILLS):
+        killed()
+    flags[0].touch()
+    while not all("behind" in rows[-1] for rows in told):
+        go_on(1)
+    killed()
+    flags[1].touch()
     for process, thread in zip(both, threads, strict=True):
         thread.join(WAIT_S)
         assert process.wait(WAIT_S) == 0, process.stderr and process.stderr.read()
