@@ -78,7 +78,8 @@ class Coordinator:
         self._quota = CallQuota()
         self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
-        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door)
+        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door,
+                                    journal=None if journal is None else journal.meeting)
         if self._state.view is not None:
             self._gathering.begin()
         self._port.start(Host({
@@ -189,6 +190,8 @@ class Coordinator:
             late = began and not known and request.kind == "worker"
             self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
+            if self._state.view is not None and not began:
+                self._gathering.begin()  # ahead of the seats: where those are found, what homes have left is, too
             self._write_down(before)
             self._expect(self._state.workers)
             view = self._state.view
@@ -200,7 +203,6 @@ class Coordinator:
         if place is not None:
             self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
         if view is not None and not began:
-            self._gathering.begin()
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
             if self._state.min_workers and (unable := regrouping.unable(self._state)):

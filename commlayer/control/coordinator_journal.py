@@ -1,6 +1,7 @@
 """What a coordinator must not forget, in a file: who has which seat, the view and the plan. Knows no network and no clock.
 
 It is written when a seat or the view changes, which is seldom. It holds no times: who takes it up has just heard everybody.
+What homes have left for each other is in a file of its own (meeting_journal.py), which means nothing without this one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from commlayer.control.meeting_journal import MeetingJournal
 from commlayer.control.membership import Place, State
 from commlayer.files import write_whole
 from commlayer.records import Record
@@ -39,6 +41,7 @@ class CoordinatorJournal:
         # Until this process ends.
         hold(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
         self._failed = False
+        self.meeting = MeetingJournal(folder)
         self.found: Kept | None = None
         with contextlib.suppress(FileNotFoundError):
             data = self._path.read_bytes()
@@ -46,6 +49,8 @@ class CoordinatorJournal:
                 self.found = unpacked(data)
             except msgspec.MsgspecError as error:
                 log.warning("journal %s cannot be read (%s): nothing of it is used", self._path, error)
+        if self.found is None:
+            self.meeting.forget()
 
     def write(self, kept: Kept) -> None:
         if self._failed:
@@ -60,9 +65,10 @@ class CoordinatorJournal:
                         error.strerror)
 
     def forget(self) -> None:
-        """The job is over."""
+        """The job is over, or goes on without."""
         with contextlib.suppress(OSError):
             self._path.unlink()
+        self.meeting.close()
 
 
 def packed(kept: Kept) -> bytes:

@@ -6,12 +6,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
 from commlayer.control import homes, meeting_store
 from commlayer.control.audit import Audit
+from commlayer.control.meeting_journal import Known, MeetingJournal
 from commlayer.control.meeting_store import MeetingStore, Writer
 from commlayer.control.messages import Ask, Attend, Attended, Kept, version
 from commlayer.transport.protocol import peer_name
@@ -28,13 +29,19 @@ class Gathering:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
-                 door: Callable[[], homes.Door | None] = lambda: None) -> None:
-        """`door`: of the job that runs."""
+                 door: Callable[[], homes.Door | None] = lambda: None, journal: MeetingJournal | None = None) -> None:
+        """`door`: of the job that runs. `journal`: goes on with what that holds, and keeps it up once the job has begun."""
         self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door = min_workers, door
         self._lock = threading.Lock()
         self._settled = 1
+        self._journal = journal
+        for record in journal.read() if journal is not None else ():
+            if isinstance(record, Known):
+                self._state = homes.still(record.homes, clock())
+            else:
+                self._store.again(record)
 
     def attend(self, asked: Attend) -> Attended:
         door = self._door()
@@ -42,6 +49,7 @@ class Gathering:
             before = self._state
             self._state, reply = homes.attend(before, asked, self._clock(), door)
             self._note(before)
+            self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and asked.home not in before.former:
             log.warning("refused: %s", reply.error)
@@ -78,9 +86,12 @@ class Gathering:
         return Kept(found, "", total)
 
     def begin(self) -> None:
-        """The job has."""
+        """The job has. Ahead of that all that is lost in a crash is that homes have met. On the loop's thread, as `ask`."""
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
+        if self._journal is not None and self._state.met:
+            self._journal.begin(self._whole)
+            self._store.note = self._journal.note
 
     def forget(self, view: int) -> None:
         """All have gone over to the view of that generation: what was left ahead of it. On the loop's thread, as `ask`."""
@@ -103,6 +114,15 @@ class Gathering:
         with self._lock:
             before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s)
             self._note(before)
+
+    def _whole(self) -> Iterator[Known | meeting_store.Change]:
+        yield Known(homes.still(self._state, 0.0))
+        yield from self._store.changes()
+
+    def _write_down(self, before: homes.Homes) -> None:
+        """What has changed of who the homes are. Once the job has begun nothing does but that one comes or leaves."""
+        if self._journal is not None and self._state.begun and self._state.here.keys() != before.here.keys():
+            self._journal.note(Known(homes.still(self._state, 0.0)))
 
     def _heard(self, home: str) -> str:
         """Notes that it lives; why it is not of this meeting, else."""

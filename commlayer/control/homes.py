@@ -22,7 +22,7 @@ FORMER = 64
 """So many homes of meetings that broke off are kept in mind, to be told why."""
 
 
-RESTARTED = "the coordinator was restarted; homes do not outlast that: start all homes again"
+RESTARTED = "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: start all homes again"
 
 
 class Home(Record, frozen=True):
@@ -99,6 +99,12 @@ def attend(state: Homes, asked: Attend, now: float, door: Door | None = None) ->
 
 def heard(state: Homes, home: str, now: float) -> Homes:
     return msgspec.structs.replace(state, here={**state.here, home: msgspec.structs.replace(state.here[home], seen_s=now)})
+
+
+def still(state: Homes, now: float) -> Homes:
+    """With all who are here heard just then: of a coordinator that goes on, which knows nobody's silence."""
+    here = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.here.items()}
+    return msgspec.structs.replace(state, here=here)
 
 
 def gone(state: Homes, home: str, why: str) -> Homes:

@@ -1,7 +1,7 @@
 """Where homes meet at a coordinator: bytes by name, for whoever asks to wait for. Lives on one event loop; knows no meaning.
 
 What is kept is charged to whoever left it, and belongs to the view that was the newest then: once all have gone over to a later
-one, nobody asks for it any more.
+one, nobody asks for it any more. Each change is a record, from which the same store can be made again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from commlayer.control.messages import MAX_REPLY_NBYTES
 from commlayer.errors import CorruptFrame
+from commlayer.records import Record
 
 MAX_KEPT_NBYTES = 512 << 20
 """Of all values together. Groups drop what everybody has read: more than a few parts for each member has been forgotten."""
@@ -47,10 +48,37 @@ class _Row(NamedTuple):
     view: int
 
 
+class Put(Record, frozen=True, tag=True):
+    """A value is there, in place of what was."""
+
+    name: str
+    value: bytes
+    writer: str
+    view: int
+
+
+class Added(Record, frozen=True, tag=True):
+    """To a number, which is `total` now and there as text, by that writer's token."""
+
+    name: str
+    total: int
+    once: str
+    writer: str
+    view: int
+
+
+class Dropped(Record, frozen=True, tag=True):
+    names: tuple[str, ...]
+
+
+Change = Put | Added | Dropped
+
+
 class MeetingStore:
-    """All calls come from the loop's thread."""
+    """All calls come from the loop's thread. `note` hears of each change once it is made, ahead of everybody else."""
 
     def __init__(self) -> None:
+        self.note: Callable[[Change], None] = lambda _: None
         self._rows: dict[str, _Row] = {}
         self._sums: dict[str, tuple[int, dict[str, str]]] = {}
         """By name: the number, and whose each token is that was added to it."""
@@ -64,21 +92,13 @@ class MeetingStore:
     def put(self, pairs: Iterable[tuple[str, bytes]], by: Writer) -> None:
         """CorruptFrame for more than it keeps; what a key held is replaced."""
         for name, value in pairs:
-            nbytes, former = _charge(name) + len(value), self._rows.get(name)
-            freed = 0 if former is None else _charge(name) + len(former.value)
-            self._check(nbytes, freed, former.writer if former else "", by)
-            self._take(name)
-            self._charged[by.name] += nbytes
-            self._rows[name] = _Row(value, by.name, by.view)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+            self._check_row(name, len(value), 0, by)
+            self._make(Put(name, value, by.name, by.view))
+        self._tell()
 
     def drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._take(name)
-            _, known = self._sums.pop(name, (0, {}))
-            for writer in known.values():
-                self._free(writer, TOKEN_NBYTES)
+        if there := tuple(name for name in names if name in self._rows or name in self._sums):
+            self._make(Dropped(there))
 
     def forget(self, view: int) -> None:
         """What was left ahead of the view of that generation, to which all have gone over."""
@@ -90,13 +110,9 @@ class MeetingStore:
         if once not in known:
             _charge(once)
             total += amount
-            self.put([(name, str(total).encode())], by)
-            self._check(TOKEN_NBYTES, 0, "", by)
-            self._charged[by.name] += TOKEN_NBYTES
-            known[once] = by.name
-            if len(known) > MAX_TOKENS:
-                self._free(known.pop(next(iter(known))), TOKEN_NBYTES)
-            self._sums[name] = total, known
+            self._check_row(name, len(str(total)), TOKEN_NBYTES, by)
+            self._make(Added(name, total, once, by.name, by.view))
+            self._tell()
         return total
 
     def found(self, names: Sequence[str]) -> tuple[bytes | None, ...]:
@@ -108,10 +124,48 @@ class MeetingStore:
             raise CorruptFrame(f"wants {nbytes} bytes in one answer, allowed {MAX_FOUND_NBYTES}")
         return tuple(None if row is None else row.value for row in rows)
 
+    def again(self, change: Change) -> None:
+        """As it was made before. What each may keep is not asked: it was then."""
+        if isinstance(change, Dropped):
+            for name in change.names:
+                self._take(name)
+                _, known = self._sums.pop(name, (0, {}))
+                for writer in known.values():
+                    self._free(writer, TOKEN_NBYTES)
+            return
+        value = change.value if isinstance(change, Put) else str(change.total).encode()
+        self._take(change.name)
+        self._charged[change.writer] += _charge(change.name) + len(value)
+        self._rows[change.name] = _Row(value, change.writer, change.view)
+        if isinstance(change, Added):
+            _, known = self._sums.get(change.name, (0, {}))
+            self._charged[change.writer] += TOKEN_NBYTES
+            known[change.once] = change.writer
+            if len(known) > MAX_TOKENS:
+                self._free(known.pop(next(iter(known))), TOKEN_NBYTES)
+            self._sums[change.name] = change.total, known
+
+    def changes(self) -> Iterator[Change]:
+        """Of which an empty store becomes this one."""
+        for name, (total, known) in self._sums.items():
+            for once, writer in known.items():
+                yield Added(name, total, once, writer, 0)
+        for name, row in self._rows.items():  # those of numbers, too, as whoever wrote them last has left them
+            yield Put(name, *row)
+
     async def change(self, timeout_s: float) -> None:
         """Until something is put, or that time is over."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    def _make(self, change: Change) -> None:
+        self.again(change)
+        self.note(change)
+
+    def _tell(self) -> None:
+        """Those who wait."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _take(self, name: str) -> None:
         if (row := self._rows.pop(name, None)) is not None:
@@ -121,6 +175,12 @@ class MeetingStore:
         self._charged[writer] -= nbytes
         if not self._charged[writer]:
             del self._charged[writer]
+
+    def _check_row(self, name: str, nbytes: int, more_nbytes: int, by: Writer) -> None:
+        """As `_check`, of a value of so many bytes in place of what is there, and of more beside it."""
+        former = self._rows.get(name)
+        freed = 0 if former is None else _charge(name) + len(former.value)
+        self._check(_charge(name) + nbytes + more_nbytes, freed, former.writer if former else "", by)
 
     def _check(self, nbytes: int, freed: int, owner: str, by: Writer) -> None:
         """CorruptFrame if it may not be charged so much more, behind what `owner` is then charged no more."""
