@@ -7,6 +7,7 @@ parallel; a reply is only queued there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -137,6 +138,20 @@ class SumServer:
         """Members that broke the protocol by what they themselves have sent, and how: whoever else says what, they did."""
         with self._dropping:
             return {m: why for m, why in self._dropped.items() if m not in self._disputed and m in self._members}
+
+    def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """The earliest step whose sums wait here, and who has kept one of them waiting for so long. None if none waits.
+
+        Where the plan is the word of one member, which others may not have heard, it takes two who have contributed. Sums that
+        wait for whom this server has dropped are told of by that.
+        """
+        stalls, now = self._core.stalled(math.inf), time.monotonic()
+        if not stalls:
+            return None
+        step, few = min(stall.step for stall in stalls), 1 if self._vouched() else 2
+        late = [stall.missing for stall in stalls if stall.step == step and now - stall.since >= limit_s
+                and len(stall.waiting) >= few and not any(m in self._dropped for m in stall.missing)]
+        return step, tuple(sorted({m for missing in late for m in missing}))
 
     def ended(self) -> tuple[str, ...]:
         """Members who have closed their ends in order."""
