@@ -45,7 +45,7 @@ def main(how: str) -> None:
 
 def started(homes: Homes, how: str, *more: str) -> tuple[Any, list[Any]]:
     """The server and three homes, whose processes may be silent for longer than they may be slow: nobody dies of that."""
-    homes.set(COMMLAYER_DEADLINE_S=DEADLINE_S, COMMLAYER_DEAD_AFTER_S="30")
+    homes.set(COMMLAYER_DEADLINE_S=DEADLINE_S, COMMLAYER_DEAD_AFTER_S="3")
     server = homes.serve(3, *more)
     return server, [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, how) for n in range(3)]
 

@@ -57,14 +57,17 @@ def _hung(state: State) -> dict[int, str]:
     if view is None or not state.min_workers or not told or unable(state):
         return {}
     step = min(overdue.step for _, overdue in told)
-    there = [m.rank for m in view.members if workers[m.rank].here]
-    found = {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {step}, said by {p.peer}): "
-                   "it hangs, or its machine is far too slow for deadline_s"
-             for p, overdue in reversed(told) if overdue.step == step for rank in p.hangs if rank in there}
+    earliest = [(p, overdue) for p, overdue in told if overdue.step == step]
+    there = {m.rank for m in view.members if workers[m.rank].here}
+    late = there & {rank for _, overdue in earliest for rank in overdue.missing}
     if settled(state) < view.generation and any(m.rank >= state.workers for m in view.members):
         # Until all have come to the step in which somebody joins, the first keeps its part of it back (job/regroup.py).
-        found.pop(view.members[0].rank, None)
-    return found if len(there) - len(found) >= state.min_workers else {}
+        late.discard(view.members[0].rank)
+    if len(there) - len(late) < state.min_workers:
+        return {}
+    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {step}, said by {p.peer}): "
+                  "it hangs, or its machine is far too slow for deadline_s"
+            for p, overdue in reversed(earliest) for rank in p.hangs if rank in late}
 
 
 def door(state: State) -> Door:
