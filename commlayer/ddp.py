@@ -248,7 +248,9 @@ class HookState:
 
     def _end(self) -> None:
         """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
-        if not self._ended.wait(self._config.deadline_s + ENDING_S + self.connection.waits.verdict_s):
+        made = self.connection
+        patience_s = 0.0 if made.worker is None else made.worker.patience()
+        if not self._ended.wait(self._config.deadline_s + ENDING_S + made.waits.verdict_s + patience_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._attached is not None and self.connection.worker is not None:
             self._attached.check(self._latch)

@@ -100,6 +100,8 @@ def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() ->
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
     assert {rank: why.partition(")")[2] for rank, why in state.left.items()} == dict.fromkeys((1, 2), " has left: finished")
     assert [homes.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
+    ranks = range(state.workers)
+    assert [homes.staying(state, 9.0, 10.0, ranks[n:]) for n in (0, 1)] == [False, True], "all of whose workers are dead"
     assert come(state, a)[1][0].first == 0
     assert "has left: finished" in come(state, b)[1][0].error
     assert not homes.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)

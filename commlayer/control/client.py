@@ -71,7 +71,9 @@ class Membership:
         self.ended: Callable[[], tuple[str, ...]] = tuple
         """Who has ended them in order, and"""
         self.dropped: Callable[[], tuple[messages.Gone, ...]] = tuple
-        """whose it has ended, since what came broke the protocol: set by a server."""
+        """whose it has ended, since what came broke the protocol, and"""
+        self.overdue: Callable[[], messages.Overdue | None] = lambda: None
+        """who lets others wait: set by a server."""
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
@@ -122,7 +124,7 @@ class Membership:
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
                 beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended(),
-                                          in_force=self.view.generation, dropped=self.dropped())
+                                          in_force=self.view.generation, dropped=self.dropped(), overdue=self.overdue())
                 pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():

@@ -154,6 +154,11 @@ class Coordinator:
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
                     and not membership.unjudged(self._state, p)}
 
+    def _staying(self) -> bool:
+        """Under the lock."""
+        places = self._state.places.values()
+        return self._gathering.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
+
     def _door(self) -> Door:
         with self._lock:
             return regrouping.door(self._state)
@@ -214,9 +219,10 @@ class Coordinator:
         with self._lock:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
+            self._state = regrouping.waited(self._state, request.token, request.overdue)
             pulse = regrouping.explained(self._state, pulse)
             self._note_deaths(before)
-            over = pulse.over and not self._gathering.staying()
+            over = pulse.over and not self._staying()
             settled = regrouping.settled(self._state)
         self._gathering.forget(settled)
         return msgspec.structs.replace(pulse, over=over)
@@ -308,7 +314,7 @@ class Coordinator:
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
 
     def _note_end(self) -> None:
-        if membership.over(self._state) and not self._gathering.staying():
+        if membership.over(self._state) and not self._staying():
             self.over.set()
         if membership.empty(self._state):
             self._empty.set()

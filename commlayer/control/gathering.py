@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
@@ -105,10 +105,11 @@ class Gathering:
         with self._lock:
             return homes.shut(self._state, door)
 
-    def staying(self) -> bool:
-        """Whether a home is there that may still ask: each says so until its scripts have ended, or falls silent."""
+    def staying(self, dead: Collection[int]) -> bool:
+        """Whether a home is there that may still ask: each says so until its scripts have ended, or falls silent. Where the
+        others go on without the `dead`, those may not, though their scripts may hang for ever."""
         with self._lock:
-            return homes.staying(self._state, self._clock(), self._silence_s)
+            return homes.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
     def tick(self) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ the place of another that is gone, under numbers of its own, if the job's door i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -133,9 +133,11 @@ def tick(state: Homes, now: float, silence_s: float) -> Homes:
     return state
 
 
-def staying(state: Homes, now: float, silence_s: float) -> bool:
-    """Whether any home is there still: its scripts may go on behind the job's end, and ask each other."""
-    return any(now - home.seen_s < silence_s for home in state.here.values())
+def staying(state: Homes, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
+    """Whether any home is there still: its scripts may go on behind the job's end, and ask each other. One all of whose workers
+    are `dead` has nobody left to ask."""
+    return any(now - home.seen_s < silence_s and not {*range(home.first, home.first + home.asked.workers)} <= {*dead}
+               for home in state.here.values())
 
 
 def missing(state: Homes) -> str:

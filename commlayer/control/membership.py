@@ -21,6 +21,7 @@ from commlayer.control.messages import (
     Gone,
     Heartbeat,
     Join,
+    Overdue,
     Pulse,
     Seat,
     Told,
@@ -62,6 +63,10 @@ class Place(Record, frozen=True):
     """Of one that has left because of another that is here: that one, until it is heard again."""
     in_force: int = 0
     """Of a worker: generation of the view that it has gone over to, as it says."""
+    overdue: Overdue | None = None
+    """Of a server: what it said last of sums that wait, and"""
+    hangs: tuple[int, ...] = ()
+    """who was missing in the same step already when it was heard before (regrouping.py)."""
 
     @property
     def here(self) -> bool:

@@ -109,6 +109,15 @@ class Gone(Record, frozen=True):
     """As in Leave."""
 
 
+class Overdue(Record, frozen=True):
+    """Of a server: the earliest step whose sums wait there, and who has kept one of them waiting for `limit_s` or longer."""
+
+    step: int
+    missing: tuple[int, ...] = ()
+    """Ranks of workers; nobody yet, where others have waited for less."""
+    limit_s: float = 0.0
+
+
 class Heartbeat(Record, frozen=True):
     """Sent by the process itself, or by its child, which knows what became of it."""
 
@@ -125,6 +134,8 @@ class Heartbeat(Record, frozen=True):
     """Of a server: workers whose data connections it has ended, since what came by them broke the protocol."""
     in_force: int = 0
     """Generation of the view in force there, of a worker itself: it asks for nothing that was said ahead of that one."""
+    overdue: Overdue | None = None
+    """Of a server, while sums wait there."""
 
 
 class Pulse(Record, frozen=True):

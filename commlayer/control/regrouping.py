@@ -1,4 +1,4 @@
-"""Who goes on when workers die, leave or join: decisions as functions of a coordinator's state. Knows no clock, lock or socket.
+"""Who goes on when workers die, leave, hang or join: decisions over a coordinator's state. Knows no clock, lock or socket.
 
 A view is made of those who are left, as long as they are at least `min_workers`; how they go over to it is job/regroup.py's.
 Where they are too few, or some cannot go on without others, a death is everyone's, as it is without `min_workers`. While
@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from commlayer.control.homes import Door
-from commlayer.control.membership import Place, State, Taken, conflict, over
-from commlayer.control.messages import FINISHED, Gone, Join, Pulse, Seat, incompatible
+from commlayer.control.membership import Place, State, Taken, conflict, cut, over
+from commlayer.control.messages import FINISHED, Gone, Join, Overdue, Pulse, Seat, incompatible
 from commlayer.records import Member
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -28,6 +28,46 @@ def regrouped(state: State) -> State:
     if not state.min_workers <= len(stay) < len(view.members) or unable(state):
         return state
     return msgspec.structs.replace(state, view=msgspec.structs.replace(view, generation=view.generation + 1, members=stay))
+
+
+def waited(state: State, token: str, said: Overdue | None) -> State:
+    """As a server says now of sums that wait; without the workers that hang, if the others can go on.
+
+    Blamed are those alone who are missing in the earliest step in which anybody waits, whichever server says it: whoever lacks
+    that step's sums can have no part in a later one. A server must say it twice: what it had yet to read then is added now.
+    """
+    place = state.places.get(token)
+    if place is None or not place.here or place.join.kind != "server":
+        return state
+    before = place.overdue
+    again = () if said is None or before is None or said.step != before.step else \
+        tuple(rank for rank in said.missing if rank in before.missing)
+    place = msgspec.structs.replace(place, overdue=said, hangs=again)
+    state = msgspec.structs.replace(state, places={**state.places, token: place})
+    workers = _workers(state)
+    for rank, why in _hung(state).items():
+        state = cut(state, [workers[rank].join.token], why)
+    return state
+
+
+def _hung(state: State) -> dict[int, str]:
+    """By rank: who lives, does nothing, and is done without, and why."""
+    view, workers = state.view, _workers(state)
+    told = [(p, p.overdue) for _, p in sorted(state.places.items()) if p.here and p.overdue is not None]
+    if view is None or not state.min_workers or not told or unable(state):
+        return {}
+    step = min(overdue.step for _, overdue in told)
+    earliest = [(p, overdue) for p, overdue in told if overdue.step == step]
+    there = {m.rank for m in view.members if workers[m.rank].here}
+    late = there & {rank for _, overdue in earliest for rank in overdue.missing}
+    if settled(state) < view.generation and any(m.rank >= state.workers for m in view.members):
+        # Until all have come to the step in which somebody joins, the first keeps its part of it back (job/regroup.py).
+        late.discard(view.members[0].rank)
+    if len(there) - len(late) < state.min_workers:
+        return {}
+    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {step}, said by {p.peer}): "
+                  "it hangs, or its machine is far too slow for deadline_s"
+            for p, overdue in reversed(earliest) for rank in p.hangs if rank in late}
 
 
 def door(state: State) -> Door:

@@ -117,7 +117,8 @@ def run(config: Config, part: Part) -> None:
                 if end.is_set():
                     return
                 raise
-            member.missed, member.ended, member.dropped = serving.missed, serving.ended, serving.dropped
+            member.missed, member.ended = serving.missed, serving.ended
+            member.dropped, member.overdue = serving.dropped, serving.overdue
             stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
             try:
                 # The workers of an embedded server stay: its coordinator makes no other view.

@@ -41,6 +41,8 @@ NOTICE_HEARTBEATS, LOOK_S = 3, 0.02
 """So many heartbeats the coordinator has to tell of a view of which a worker has heard, and how often is looked."""
 MOST_TOLD = 64
 """So many dropped workers a heartbeat names: it must stay small, and what is said once the first have gone is said then."""
+MOST_OVERDUE = 4096
+"""Where more than so many let others wait, no heartbeat names them, and all end by their deadline."""
 STALL_S = 5.0
 """How long a sum waits before those who wait hear for whom."""
 
@@ -204,6 +206,18 @@ class Serving:
         """What the coordinator hears of members that broke the protocol here."""
         found = {} if self._server is None else self._server.dropped()
         return tuple(messages.Gone(peer_name(member), why) for member, why in list(found.items())[:MOST_TOLD])
+
+    def overdue(self) -> messages.Overdue | None:
+        """What the coordinator hears of sums that wait."""
+        if self._server is None or self._plan is None:
+            return None
+        # Under local steps those who are slow come later.
+        limit_s = self._config.deadline_s * self._plan.local_steps
+        found = self._server.overdue(limit_s)
+        if found is None:
+            return None
+        step, missing = found
+        return messages.Overdue(step, missing if len(missing) <= MOST_OVERDUE else (), limit_s)
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""

@@ -72,6 +72,10 @@ class Changes(Protocol):
         """Whether members have gone without whom this rank has yet to go on; waits so long to hear of it."""
         ...
 
+    def patience(self) -> float:
+        """For how many seconds behind its deadline this rank waits for others, since the coordinator judges who is late."""
+        ...
+
     def gone(self) -> list[str]:
         """Their names in errors."""
         ...
@@ -260,6 +264,7 @@ class Connection:
         self.uplink.vouch(records.encode(worker.plan))
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
+            worker.patience = members.patience
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """`new` goes on where `old` stopped, and owes what that owed."""

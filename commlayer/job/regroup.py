@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from commlayer import records
-from commlayer.config import Config
+from commlayer.config import Config, reconnect_window_s
 from commlayer.control.home import Desk
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
@@ -70,6 +70,12 @@ class Regrouping:
         while not self._gone() and time.monotonic() < until and worker.error is None:
             time.sleep(0.05)
         return bool(self._gone())
+
+    def patience(self) -> float:
+        """Without a coordinator nobody judges."""
+        link = self._made.uplink
+        assert link is not None
+        return self._judged_s if link.coordinated else 0.0
 
     def gone(self) -> list[str]:
         return [peer_name(rank) for rank in self._gone()]
@@ -145,7 +151,7 @@ class Regrouping:
         """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
         all of it is `here`."""
         # Under local steps those who are slow come later.
-        until = time.monotonic() + self._config.deadline_s * worker.plan.local_steps
+        until = time.monotonic() + self._config.deadline_s * worker.plan.local_steps + self.patience()
         assert self._made.uplink is not None
         while True:
             view = self._newest
@@ -184,9 +190,14 @@ class Regrouping:
                 self._tell(view, what, AWAY, time.monotonic() + self._patience_s)
 
     @property
+    def _judged_s(self) -> float:
+        """Behind a deadline: by then whoever has fallen silent, or hangs, has been judged, and this rank has heard of it."""
+        return reconnect_window_s(self._config) + self._made.waits.verdict_s
+
+    @property
     def _patience_s(self) -> float:
-        """Behind that whoever has fallen silent has been judged: nobody's end is that of the others, who could go on."""
-        return self._config.deadline_s + self._config.reconnect_s + self._made.waits.verdict_s
+        """Nobody's end is that of the others, who could go on."""
+        return self._config.deadline_s + self._judged_s
 
     def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
               here: Callable[[], bool] = never) -> list[Word]:

@@ -51,6 +51,11 @@ def _nothing() -> None:
     """Every step ends behind its backward pass."""
 
 
+def _at_once() -> float:
+    """Nobody judges who is late: whoever waits gives up at its deadline."""
+    return 0.0
+
+
 class Worker(Unapplied):
     """One rank's execution of one plan in one view."""
 
@@ -99,6 +104,8 @@ class Worker(Unapplied):
         self.places: Mapping[int, int] = {}
         """Where the forward pass needs each tensor, as far as it was seen."""
         self.ended = Ended()
+        self.patience: Callable[[], float] = _at_once
+        """For how many seconds behind the deadline it waits for a step, since others judge who is late."""
         self._abandoned = False
         self.bring_in: Callable[[], object] = _nothing
         """Who takes steps bucket by bucket waits here for what the last one still lacks."""
@@ -148,7 +155,7 @@ class Worker(Unapplied):
         try:
             for route in self._routes.turns[turn]:
                 if self.now.error is None and route not in self._finished:
-                    route.finish(begin + deadline_s)
+                    route.finish(begin + deadline_s + self.patience())
         except BaseException as error:
             self.latch(error)
         self.check()

@@ -7,6 +7,7 @@ parallel; a reply is only queued there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -138,6 +139,24 @@ class SumServer:
         """Members that broke the protocol by what they themselves have sent, and how: whoever else says what, they did."""
         with self._dropping:
             return {m: why for m, why in self._dropped.items() if m not in self._disputed and m in self._members}
+
+    def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """The earliest step whose sums wait here, and who has kept one of them waiting for so long. None if none waits.
+
+        Who does not stand by the plan may not have heard of it: of that it takes two who have contributed. Sums that wait for
+        whom this server has dropped are told of by that.
+        """
+        stalls, now = self._core.stalled(math.inf), time.monotonic()
+        if not stalls:
+            return None
+        step = min(stall.step for stall in stalls)
+        late = [stall for stall in stalls if stall.step == step and now - stall.since >= limit_s
+                and not any(m in self._dropped for m in stall.missing)]
+        return step, tuple(sorted({m for stall in late for m in stall.missing if len(stall.waiting) > 1 or self._stands(m)}))
+
+    def _stands(self, member: int) -> bool:
+        """By the plan in force."""
+        return self._vouches is None or self._vouches.stands(member)
 
     def ended(self) -> tuple[str, ...]:
         """Members who have closed their ends in order."""
@@ -277,7 +296,7 @@ class SumServer:
             if member in self._dropped:
                 return
             self._dropped[member] = why
-            if isinstance(error, Disputed) or not (self._vouches is None or self._vouches.stands(member)):
+            if isinstance(error, Disputed) or not self._stands(member):
                 self._disputed.add(member)
         log.warning("dropped %s", error)
         self._out(member, why)
