@@ -101,6 +101,6 @@ FAULTS: dict[str, Fault] = {
     "partition-home": Fault("nothing passes between a home and the others, for a moment", "worker", _homes),
     "isolate-home": Fault("nothing passes between a home and the others, for good", "worker", _homes, ends=True),
     "kill-home-server": Fault("SIGKILL of the homes' server, and started again", "server", _homes_apart),
-    "storm-home-server": Fault("that, time after time", "server", _homes_apart),
+    "storm-home-server": Fault("SIGKILL of the homes' server, time after time", "server", _homes_apart),
 }
 """By the names that `commlayer chaos --faults` takes."""
