@@ -201,15 +201,15 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     meeting.ask("a", put=(("key", b"value"), ("gone", b"")))
     assert meeting.ask("b", add=("count", 2, "again"), drop=("gone",)).sum == 7
     for number in range(3):
-        meeting.now = 1000.0 * number
+        meeting.now = 1000.0 * (number + 1)
         meeting.again()
+        assert meeting.gathering.staying(), "their silence begins anew"
         assert [meeting.gathering.attend(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
         assert meeting.gathering.attend(known) == before[0]
         assert meeting.ask("b", add=("count", 2, "again")).sum == meeting.ask("a", add=("count", 5, "once")).sum == 7
         wanted = tuple((name, messages.ANY) for name in ("ahead of the job", "key", "gone", "count"))
         assert meeting.ask("b", want=wanted).found == (b"1", b"value", None, b"7")
-        assert meeting.gathering.staying(), "their silence begins anew"
     meeting.now += 10.0
     assert not meeting.gathering.staying()
 
