@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,15 +44,19 @@ def main(how: str) -> None:
     print(json.dumps(told), flush=True)
 
 
-def started(homes: Homes, how: str, *more: str) -> tuple[Any, list[Any]]:
-    """The server and three homes, whose processes may be silent for longer than they may be slow: nobody dies of that."""
-    homes.set(COMMLAYER_DEADLINE_S=DEADLINE_S, COMMLAYER_DEAD_AFTER_S="3")
+def started(homes: Homes, audit: Path, how: str, *more: str) -> tuple[Any, list[Any]]:
+    """The server and three homes, once all are in: what they wait behind that comes on top of how long they take to start."""
+    homes.set(COMMLAYER_DEADLINE_S=DEADLINE_S, COMMLAYER_AUDIT=str(audit))
     server = homes.serve(3, *more)
-    return server, [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, how) for n in range(3)]
+    every = [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, how) for n in range(3)]
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until and not (audit.exists() and '"begun"' in audit.read_text()):
+        time.sleep(0.1)
+    return server, every
 
 
-def test_who_hangs_is_done_without_and_named_and_hears_of_it_when_it_wakes(homes: Homes) -> None:
-    server, every = started(homes, "wakes", "--min-workers", "2")
+def test_who_hangs_is_done_without_and_named_and_hears_of_it_when_it_wakes(homes: Homes, tmp_path: Path) -> None:
+    server, every = started(homes, tmp_path / "audit.jsonl", "wakes", "--min-workers", "2")
     told = survivors(every[::2], {})
     worlds = [3] * ODD + [2] * (STEPS - ODD)
     assert [one["worlds"] for one in told] == [worlds] * 2
@@ -66,15 +71,15 @@ def test_who_hangs_is_done_without_and_named_and_hears_of_it_when_it_wakes(homes
     assert "goes on with 2 workers, without worker 1" in said
 
 
-def test_nobody_waits_for_it_at_the_end_either(homes: Homes) -> None:
-    server, every = started(homes, "stays", "--min-workers", "2")
+def test_nobody_waits_for_it_at_the_end_either(homes: Homes, tmp_path: Path) -> None:
+    server, every = started(homes, tmp_path / "audit.jsonl", "stays", "--min-workers", "2")
     assert [one["worlds"][-1] for one in survivors(every[::2], {})] == [2, 2]
     ended(server)
     assert every[HANGS].poll() is None
 
 
-def test_where_all_must_stay_all_end_with_its_name(homes: Homes) -> None:
-    _, every = started(homes, "wakes")
+def test_where_all_must_stay_all_end_with_its_name(homes: Homes, tmp_path: Path) -> None:
+    _, every = started(homes, tmp_path / "audit.jsonl", "wakes")
     codes = [ended(process) for process in every]
     assert [code for code, _, _ in codes] == [1, 1, 1], [said for _, _, said in codes]
     for home in (0, 2):
