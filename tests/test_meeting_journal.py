@@ -203,7 +203,7 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     for number in range(3):
         meeting.now = 1000.0 * (number + 1)
         meeting.again()
-        assert meeting.gathering.staying(), "their silence begins anew"
+        assert meeting.gathering.staying(()), "their silence begins anew"
         assert [meeting.gathering.attend(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
         assert meeting.gathering.attend(known) == before[0]
@@ -211,7 +211,7 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
         wanted = tuple((name, messages.ANY) for name in ("ahead of the job", "key", "gone", "count"))
         assert meeting.ask("b", want=wanted).found == (b"1", b"value", None, b"7")
     meeting.now += 10.0
-    assert not meeting.gathering.staying()
+    assert not meeting.gathering.staying(())
 
 
 def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_twice(meeting: Meeting) -> None:

@@ -23,7 +23,7 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
         world = Members(seed)
         assert world.run() == [], f"python -m bench chaos --members --schedules 1 --seed {seed}"
         counts += world.counts
-    least = {"begun": 0.9, "views": 1.2, "killed": 0.4, "frozen": 0.4, "coordinators killed": 0.4, "lost": 5.0}
+    least = {"begun": 0.9, "views": 1.2, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "coordinators killed": 0.4, "lost": 5.0}
     assert {what: n for what, n in counts.items() if n < LEAST * least.get(what, 0.0)} == {}
 
 
@@ -48,6 +48,10 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
     return TICK(state, now, dead_after_s / 4, patience_s / 4, ended_after_s)
 
 
+def hasty(state: State, token: str, said: Any) -> State:
+    return state if said is None else membership.cut(state, [t for t, p in state.places.items() if p.rank == 0], "it hangs")
+
+
 def mute(state: State, *asked: Any) -> Any:
     after, pulse = BEAT(state, *asked)
     return after, msgspec.structs.replace(pulse, view=None)
@@ -63,6 +67,7 @@ def too_few(state: State) -> State:
     (coordinator_journal, "packed", forgetful, "has not heard of view"),
     (regrouping, "regrouped", too_few, "are the least"),
     (membership, "tick", impatient, "and is dead"),
+    (regrouping, "waited", hasty, "has not hung, and is dead"),
     (membership, "heartbeat", mute, "has not heard of view"),
     (coordinator_journal, "seats", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),

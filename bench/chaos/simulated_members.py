@@ -1,6 +1,6 @@
 """Who takes part in a job, as state machines in a simulated network. Knows no sockets, threads or clock.
 
-Workers join, beat, hear of views, are killed, freeze, come later and finish; calls and answers are late or lost; the
+Workers join, beat, hear of views, are killed, freeze, hang, come later and finish; calls and answers are late or lost; the
 coordinator is killed around what it writes down and started again with its journal, as a seed deals it out.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -18,10 +19,12 @@ import msgspec
 from commlayer.control import coordinator_journal, membership, messages, regrouping
 from commlayer.control.coordinator_journal import Kept
 from commlayer.control.membership import State
-from commlayer.control.messages import FINISHED, Heartbeat, Join, Pulse, Seat
+from commlayer.control.messages import FINISHED, Heartbeat, Join, Overdue, Pulse, Seat
 from commlayer.records import View
 
 BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0
+LIMIT_S, JUDGED_S = 3.0, 6.0
+"""How long a sum waits for who hangs until the server tells, and behind that the others for a verdict."""
 ASK_S = 0.5
 """How long one who joins waits before it asks again."""
 CALM_S, END_S, OVER_S = 16.0, 32.0, 46.0
@@ -43,6 +46,8 @@ class Process:
         self.in_force = 0
         self.awake_s = 0.0
         """It is frozen until then."""
+        self.hangs_s = math.inf
+        """From then on nothing comes of it, but that it beats."""
         self.end = ""
         """Why it is no more: killed, refused, finished, or what it heard."""
 
@@ -98,6 +103,8 @@ class Members:
                 self.at(self.chance.uniform(0.0, CALM_S), lambda p=process: self._kill(p))  # type: ignore[misc]
             elif dice < 0.6:
                 self.at(self.chance.uniform(0.0, CALM_S - 12.0), lambda p=process: self._freeze(p))  # type: ignore[misc]
+            elif dice < 0.7:
+                self.at(self.chance.uniform(5.0, CALM_S - 4.0), lambda p=process: self._hang(p))  # type: ignore[misc]
         for _ in range(self.chance.choice((0, 0, 1, 2))):
             self.at(self.chance.uniform(0.0, CALM_S), self._down)
         for process in self.processes[1:]:
@@ -112,6 +119,19 @@ class Members:
     def _freeze(self, process: Process) -> None:
         process.awake_s = self.now + self.chance.uniform(0.5, 12.0)
         self.counts["frozen"] += 1
+
+    def _hang(self, process: Process) -> None:
+        if process.view is not None and not process.end:
+            process.hangs_s = self.now
+            self.counts["hung"] += 1
+            for other in self.processes[1:]:
+                if other is not process:
+                    self.at(self.now + LIMIT_S + JUDGED_S, lambda p=other: self._expires(p, process))  # type: ignore[misc]
+
+    def _expires(self, process: Process, late: Process) -> None:
+        """It has waited for a step beyond its own deadline and that of a verdict, for one who is a member to it still."""
+        if not process.end and process.view is not None and math.isinf(process.hangs_s) and self._of_its(process, late.peer):
+            self._leaves(process, f"{late.peer}: sent nothing")
 
     def _down(self) -> None:
         if self.up:
@@ -157,6 +177,11 @@ class Members:
         before = self.state
         self._heard[beat.token] = self.now
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
+        there, self.state = self.state, regrouping.waited(self.state, beat.token, beat.overdue)
+        for process in self.processes[1:]:
+            place = self.state.places.get(process.request.token)
+            if place is not None and place.dead and there.places[process.request.token].here and math.isinf(process.hangs_s):
+                self._wrong(f"{place.peer} has not hung, and is dead: {place.dead}")
         pulse = regrouping.explained(self.state, pulse)
         self._writes(before)
         return pulse
@@ -240,9 +265,16 @@ class Members:
             return
         assert process.view is not None
         gone = tuple(p.peer for p in self.processes[1:] if p.end)
+        serves = process.request.kind == "server"
         beat = Heartbeat(process.request.token, generation=process.view.generation, in_force=process.in_force,
-                         missed=gone if process.request.kind == "server" else ())
+                         missed=gone if serves else (), overdue=self._overdue() if serves else None)
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
+
+    def _overdue(self) -> Overdue | None:
+        """What the server says of sums that wait for who hangs: of all of one step."""
+        hung = [p for p in self.processes[1:] if not p.end and self.now >= p.hangs_s]
+        late = tuple(p.rank for p in hung if self.now - p.hangs_s >= LIMIT_S)
+        return Overdue(1, late, LIMIT_S) if hung else None
 
     def _pulse(self, process: Process, pulse: Pulse) -> None:
         if pulse.view is not None:
@@ -287,7 +319,9 @@ class Members:
             self._calls(process, lambda: self._left(process, reason), said)
 
     def _finishes(self, process: Process) -> None:
-        if not process.end:
+        if not math.isinf(process.hangs_s):
+            self._kill(process)  # somebody sees that nothing comes of it; others may not have, if nobody was left to wait
+        elif not process.end:
             self._leaves(process, FINISHED)
 
     # ---- what must be

@@ -20,7 +20,8 @@ from commlayer.errors import CommError
 LIMIT_S = 30.0
 """Of a run; beyond it somebody hangs."""
 TAIL_LINES = 12
-RESTARTED = "kill-server", "kill-coordinator", "restart-storm", "kill-home-server", "storm-home-server"
+RESTARTED = ("kill-server", "kill-coordinator", "restart-storm", "kill-home-server", "storm-home-server",
+             "kill-home-coordinator")
 """Whose victims are started again; how long that takes is summed up by itself."""
 
 

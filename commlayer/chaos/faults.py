@@ -39,7 +39,6 @@ def _homes_beside(setting: Setting) -> bool:
 
 
 def _homes_apart(setting: Setting) -> bool:
-    """Homes do not outlast their coordinator, so their server is another process."""
     return _homes(setting) and setting.apart
 
 
@@ -99,8 +98,9 @@ FAULTS: dict[str, Fault] = {
     "freeze-home": Fault("SIGSTOP of a home until it counts as dead, and SIGCONT", "worker", _homes, ends=True),
     "cut-home": Fault("a home's connections, of data and control, are reset or closed", "worker", _homes),
     "partition-home": Fault("nothing passes between a home and the others, for a moment", "worker", _homes),
-    "isolate-home": Fault("nothing passes between a home and the others, for good", "worker", _homes, ends=True),
-    "kill-home-server": Fault("SIGKILL of the homes' server, and started again", "server", _homes_apart),
-    "storm-home-server": Fault("SIGKILL of the homes' server, time after time", "server", _homes_apart),
+    "isolate-home": Fault("nothing passes to a home, from it, or either way, for good", "worker", _homes, ends=True),
+    "kill-home-server": Fault("SIGKILL of the homes' server, and started again", "server", _homes),
+    "storm-home-server": Fault("SIGKILL of the homes' server, time after time", "server", _homes),
+    "kill-home-coordinator": Fault("SIGKILL of the homes' coordinator, and started again", "coordinator", _homes_apart),
 }
 """By the names that `commlayer chaos --faults` takes."""

@@ -185,7 +185,7 @@ def isolate(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def isolate_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    for way in _both_ways(cluster, trial):
+    for way in chance.choice((_both_ways(cluster, trial), _one_way(cluster, trial, chance))):
         way.hold()
     return 0
 
@@ -258,4 +258,5 @@ STRIKES: dict[str, Strike] = {
     "isolate-home": isolate_home,
     "kill-home-server": kill_server,
     "storm-home-server": restart_storm,
+    "kill-home-coordinator": kill_coordinator,
 }
