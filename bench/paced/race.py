@@ -77,7 +77,7 @@ def trained(
     late, passes = (sum(answer[key] for answer in told) for key in ("late", "passes"))
     run = Run(curve, _s_per_step(curve, told), steps, 100 * late / max(1, passes),
               watch.cpu_s, max(watch.peak_nbytes.values(), default=0) / 1e6,
-              told={key: told[0][key] for key in ("decisions", "exposed_s", "exchanges", "seconds") if key in told[0]})
+              told={key: told[0][key] for key in ("decisions", "plan", "exposed_s", "exchanges", "seconds") if key in told[0]})
     if before is None or after is None:
         return run
     return run._replace(up_kb=_most(before, after, "sent_nbytes") / steps / 1e3,

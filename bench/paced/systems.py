@@ -5,6 +5,7 @@ A kind is called with the rest of the system's record: {"kind": "ddp", "hook": "
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from bench.paced.place import Place, Started
 from bench.reference.demo import DeMo
 from bench.reference.sparseloco import SparseLoCo
 from bench.tasks import Task
+from commlayer.records import Plan
 
 DEADLINE = timedelta(seconds=120)
 
@@ -96,11 +98,25 @@ def ours(place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | Non
     def end() -> dict[str, Any]:
         stats = session.stats()
         told = {"sent_nbytes": stats["sent_nbytes"], "exposed_s": stats["exposed_s"],
-                "decisions": session.inspect.decisions()}
+                "decisions": session.inspect.decisions(), "plan": in_words(session.inspect.plan)}
         session.close()
         return told
 
     return Started(model, optimizer, end)
+
+
+def in_words(plan: Plan | None) -> str:
+    """What a plan is, short: how it steps, and how many elements go which way."""
+    if plan is None:
+        return ""
+    ways = Counter[str]()
+    for bucket in plan.buckets:
+        late = ", late" if bucket.stale else ""
+        ways[f"{bucket.codec}{f' down {bucket.down}' if bucket.down else ''} over {bucket.path}{late}"] += sum(
+            part.stop - part.start for part in bucket.slices)
+    steps = f"{plan.local_steps} local steps of {plan.codes}, " if plan.local_steps > 1 else ""
+    overlap = f"overlap={plan.overlap}, " if plan.overlap else ""
+    return f"{steps}{overlap}{len(plan.buckets)} buckets: " + "; ".join(f"{n} {way}" for way, n in ways.most_common())
 
 
 def joined() -> None:

@@ -26,7 +26,7 @@ from bench.paced.systems import started
 from bench.tasks import TASKS, layers_of, together
 
 LOOK = 10
-EARLY = (1, 2, 4, 6, 8)
+EARLY = (1, 2, 4)
 """Steps after which there is a look, and every tenth: a system on a slow link may take few."""
 AHEAD = 3
 """No rank is so many steps further than what the ranks have written of themselves, when the last step is chosen."""

@@ -79,7 +79,7 @@ class OtherWays:
         searched = _shortest(looked, SEARCHED)
         for each in searched:
             if _least(each) <= near():
-                kept.append(self._found(each, min((each.quick, each.searched), key=each.exact)))
+                kept += [self._found(each, choice) for choice in dict.fromkeys((each.quick, each.searched))]
         most_price = near()
         rest = [each for each in looked if each not in searched and _about(each) <= most_price]
         kept += [self._found(each, each.quick) for each in sorted(rest, key=lambda each: each.exact(each.quick))]
