@@ -36,12 +36,14 @@ def test_pieces_are_those_of_the_whole(members: bool, tmp_path: Path) -> None:
     assert {name: whole[name] for name in whole.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
     assert {"events", "views" if members else "contributions"} < whole.keys()
     assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
-    assert schedules.run(Asked(60, 5, 1e-9, file))["summary"]["left"] == 30
+    assert schedules.run(Asked(60, 5, 1e-9, file, members))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
-        schedules.run(Asked(60, 6, 0.0, file))
+        schedules.run(Asked(60, 6, 0.0, file, members))
+    with pytest.raises(Unmeasurable, match="of --members; name another file"):
+        schedules.run(Asked(60, 5, 0.0, file, not members))
     file.write_text("{}x")
     with pytest.raises(Unmeasurable, match="not what an earlier piece has written"):
-        schedules.run(Asked(60, 5, 0.0, file))
+        schedules.run(Asked(60, 5, 0.0, file, members))
 
 
 def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:

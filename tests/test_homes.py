@@ -92,6 +92,10 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     assert "home b" in come(homes.tick(state, 45.0, 10.0), a)[1][0].error
     begun = msgspec.structs.replace(state, begun=True)
     assert homes.tick(begun, 45.0, 10.0) == begun
+    assert homes.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
+    left = homes.tick(begun, 45.0, 10.0, {0, 1})
+    assert list(left.here) == [a.home], "it may have left while nobody was there to hear it"
+    assert "behind its workers' end" in left.left[1]
 
 
 def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:

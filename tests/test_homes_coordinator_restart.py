@@ -111,6 +111,7 @@ def test_homes_train_on_and_meet_behind_it(together: bool, least: str, homes: Ho
         while any(len(rows) < n + steps for rows, n in zip(told, before, strict=True)) and time.monotonic() < until:
             assert all(process.poll() is None for process in both), [p.communicate()[1] for p in both if p.poll() is not None]
             time.sleep(0.005)
+        assert all(len(rows) >= n + steps for rows, n in zip(told, before, strict=True)), "they go on"
 
     def killed() -> None:
         served.process.kill()

@@ -17,12 +17,12 @@ from test_regrouping import elastic, members
 from test_summation_server import hub  # noqa: F401  (a fixture)
 
 from commlayer import records
-from commlayer.control import client, membership, messages, regrouping
+from commlayer.control import client, coordinator_journal, membership, messages, regrouping
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.membership import State
 from commlayer.control.messages import Heartbeat, Overdue
 from commlayer.control.serving import Serving
-from commlayer.errors import Disputed
+from commlayer.errors import CorruptFrame, Disputed
 from commlayer.job.connection import Connection, Waits
 from commlayer.job.regroup import Regrouping
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
@@ -129,15 +129,16 @@ def test_the_first_that_waits_for_all_to_let_somebody_in_is_not_blamed_for_that(
 class Sums:
     """A server of buckets 5 and 6, and what its members have sent, each so many seconds ago."""
 
-    def __init__(self, hub: Any, vouches: Vouches | None = None) -> None:  # noqa: F811
-        self.core = Summation(0, 1, {5: Doubles(), 6: Doubles()}, {5: (0, 1, 2), 6: (0, 1, 2)})
-        ends = hub[0].mesh([SERVER_BASE, *range(3)])
-        self.server = SumServer(self.core, ends[0], range(3), stall_s=60.0, vouches=vouches)
+    def __init__(self, hub: Any, vouches: Vouches | None = None, members: int = 3) -> None:  # noqa: F811
+        self.core = Summation(0, 1, {5: Doubles(), 6: Doubles()}, dict.fromkeys((5, 6), tuple(range(members))))
+        ends = hub[0].mesh([SERVER_BASE, *range(members)])
+        self.server = SumServer(self.core, ends[0], range(members), stall_s=60.0, vouches=vouches)
         hub[1].extend((self.server, *ends[1:]))
 
     def sent(self, *parts: tuple[int, int, int, float]) -> Sums:
         for member, step, bucket, ago_s in parts:
             self.core.push(push(member, 1.0, step, bucket=bucket), time.monotonic() - ago_s)
+        self.server._look()
         return self
 
 
@@ -146,6 +147,7 @@ SENT = [
     ("whole", [(0, 0, 5, 900.0), (1, 0, 5, 900.0), (2, 0, 5, 900.0)], None),
     ("not for so long", [(0, 0, 5, 90.0)], (0, ())),
     ("one", [(0, 0, 5, 900.0), (1, 0, 5, 90.0)], (0, (2,))),
+    ("more than have sent it", [(0, 0, 5, 900.0)], (0, ())),
     ("in several sums", [(0, 0, 5, 900.0), (1, 0, 5, 90.0), (0, 0, 6, 900.0), (2, 0, 6, 900.0)], (0, (1, 2))),
     ("in one of several", [(0, 0, 5, 900.0), (1, 0, 5, 90.0), (0, 0, 6, 90.0), (2, 0, 6, 90.0)], (0, (2,))),
     ("in the earliest step", [*((m, 0, 5, 900.0) for m in range(3)), (0, 1, 5, 900.0), (1, 0, 6, 90.0)], (0, ())),
@@ -161,12 +163,15 @@ def test_a_server_says_who_has_let_a_sum_of_the_earliest_step_wait_past_the_limi
 def test_under_a_plan_that_one_member_has_brought_it_takes_two_who_have_contributed(hub: Any) -> None:  # noqa: F811
     """Else it could have others sent away for not following a plan of which they do not know."""
     vouches = Vouches(b"a plan", 2, known=False)
-    sums = Sums(hub, vouches).sent((0, 0, 5, 900.0))
+    sums = Sums(hub, vouches, members=2).sent((0, 0, 5, 900.0))
     assert sums.server.overdue(300.0) == (0, ())
-    vouches.hear(Message(2, Header(Kind.VOUCH, 2, sender=2), memoryview(digest_of(b"a plan"))))
-    assert sums.server.overdue(300.0) == (0, (2,)), "that one has said that it follows it"
-    vouches.go_over(b"another", 3, (0, 1, 2), follows=False)
-    assert sums.sent((1, 0, 5, 90.0)).server.overdue(300.0) == (0, (2,))
+    vouches.hear(Message(1, Header(Kind.VOUCH, 2, sender=1), memoryview(digest_of(b"a plan"))))
+    assert sums.server.overdue(300.0) == (0, (1,)), "that one has said that it follows it"
+
+
+def test_where_two_have_contributed_it_is_no_matter_who_has_brought_the_plan(hub: Any) -> None:  # noqa: F811
+    sums = Sums(hub, Vouches(b"a plan", 2, known=False)).sent((0, 0, 5, 900.0), (1, 0, 5, 90.0))
+    assert sums.server.overdue(300.0) == (0, (2,))
 
 
 def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:  # noqa: F811
@@ -174,6 +179,19 @@ def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None: 
     sums = Sums(hub).sent((0, 0, 5, 900.0), (1, 0, 5, 900.0))
     sums.server._drop(Disputed("another step", peer="worker 2"))
     assert sums.server.overdue(300.0) == (0, ())
+
+
+def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:  # noqa: F811
+    sums = Sums(hub).sent((0, 0, 5, 900.0))
+    sums.server._drop(CorruptFrame("noise", peer="worker 1"))
+    assert sums.server.overdue(300.0) == (0, (2,))
+
+
+def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> None:
+    state = hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,)))
+    assert any(p.overdue for p in state.places.values())
+    kept = coordinator_journal.unpacked(coordinator_journal.packed(coordinator_journal.Kept("", "", state)))
+    assert {(p.overdue, p.hangs) for p in kept.state.places.values()} == {(None, ())}
 
 
 def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:
@@ -185,8 +203,9 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         assert serving.overdue() is None
         assert serving._server is not None
         serving._server._core.cells[0].begin(5, 0)
-        serving._server._core.cells[0].next = 1
-        assert serving.overdue() == Overdue(5, (1, 2), 0.001 * steps)
+        serving._server._core.cells[0].next = 2
+        serving._server._look()
+        assert serving.overdue() == Overdue(5, (2,), 0.001 * steps)
 
 
 def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
@@ -210,9 +229,8 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
 # ---- how long workers wait for that
 
 
-@pytest.mark.parametrize(("coordinated", "more_s"), [(True, 60.0 + 13.0), (False, 0.0)])
-def test_behind_its_deadline_a_worker_waits_for_the_verdict_where_there_is_a_judge(coordinated: bool, more_s: float) -> None:
+def test_behind_its_deadline_a_worker_waits_for_the_verdict() -> None:
     made = Connection()
     made.waits = Waits(3.0, 13.0)
-    made.uplink = SimpleNamespace(view=None, heed=lambda _: None, coordinated=coordinated)  # type: ignore[assignment]
-    assert Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home").patience() == more_s
+    made.uplink = SimpleNamespace(view=None, heed=lambda _: None)  # type: ignore[assignment]
+    assert Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home").patience() == 60.0 + 13.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,18 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
     monkeypatch.setattr("commlayer.control.gathering.version", lambda: "1.0")
     return Meeting(tmp_path)
+
+
+def test_while_a_disk_blocks_nobody_is_judged(meeting: Meeting) -> None:
+    """The loop that hears everybody stands still then."""
+    journal: Any = meeting.gathering._journal
+    ticks = threading.Thread(target=meeting.gathering.tick)
+    with journal._lock:
+        ticks.start()
+        ticks.join(0.1)
+        assert ticks.is_alive()
+    ticks.join(30.0)
+    assert not ticks.is_alive()
 
 
 def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meeting: Meeting) -> None:

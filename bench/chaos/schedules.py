@@ -37,6 +37,7 @@ class Done(msgspec.Struct):
     """What has been run so far: all seeds from `first` on, below `first + schedules`."""
 
     first: int = 0
+    members: bool = False
     schedules: int = 0
     counts: dict[str, int] = {}
     wrong: int = 0
@@ -93,11 +94,14 @@ def one(asked: Asked, seed: int, done: Done) -> None:
 
 def _taken_up(asked: Asked) -> Done:
     if asked.resume is None or not asked.resume.exists():
-        return Done(first=asked.seed)
+        return Done(first=asked.seed, members=asked.members)
     try:
         done = msgspec.json.decode(asked.resume.read_bytes(), type=Done)
     except msgspec.MsgspecError as error:
         raise Unmeasurable(f"--resume {asked.resume}: it is not what an earlier piece has written ({error})") from None
+    if done.members != asked.members:
+        of = "" if done.members else "not "
+        raise Unmeasurable(f"--resume {asked.resume}: its schedules are {of}of --members; name another file")
     if done.first != asked.seed:
         raise Unmeasurable(f"--resume {asked.resume}: begins with seed {done.first}, asked for: --seed {asked.seed}")
     return done

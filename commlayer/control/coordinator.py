@@ -251,7 +251,9 @@ class Coordinator:
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
-            self._gathering.tick()
+            with self._lock:
+                ended = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and not p.here}
+            self._gathering.tick(ended)
             with self._lock:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,

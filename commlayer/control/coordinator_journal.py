@@ -73,7 +73,8 @@ class CoordinatorJournal:
 
 def packed(kept: Kept) -> bytes:
     """The file."""
-    still = {token: msgspec.structs.replace(place, seen_s=0.0) for token, place in kept.state.places.items()}
+    still = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
+             for token, place in kept.state.places.items()}
     state = msgspec.structs.replace(kept.state, places=still, ticked_s=None)
     return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
 

@@ -111,10 +111,14 @@ class Gathering:
         with self._lock:
             return homes.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
-    def tick(self) -> None:
+    def tick(self, ended: Collection[int] = ()) -> None:
+        """`ended`: ranks of workers that take no part in the job any more."""
+        if self._journal is not None:
+            self._journal.wait()
         with self._lock:
-            before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s)
+            before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s, ended)
             self._note(before)
+            self._write_down(before)
 
     def _whole(self) -> Iterator[Known | meeting_store.Change]:
         yield Known(homes.still(self._state, 0.0))

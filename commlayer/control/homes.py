@@ -125,19 +125,23 @@ def gone(state: Homes, home: str, why: str) -> Homes:
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 
 
-def tick(state: Homes, now: float, silence_s: float) -> Homes:
-    """Judges silence. Behind the job's beginning its workers' heartbeats do, and better."""
+def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = ()) -> Homes:
+    """Judges silence. Behind the job's beginning its workers' heartbeats do, and better, until all of them have `ended`: then
+    it may have left while no coordinator was there to hear it."""
     for token, home in state.here.items():
-        if not state.begun and now - home.seen_s >= max(silence_s, SILENCE_S):
+        if now - home.seen_s < max(silence_s, SILENCE_S):
+            continue
+        if not state.begun:
             state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
+        elif _ranks(home) <= {*ended}:
+            state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s behind its workers' end")
     return state
 
 
 def staying(state: Homes, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
     """Whether any home is there still: its scripts may go on behind the job's end, and ask each other. One all of whose workers
     are `dead` has nobody left to ask."""
-    return any(now - home.seen_s < silence_s and not {*range(home.first, home.first + home.asked.workers)} <= {*dead}
-               for home in state.here.values())
+    return any(now - home.seen_s < silence_s and not _ranks(home) <= {*dead} for home in state.here.values())
 
 
 def missing(state: Homes) -> str:
@@ -147,6 +151,10 @@ def missing(state: Homes) -> str:
     here = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
                      for h in state.here.values())
     return f"{_count(state)} of {state.workers} workers are here ({here})"
+
+
+def _ranks(home: Home) -> set[int]:
+    return {*range(home.first, home.first + home.asked.workers)}
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:

@@ -113,6 +113,11 @@ class MeetingJournal:
             if self._nbytes > self._most_nbytes:
                 self.begin(self._whole)
 
+    def wait(self) -> None:
+        """Until what is being written is: a disk that blocks holds up what the coordinator hears, and is nobody's silence."""
+        with self._lock:
+            return
+
     def forget(self) -> None:
         """Nobody may take it up."""
         for path in (self._path, self._path.with_name(f"{NAME}.new")):

@@ -141,7 +141,8 @@ def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) ->
 
     def heed() -> None:
         came.get()
-        faulthandler.dump_traceback_later(ends_s, exit=True)
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError, OSError):  # where there is no standard error
+            faulthandler.dump_traceback_later(ends_s, exit=True)
         act()
 
     threading.Thread(target=heed, name="commlayer-signal", daemon=True).start()

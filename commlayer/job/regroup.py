@@ -72,10 +72,8 @@ class Regrouping:
         return bool(self._gone())
 
     def patience(self) -> float:
-        """Without a coordinator nobody judges."""
-        link = self._made.uplink
-        assert link is not None
-        return self._judged_s if link.coordinated else 0.0
+        """Whether or not the coordinator answers right now: by then it may again."""
+        return self._judged_s
 
     def gone(self) -> list[str]:
         return [peer_name(rank) for rank in self._gone()]

@@ -102,6 +102,8 @@ class SumServer:
         self._out, self._vouches, self._dropping = out, vouches, threading.Lock()
         self._ended: set[str] = set()
         self._told: dict[int, tuple[Stall, float]] = {}
+        self._stalls: list[Stall] = []
+        """Sums that waited when it last looked."""
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
         """By member: its probes under way, and how many bytes they have asked for."""
         self._heard: dict[int, int] = {}
@@ -143,16 +145,20 @@ class SumServer:
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
         """The earliest step whose sums wait here, and who has kept one of them waiting for so long. None if none waits.
 
-        Who does not stand by the plan may not have heard of it: of that it takes two who have contributed. Sums that wait for
-        whom this server has dropped are told of by that.
+        As many must have contributed as are missing: fewer may be what holds the others up elsewhere. Who does not stand by the
+        plan may not have heard of it: of that it takes two. Whom this server has dropped it tells of by that.
         """
-        stalls, now = self._core.stalled(math.inf), time.monotonic()
+        stalls, now = self._stalls, time.monotonic()
         if not stalls:
             return None
         step = min(stall.step for stall in stalls)
-        late = [stall for stall in stalls if stall.step == step and now - stall.since >= limit_s
-                and not any(m in self._dropped for m in stall.missing)]
-        return step, tuple(sorted({m for stall in late for m in stall.missing if len(stall.waiting) > 1 or self._stands(m)}))
+        late: set[int] = set()
+        for stall in stalls:
+            if stall.step == step and now - stall.since >= limit_s and not self._disputed.intersection(stall.missing):
+                missing = [m for m in stall.missing if m not in self._dropped]
+                if len(stall.waiting) >= len(missing):
+                    late.update(m for m in missing if len(stall.waiting) > 1 or self._stands(m))
+        return step, tuple(sorted(late))
 
     def _stands(self, member: int) -> bool:
         """By the plan in force."""
@@ -322,7 +328,14 @@ class SumServer:
                     self._transport.abort(self._failed)
                     return
                 continue
-            for stall in self._core.stalled(time.monotonic() - self._stall_s):
+            self._look()
+
+    def _look(self) -> None:
+        """On this thread alone: sums are locked while they are written down, and a disk may block."""
+        self._stalls = self._core.stalled(math.inf)
+        before = time.monotonic() - self._stall_s
+        for stall in self._stalls:
+            if stall.since <= before:
                 self._tell(stall)
 
     def _tell(self, stall: Stall) -> None:
