@@ -163,8 +163,9 @@ def _messages() -> list[Any]:
     return [
         messages.worker("job", 0, 2, plan=b"a plan"), messages.server("127.0.0.1:7001", streams="127.0.0.1:7000"),
         messages.Seat(view=VIEW, plan=b"a plan", rank=1), messages.Seat(error="no"), messages.Part("digest", 40, 8, bytes(16)),
-        messages.Heartbeat("token", dropped=(gone,), overdue=overdue), gone, overdue, messages.Pulse(lost=(gone,), left=(gone, gone)),
-        messages.Leave("token", "finished", 3), messages.attend(2, 1, name="home"), messages.Attended(missing="worker 1"),
+        messages.Heartbeat("token", dropped=(gone,), overdue=overdue), gone, overdue,
+        messages.Pulse(lost=(gone,), left=(gone, gone)), messages.Leave("token", "finished", 3),
+        messages.attend(2, 1, name="home"), messages.Attended(missing="worker 1"),
         messages.Attended(first=0, world=3, node=1, nodes=2),
         messages.Ask("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),
         messages.Kept((b"there", None), sum=3), messages.Kept(error="worker 1: gone"), messages.About(bytes(5), 7),
