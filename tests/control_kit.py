@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def all_opened() -> Iterator[list[Any]]:
     yield things
     for thing in reversed(things):
         thing.close()
+
+
+def until(true: Callable[[], bool], what: str, deadline_s: float = WAIT_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.01)
 
 
 def quick(**fields: Any) -> Any:

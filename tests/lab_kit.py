@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -62,10 +60,3 @@ def transfer(lab: Lab, src: int, dst: int, nbytes: int) -> tuple[str, str]:
     got, receiver_errors = receiver.communicate(timeout=60)
     assert not sender_errors + receiver_errors
     return f"{nbytes} {sent.strip()}", got.strip()
-
-
-def until(true: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.01)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+from control_kit import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
 from transport_kit import FAR
 
 from commlayer import records
@@ -135,9 +135,7 @@ class Pair:
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)
         # A server welcomes a worker just before it can send to it unasked.
-        soon_until = time.monotonic() + WAIT_S
-        while len(self.serving._transport.peers) < len(self.ups) and time.monotonic() < soon_until:
-            time.sleep(0.01)
+        until(lambda: len(self.serving._transport.peers) == len(self.ups), "both are connected")
         self.failures, self.stalled = Failures(), threading.Event()
         self.left: queue.Queue[tuple[str, int]] = queue.Queue()
         self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)

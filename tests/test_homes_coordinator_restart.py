@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_kit import Failures, all_opened, quick  # noqa: F401  (a fixture)
+from control_kit import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
 from homes_kit import WAIT_S, Homes, ended
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
@@ -107,11 +107,13 @@ def test_homes_train_on_and_meet_behind_it(together: bool, least: str, homes: Ho
 
     def go_on(steps: int) -> None:
         """Both homes have made so many more."""
-        before, until = [len(rows) for rows in told], time.monotonic() + WAIT_S
-        while any(len(rows) < n + steps for rows, n in zip(told, before, strict=True)) and time.monotonic() < until:
+        before = [len(rows) for rows in told]
+
+        def further() -> bool:
             assert all(process.poll() is None for process in both), [p.communicate()[1] for p in both if p.poll() is not None]
-            time.sleep(0.005)
-        assert all(len(rows) >= n + steps for rows, n in zip(told, before, strict=True)), "they go on"
+            return all(len(rows) >= n + steps for rows, n in zip(told, before, strict=True))
+
+        until(further, "they go on", WAIT_S)
 
     def killed() -> None:
         served.process.kill()
@@ -169,10 +171,7 @@ class Restarted:
 
     def heard(self) -> None:
         """Each worker who is here has been, by this one: what it says once is not said to nobody."""
-        until = time.monotonic() + WAIT_S
-        while not all(p.seen_s > self._began_s for p in self.coordinator._state.places.values() if p.here):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: all(p.seen_s > self._began_s for p in self.coordinator._state.places.values() if p.here), "all are heard")
 
     @property
     def files(self) -> list[str]:
@@ -225,8 +224,7 @@ def test_what_is_under_way_goes_on_and_who_comes_later_is_let_in(
         assert served.files == [SEATS, NAME]
         every[0].ask(put=[("group/0/0", bytes(160 << 10))], add=("count", 1))
         waits = [pool.submit(home.ask, want=[("group/1/2", 2)], add=("count", 1)) for home in every[:2]]
-        while every[2].ask(want=[("count", messages.ANY)]).found != (b"3",):
-            time.sleep(0.01)
+        until(lambda: every[2].ask(want=[("count", messages.ANY)]).found == (b"3",), "both have added")
         served.kill()
         late = pool.submit(every[2].ask, put=[("group/1/2", b"at last")], add=("count", 1))
         served.start()

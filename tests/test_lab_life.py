@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_kit import DATAGRAMS, needs_lab, python, until
+from control_kit import until
+from lab_kit import DATAGRAMS, needs_lab, python
 
 from bench.lab import Lab, LabUnavailable, sound
 from bench.lab.__main__ import main

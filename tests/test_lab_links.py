@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_kit import DATAGRAMS, needs_lab, python, transfer, until
+from control_kit import until
+from lab_kit import DATAGRAMS, needs_lab, python, transfer
 
 from bench.lab import Lab, check
 

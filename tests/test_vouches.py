@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from broken_kit import Cutter
-from control_kit import WAIT_S, all_opened  # noqa: F401  (a fixture)
+from control_kit import WAIT_S, all_opened, until  # noqa: F401  (a fixture)
 from test_control_serving import JOB, changed
 from test_dropped_members import DATA, OTHER, WRONG_CODEC, Served
 from transport_kit import soon
@@ -221,10 +220,7 @@ def test_the_word_of_others_is_nobodys_fault(opened: list[Any], tmp_path: Path) 
     for rank, end in ((0, bringer), (2, made.end(2))):
         word = said(rank, OTHER, 2)
         end.send(SERVER_BASE, word.header, word.body)
-        until = time.monotonic() + WAIT_S
-        while not made.serving._vouches.stands(rank):  # type: ignore[union-attr]
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda rank=rank: made.serving._vouches.stands(rank), f"worker {rank} is heard")  # type: ignore[misc, union-attr]
     assert breaks(made) == []
 
 
@@ -243,10 +239,7 @@ def test_a_word_that_is_lost_with_its_connection_is_said_again_ahead_of_what_res
     vouches = made.serving._vouches
     assert vouches is not None
     for _ in range(2):
-        until = time.monotonic() + WAIT_S
-        while not vouches.stands(1):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: vouches.stands(1), "worker 1 is heard")
         vouches._said.clear()
         cutter.break_all()
     worker.send(SERVER_BASE, Header(Kind.PUSH, 2, 0, 0, codec=99, sender=1, weight=1.0), b"")

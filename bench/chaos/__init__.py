@@ -46,8 +46,6 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     _check(args)
     asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
                             args.members)
-    if args.members and not args.schedules:
-        raise Unmeasurable("--members: says what --schedules are of; name how many")
     if args.soak:
         return soak.run(args.soak, args.seed, args.seconds)
     if args.fuzz:
@@ -69,6 +67,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.members and not args.schedules:
+        raise Unmeasurable("--members: says what --schedules are of; name how many")
     for name in ("runs", "schedules", "soak", "fuzz", "seed", "seconds"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")
