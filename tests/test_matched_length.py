@@ -75,16 +75,20 @@ def test_it_is_for_adam_and_its_like() -> None:
     assert usual("sgd") == Outer()
 
 
-def trained(world: int, outer: Outer, weights: list[float], fragments: int, *, overlap: bool) -> list[Any]:
+def trained(
+    world: int, outer: Outer, weights: list[float], fragments: int, *, overlap: bool, cut_nbytes: int = 4096,
+    strided: bool = False,
+) -> list[Any]:
     """By rank: its starts behind each step, and its weights at the end. Steps are given, so every way makes the same."""
     job = Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(SHAPES)))
-    plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=4096)
+    plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
+                        cut_nbytes=cut_nbytes)
     plan = type(plan)(plan.job, plan.buckets, plan.servers, 1, local_steps=EVERY, fragments=fragments,
                       overlap="round" if overlap else "")
     rows = ToldRows(world)
     with Rig(world, "", plan=plan, of=job) as rig:
         def body(rank: int) -> Any:
-            parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+            parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
             local = LocalSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
                                lengths=rows.of(rank))
             found = []
@@ -160,6 +164,16 @@ def test_means_are_as_long_as_changes(weights: list[float], fragments: int, over
         assert all(torch.equal(mine, first) for mine, first in zip(end, results[0][1], strict=True))
     far = max(float((a - b).abs().max()) for a, b in zip(wanted[-1], plain[-1], strict=True))
     assert (far > 0.1) == (world > 1), "plain averages lead elsewhere"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
+def test_cut_tensors_may_lie_in_memory_as_they_like(overlap: bool) -> None:
+    outer = Outer(lr=0.7, momentum=0.9, matched=True)
+    found = [trained(2, outer, [1.0, 1.0], 4, overlap=overlap, cut_nbytes=500, strided=strided) for strided in (False, True)]
+    for (starts, end), (strided_starts, strided_end) in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(end, strided_end, strict=True))
+        assert all(torch.equal(a, b) for each in zip(starts, strided_starts, strict=True) for a, b in zip(*each, strict=True))
+        assert float(end[0].abs().max()) > 0.1
 
 
 def _parts(fragments: int) -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import nn
 import commlayer
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
-from commlayer.planner.model.fragments import fragments_of
+from commlayer.planner.model.fragments import fragments_of, ranges_of
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.runtime.model_job import job_of
 
@@ -43,17 +45,28 @@ def points(rank: int, step: int) -> npt.NDArray[np.float64]:
     return np.random.default_rng([rank, step]).normal(size=(TENSORS, SIZE))
 
 
+def cut_at(ends: Sequence[int]) -> list[tuple[Slice, ...]]:
+    """Buckets that end behind so many elements of all tensors, the last tensor first; they need not hold whole ones."""
+    found = []
+    for start, stop in pairwise((0, *ends)):
+        each = [(TENSORS - 1 - t, max(start - t * SIZE, 0), min(stop - t * SIZE, SIZE)) for t in range(TENSORS)]
+        found.append(tuple(Slice(*part) for part in each if part[1] < part[2]))
+    return found
+
+
 class Training:
     """One rank's."""
 
     def __init__(self, rank: int, address: str, *, codec: str = "identity()", path: str = "service", per_node: int = 1,
-                 outer: Outer | None = None, config: dict[str, Any] | None = None, **how: Any) -> None:
+                 outer: Outer | None = None, config: dict[str, Any] | None = None, ends: Sequence[int] = (),
+                 **how: Any) -> None:
         self.rank, self.model = rank, Wells()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         plan = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=per_node,
                             fuse_nbytes=2048, cut_nbytes=4096)
-        buckets = tuple(Bucket(b.id, b.slices, path, codec, owner=b.owner, down="identity()" if path == "service" else "")
-                        for b in plan.buckets)
+        cut = enumerate(cut_at(ends)) if ends else ((b.id, b.slices) for b in plan.buckets)
+        buckets = tuple(Bucket(n, slices, path, codec, owner=n % per_node, down="identity()" if path == "service" else "")
+                        for n, slices in cut)
         self.session = commlayer.attach(
             self.model, self.optimizer, config=pool_kit.quick(join=address, ranks_per_node=per_node) | (config or {}),
             plan=Plan(plan.job, buckets, plan.servers, per_node), sync=outer or "step", **how)
@@ -75,8 +88,8 @@ class Training:
         return np.stack([s.numpy().copy() for s in self.local.starts])
 
 
-def reference(steps: int, fragments: list[list[int]], outer: Outer, *, overlap: bool) -> Any:
-    """All workers' weights behind each step, and what they have in common."""
+def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bool) -> Any:
+    """All workers' weights behind each step, and what they have in common. `fragments`: tensors, or which elements of all."""
     common = np.stack([np.full(SIZE, float(t)) for t in range(TENSORS)])
     workers, velocity = [common.copy() for _ in range(WORLD)], np.zeros_like(common)
     sent: Any = None
@@ -118,6 +131,13 @@ def follow(rank: int, address: str, steps: int, how: dict[str, Any]) -> dict[str
 
 
 STAGED = "encode@cpu all.allgather decode@cpu"
+ENDS = (250, 700, 1100, 1900, TENSORS * SIZE)
+
+
+def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+    """The elements of all tensors whose turn is between these, of the last tensor first."""
+    place = np.stack([np.arange(SIZE) + SIZE * (TENSORS - 1 - t) for t in range(TENSORS)])
+    return [(start <= place) & (place < stop) for start, stop in pairwise((0, *cuts, TENSORS * SIZE))]
 
 
 @pytest.mark.parametrize(("how", "parts"), [
@@ -127,8 +147,15 @@ STAGED = "encode@cpu all.allgather decode@cpu"
     ({"overlap": "round", "fragments": 2, "per_node": 2}, [[2, 3], [0, 1]]),
     ({"overlap": "round", "fragments": 2, "path": STAGED}, [[2, 3], [0, 1]]),
     ({"fragments": 4, "outer": NESTEROV}, [[3], [2], [1], [0]]),
-], ids=["whole", "halves, nesterov", "allreduce", "two ranks to a node", "staged", "one after the other"])
-def test_it_is_what_the_reference_says(how: dict[str, Any], parts: list[list[int]]) -> None:
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "outer": NESTEROV}, turned([1100])),
+    ({"overlap": "round", "fragments": 4, "ends": ENDS, "per_node": 2}, turned([700, 1100, 1900])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, turned([1100])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, turned([1100])),
+    ({"fragments": 4, "ends": ENDS}, turned([700, 1100, 1900])),
+], ids=["whole", "halves, nesterov", "allreduce", "two ranks to a node", "staged", "one after the other",
+        "cut tensors, nesterov", "cut tensors, two ranks to a node", "cut tensors, allreduce", "cut tensors, staged",
+        "cut tensors, waited for"])
+def test_it_is_what_the_reference_says(how: dict[str, Any], parts: Sequence[Any]) -> None:
     steps = 4 * H + 1
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(follow, servers.address, steps, how)
@@ -166,8 +193,10 @@ def known(rank: int, address: str, how: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("codec", ["topk(ratio=0.05)", "int4(block=64)"])
-@pytest.mark.parametrize("how", [{"every": H, "overlap": "round", "fragments": 2}, {"codes": "updates"}],
-                         ids=["overlap", "updates"])
+@pytest.mark.parametrize("how", [
+    {"every": H, "overlap": "round", "fragments": 2}, {"every": H, "overlap": "round", "fragments": 4, "ends": ENDS},
+    {"codes": "updates"},
+], ids=["overlap", "cut tensors", "updates"])
 def test_applied_and_owed_is_what_was_put_in(codec: str, how: dict[str, Any]) -> None:
     with Servers(WORLD, 1) as servers:
         (put, applied, owed), (put_2, applied_2, owed_2) = pool(WORLD).call(known, servers.address, how | {"codec": codec})
@@ -191,7 +220,8 @@ def test_nobody_waits_for_an_exchange_under_way() -> None:
         assert pool(WORLD).call(ahead, servers.address) == [2, 2]
 
 
-MIDDLE = {"every": H, "overlap": "round", "fragments": 2, "outer": NESTEROV, "codec": "topk(ratio=0.05, values='int8')"}
+MIDDLE = {"every": H, "overlap": "round", "fragments": 2, "outer": NESTEROV, "codec": "topk(ratio=0.05, values='int8')",
+          "ends": ENDS}
 
 
 def save_and_go_on(rank: int, address: str, folder: str) -> tuple[Any, Any]:
@@ -275,13 +305,21 @@ def bucket(number: int, *slices: tuple[int, int, int]) -> Bucket:
     return Bucket(number, tuple(Slice(*s) for s in slices), "service")
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(1, [[0, 1, 2, 3, 4]]), (2, [[0, 1, 2], [3, 4]]), (3, [[0], [1, 2], [3, 4]])])
-def test_fragments_are_stretches_of_the_plan_with_whole_tensors(count: int, wanted: list[list[int]]) -> None:
+@pytest.mark.parametrize(("count", "wanted"), [
+    (1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]), (5, [[0], [1], [2], [3], [4]]),
+])
+def test_fragments_are_stretches_of_the_plan(count: int, wanted: list[list[int]]) -> None:
     buckets = [bucket(0, (3, 0, 100)), bucket(1, (2, 0, 100)), bucket(2, (2, 100, 150), (4, 0, 10)), bucket(3, (1, 0, 60)),
                bucket(4, (0, 0, 60), (1, 60, 90))]
     assert fragments_of(buckets, count) == wanted
 
 
-def test_a_plan_of_too_few_stretches_has_too_few_fragments() -> None:
-    with pytest.raises(ValueError, match="make 1 at most"):
-        fragments_of([bucket(0, (0, 0, 10), (1, 0, 5)), bucket(1, (1, 5, 10))], 2)
+def test_a_plan_of_too_few_buckets_has_too_few_fragments() -> None:
+    with pytest.raises(ValueError, match="make 2 at most"):
+        fragments_of([bucket(0, (0, 0, 10), (1, 0, 5)), bucket(1, (1, 5, 10))], 3)
+
+
+def test_neighbouring_elements_of_a_tensor_are_one_range() -> None:
+    buckets = [bucket(0, (3, 50, 100), (1, 0, 5)), bucket(1, (3, 0, 50), (1, 8, 9)), bucket(2, (1, 5, 7), (0, 0, 4))]
+    assert ranges_of(buckets) == {0: [(0, 4)], 1: [(0, 7), (8, 9)], 3: [(0, 100)]}
+    assert ranges_of([]) == {}

@@ -26,7 +26,7 @@ from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, stepping
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy, Profile
-from commlayer.planner.model.fragments import fragments_of, most_fragments
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 from commlayer.planner.model.plan_rules import verify
 from commlayer.planner.pricing.hidden_links import hidden
@@ -116,7 +116,7 @@ def test_a_round_takes_no_less_than_its_steps_its_bytes_and_the_latencies_of_eac
         structs.replace(n, link=structs.replace(n.link, alpha_s=alpha_s)) for n in machines.nodes))
     profile = learnt(machines)
     made = rounds(SMALL, every, count, overlap=overlap)
-    if count > most_fragments(made.buckets):
+    if count > len(made.buckets):
         return
     timeline = simulate(made, SMALL, machines, profile)
     computing_s = every * step_s(SMALL)
@@ -207,14 +207,24 @@ def test_a_slow_link_takes_rounds_in_fragments_and_a_fast_one_none() -> None:
     assert any(f"in {slow.fragments} turns" in str(part) for part in plan_tables.explanation(told, 100))
 
 
-def test_a_plan_has_no_more_fragments_than_whole_tensors() -> None:
+def test_a_tensor_that_is_most_of_a_model_is_cut_for_turns_of_one_size() -> None:
     one = toy_job(tensors=1, numel=1_500_000, step_s=0.03)
-    made = plan(one, at(1e7), measured(at(1e7)), Policy(exact=False, optimizer="sgd"))
-    assert made.fragments == 1
-    assert most_fragments(made.buckets) == 1
-    assert other_ways.fragments(8, 1) == [1]
+    free = Policy(exact=False, optimizer="sgd")
+    made = plan(one, at(1e7), measured(at(1e7)), free)
+    assert made.fragments > 1
+    assert verify(made, one) == []
+    sizes = [sum(made.buckets[place].numel for place in places) for places in fragments_of(made.buckets, made.fragments)]
+    assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
+    whole = plan(one, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
+    assert price(made) < 0.9 * price(whole)
     with pytest.raises(ValueError, match="fragments=2: the plan's buckets make 1 at most"):
         simulate(rounds(one, 8, 2), one, at(1e7), measured(at(1e7)))
+
+
+def test_a_small_model_goes_in_few_turns() -> None:
+    assert other_ways.fragments(8, 1) == [1]
+    small = toy_job(tensors=1, numel=20_000, step_s=0.03)
+    assert plan(small, at(1e5), measured(at(1e5)), Policy(exact=False, optimizer="sgd")).fragments == 1
 
 
 def test_what_auto_goes_over_to_says_in_how_many_parts() -> None:

@@ -7,7 +7,7 @@ steps, overlapped rounds and the outer optimizer (runtime/local_steps.py). A tes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -221,8 +221,8 @@ class _Sums:
         self._virtual = virtual
         self._places = fragments_of(plan.buckets, fragments)
         self.turns = [[plan.buckets[place] for place in places] for places in self._places]
-        self._tensors = [{s.tensor for bucket in turn for s in bucket.slices} for turn in self.turns]
-        self._given: list[dict[int, torch.Tensor]] = [{} for _ in range(virtual.world)]
+        self._given: dict[int, Mapping[int, torch.Tensor]] = {}
+        """By rank, of the turn that is summed."""
         self._mean: dict[int, torch.Tensor] = {}
         self._telling: dict[int, tuple[float, float]] = {}
         self.told: list[tuple[float, float]] = []
@@ -239,25 +239,21 @@ class _Sums:
         if len(self._telling) == self._virtual.world:
             self.told = [self._telling.pop(each) for each in range(self._virtual.world)]
 
-    def give(self, rank: int, tensor: int, change: torch.Tensor) -> None:
-        self._given[rank][tensor] = change.clone()
-        for turn, (places, tensors) in enumerate(zip(self._places, self._tensors, strict=True)):
-            if all(tensors <= given.keys() for given in self._given):
-                for t in tensors:
-                    self._mean[t] = torch.empty_like(change if t == tensor else self._given[0][t])
-                for place in places:
-                    self._virtual.exchange(place, self._given, self._mean)
-                for given in self._given:
-                    for t in tensors:
-                        del given[t]
-                if turn == len(self.turns) - 1:
-                    self._virtual.end()
+    def give(self, rank: int, changes: Mapping[int, torch.Tensor], turn: int) -> None:
+        self._given[rank] = changes
+        if len(self._given) == self._virtual.world:
+            given = [self._given.pop(each) for each in range(self._virtual.world)]
+            self._mean = {t: torch.empty_like(change) for t, change in changes.items()}
+            for place in self._places[turn]:
+                self._virtual.exchange(place, given, self._mean)
+            if turn == len(self.turns) - 1:
+                self._virtual.end()
 
-    def write(self, targets: Sequence[torch.Tensor | None], turn: int) -> None:
-        for tensor in self._tensors[turn]:
+    def write(self, targets: Sequence[torch.Tensor | None]) -> None:
+        for tensor, mean in self._mean.items():
             target = targets[tensor]
             assert target is not None
-            target.copy_(self._mean[tensor])
+            target.copy_(mean)
 
 
 class _Told:
@@ -280,11 +276,12 @@ class _Rank:
         self._sums, self._rank, self.turns = sums, rank, sums.turns
         self.scale = self.rate = self.weight = 1.0
 
-    def ready(self, tensor: int, change: torch.Tensor) -> None:
-        self._sums.give(self._rank, tensor, change)
+    def send(self, changes: Mapping[int, torch.Tensor], turn: int = 0) -> None:
+        self._sums.give(self._rank, changes, turn)
 
     def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
-        self._sums.write(targets, turn)
+        del turn  # the last that was summed
+        self._sums.write(targets)
         return True
 
     def weigh(self, weight: float, total: float | None) -> None:
@@ -299,5 +296,5 @@ class _Rank:
     def end(self, *, finite: bool) -> None:
         """Nothing is taken back."""
 
-    def applied(self, numbers: Sequence[int]) -> None:
+    def applied(self, numbers: Sequence[int], turn: int) -> None:
         """All of it."""

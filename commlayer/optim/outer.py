@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -33,10 +32,13 @@ class Outer(msgspec.Struct, frozen=True):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Outer: momentum {self.momentum}, allowed: 0 up to, but not, 1")
 
-    def over(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """One that updates these tensors by their `.grad`."""
-        nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(list(parameters), lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+    def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
+        """Moves starts by the mean change of the same elements, as torch.optim.SGD does by a gradient. `velocity`: those
+        elements of what the last steps left, zeros at first; changes with it. Needed if there is momentum."""
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(change)
+            change = change.add(velocity, alpha=self.momentum) if self.nesterov else velocity
+        starts.add_(change, alpha=-self.lr)
 
 
 def usual(family: Family) -> Outer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -61,6 +61,20 @@ class Intake:
             self._step.recorder.tensor(tensor)
         self._feed(tensor, gradient)
 
+    def send(self, buckets: Sequence[WorkerBucket], changes: Mapping[int, torch.Tensor]) -> None:
+        """All of these buckets are final, by tensor; of one that is not whole in them the elements that they hold."""
+        self.begun = True
+        mark = self._open()
+        for bucket in buckets:
+            for i, s in enumerate(bucket.slices):
+                if not self._seen[s.tensor] and self._step.recorder.on:
+                    self._step.recorder.tensor(s.tensor)
+                self._seen[s.tensor] = True
+                bucket.sources[i] = changes[s.tensor]
+            bucket.marks.append(mark)
+            bucket.waiting = 0
+            self._complete(bucket)
+
     def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: the tensors that were not announced have what `leftovers` says."""
         waiting = self.last if self.last is not None and self.last.waiting == 0 else None
@@ -77,16 +91,20 @@ class Intake:
                 check_dense(self._job.tensors[tensor].name, gradient)
             if not gradient.is_contiguous() and self.cut(tensor):
                 gradient = gradient.contiguous()
-        if not self._opened:
-            self._opened = True
-            self._opens()
-        mark = self._staging.mark()
+        mark = self._open()
         for bucket, i in self.by_tensor[tensor]:
             bucket.sources[i] = gradient
             bucket.marks.append(mark)
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._complete(bucket)
+
+    def _open(self) -> object:
+        """Ahead of what is given to buckets: when it is there."""
+        if not self._opened:
+            self._opened = True
+            self._opens()
+        return self._staging.mark()
 
     def _complete(self, bucket: WorkerBucket) -> None:
         if bucket is self.last and not self._ending:

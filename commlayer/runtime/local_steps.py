@@ -13,7 +13,7 @@ Where others wait to take part from now on, one worker keeps its part of an exch
 that exchange whole, and they come in there.
 
 In fragments, a part of the buckets goes in each turn of a round, every H / fragments steps. It is merged in the next turn if
-exchanges overlap with steps, in its own otherwise.
+exchanges overlap with steps, in its own otherwise. Of a tensor that is cut, turns have ranges of elements in row-major order.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import nn
 
 from commlayer.compressors.debts import Debt, pay
 from commlayer.optim import Outer
+from commlayer.planner.model.fragments import ranges_of
 from commlayer.records import Slice
 from commlayer.runtime.matched_length import Lengths, scale_of, square_of
 from commlayer.runtime.step import Regroup
@@ -83,16 +84,19 @@ class _Sent(NamedTuple):
     """What is under way, by numbers of tensors."""
 
     turn: int
+    ranges: dict[int, list[tuple[int, int]]]
+    """The elements that go in it."""
     changes: dict[int, torch.Tensor]
-    """Of weights; of buffers, what they are. The means come back into these."""
-    ends: dict[int, torch.Tensor]
-    """The tensors when it began, where steps go on meanwhile."""
+    """Of weights; of buffers, what they are. In the shapes of the tensors, though only those elements count. The means come
+    back into these."""
+    ends: dict[int, list[torch.Tensor]]
+    """By range, what the tensors were when it began, where steps go on meanwhile."""
     held: bool = False
     """Kept back so far."""
 
-    def weights(self, count: int) -> list[int]:
-        """Those of the first `count` tensors."""
-        return [n for n in self.changes if n < count]
+    def weights(self, count: int) -> list[torch.Tensor]:
+        """By range, the changes of the first `count` tensors."""
+        return [part for n, change in self.changes.items() if n < count for part in _parts(change, self.ranges[n])]
 
 
 class LocalSteps:
@@ -114,15 +118,17 @@ class LocalSteps:
         """What all ranks have alike: behind each exchange the weights themselves, if no step is under way then."""
         self.apart = False
         """Whether weights may differ from rank to rank."""
-        self._outer = outer.over(self.starts)
+        self._outer = outer
+        self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
+        """What the outer optimizer's last steps left."""
         self._turn = 0
         self._sent: _Sent | None = None
         self._idle = 0
         """To so many exchanges this rank brings nothing."""
         self._owed: dict[int, torch.Tensor] = {}
         """By tensor, what this rank owes in gradients."""
-        self._sound: dict[int, bool] = {}
-        """By tensor, whether what came back in this round was finite."""
+        self._sound: list[bool] = []
+        """By turn of this round so far, whether what came back was finite."""
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
         """From now on. Nothing is under way."""
@@ -198,8 +204,7 @@ class LocalSteps:
         from where the exchange leads. `given`: what `snapshot` gives on one of them."""
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
-            if (velocity := given.get(f"local.velocity.{number}")) is not None:
-                self._outer.state[start] = {"momentum_buffer": velocity.clone().to(start.device)}
+            self._go_on(number, given.get(f"local.velocity.{number}"))
         self.taken, self._idle = self.every - 1, 1 + self._overlap
 
     def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
@@ -240,26 +245,34 @@ class LocalSteps:
                 p.detach().copy_(start)
             self._idle -= 1
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        mine = sorted({s.tensor for bucket in worker.turns[self._turn] for s in bucket.slices}, reverse=True)
-        ends = {n: tensors[n].clone() for n in mine} if self._overlap else {}
-        changes = {n: self.starts[n] - tensors[n] if n < len(self.starts) else tensors[n].clone() if ends else tensors[n]
-                   for n in mine}
-        self._sent = _Sent(self._turn, changes, ends, held=self._hold())
+        ranges = ranges_of(worker.turns[self._turn])
+        changes, ends = {}, {}
+        for n, of_turn in ranges.items():
+            whole = tensors[n].contiguous()
+            changes[n] = change = torch.empty_like(self.starts[n] if n < len(self.starts) else whole)
+            now = _parts(whole, of_turn)
+            if n < len(self.starts):
+                for part, start, end in zip(_parts(change, of_turn), _parts(self.starts[n], of_turn), now, strict=True):
+                    torch.sub(start, end, out=part)
+            else:
+                change.copy_(whole)
+            if self._overlap:
+                ends[n] = [part.clone() for part in now]
+        self._sent = _Sent(self._turn, ranges, changes, ends, held=self._hold())
         self._turn = (self._turn + 1) % self._fragments
         if not self._sent.held:
             self._send(worker, self._sent, len(tensors))
         self._tell(worker, self._sent)  # held or not: all tell in one order
 
     def _send(self, worker: Worker, sent: _Sent, tensors: int) -> None:
-        for n, change in sent.changes.items():
-            worker.ready(n, change)
+        worker.send(sent.changes, sent.turn)
         if sent.turn == self._fragments - 1:
             worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
         """How long this rank's change is, while it is on its way."""
         if self._lengths is not None:
-            self._lengths.start(worker.weight, square_of([sent.changes[n] for n in sent.weights(len(self.starts))]))
+            self._lengths.start(worker.weight, square_of(sent.weights(len(self.starts))))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """The worker that goes on: another one where members have gone."""
@@ -279,26 +292,46 @@ class LocalSteps:
                 worker.scale = worker.rate = 1.0
         told = [] if self._lengths is None else self._lengths.read()
         worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
-        weights = sent.weights(len(self.starts))
-        finite = all(bool(sent.changes[n].isfinite().all()) for n in weights)
+        means = sent.weights(len(self.starts))
+        finite = all(bool(mean.isfinite().all()) for mean in means)
         if finite:
-            scale = scale_of(told, square_of([sent.changes[n] for n in weights])) if told else 1.0
-            for n in weights:
-                self.starts[n].grad = sent.changes[n] if scale == 1 else sent.changes[n].mul_(scale)
-            self._outer.step()
-            self._outer.zero_grad()
+            scale = scale_of(told, square_of(means)) if told else 1.0
+            for mean in means if scale != 1 else ():
+                mean.mul_(scale)
+            self._advance(sent)
         else:
             log.warning("%s", SPOILT)
-        for n, mean in sent.changes.items():
-            merged = self.starts[n] if n < len(self.starts) else mean
-            tensors[n].copy_(merged + (tensors[n] - sent.ends[n]) if sent.ends and finite else merged)
-        self._sound |= dict.fromkeys(weights, finite)
+        for n, of_turn in sent.ranges.items():
+            whole = tensors[n].contiguous()
+            merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], of_turn)
+            for i, (mine, common) in enumerate(zip(_parts(whole, of_turn), merged, strict=True)):
+                mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
+            if whole.data_ptr() != tensors[n].data_ptr():
+                tensors[n].copy_(whole)
+        self._sound.append(finite)
         self._sent = None
         if sent.turn == self._fragments - 1:
-            worker.end(finite=all(self._sound.values()))
-            worker.applied([n for n, sound in self._sound.items() if sound])
+            worker.end(finite=all(self._sound))
+            for turn, sound in enumerate(self._sound):
+                if sound:
+                    worker.applied(range(len(self.starts)), turn)
             self._sound.clear()
         return worker
+
+    def _advance(self, sent: _Sent) -> None:
+        """The outer optimizer's step."""
+        for n, of_turn in sent.ranges.items():
+            if n < len(self.starts):
+                velocity = self._velocity[n]
+                left = [None] * len(of_turn) if velocity is None else _parts(velocity, of_turn)
+                for start, mean, of_start in zip(_parts(self.starts[n], of_turn), _parts(sent.changes[n], of_turn), left,
+                                                 strict=True):
+                    self._outer.step(start, mean, of_start)
+
+    def _go_on(self, number: int, left: torch.Tensor | None) -> None:
+        """With what the outer optimizer of another run left for this tensor."""
+        if (velocity := self._velocity[number]) is not None:
+            velocity.zero_() if left is None else velocity.copy_(left)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint, with nothing under way. Starts are in it: between two exchanges no model's file holds them."""
@@ -307,8 +340,7 @@ class LocalSteps:
         kept |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
         for number, start in enumerate(self.starts):
             kept[f"local.start.{number}"] = start.detach().cpu().clone()
-            velocity = self._outer.state[start].get("momentum_buffer")
-            if velocity is not None:
+            if (velocity := self._velocity[number]) is not None:
                 kept[f"local.velocity.{number}"] = velocity.detach().cpu().clone()
         return kept
 
@@ -321,10 +353,16 @@ class LocalSteps:
                       if (name := f"local.owed.{number}") in tensors}
         for number, start in enumerate(self.starts):
             start.copy_(tensors[f"local.start.{number}"])
-            velocity = tensors.get(f"local.velocity.{number}")
-            self._outer.state[start] = {} if velocity is None else {"momentum_buffer": velocity.clone().to(start.device)}
+            self._go_on(number, tensors.get(f"local.velocity.{number}"))
 
 
 def _wide(p: nn.Parameter) -> torch.Tensor:
-    """A copy, in float32 where the parameter is narrower, so that small changes of many exchanges add up."""
-    return p.detach().to(torch.float32 if p.element_size() < 4 else p.dtype, copy=True)
+    """A copy, in float32 where the parameter is narrower, so that small changes of many exchanges add up. Contiguous."""
+    wide = torch.float32 if p.element_size() < 4 else p.dtype
+    return p.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+
+
+def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Those elements of a contiguous tensor."""
+    flat = x.view(-1)
+    return [flat[start:stop] for start, stop in ranges]

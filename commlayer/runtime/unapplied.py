@@ -23,6 +23,7 @@ class Unapplied:
     """A worker's, of its last step."""
 
     buckets: list[WorkerBucket]
+    turns: list[list[WorkerBucket]]
     _by_tensor: list[list[tuple[WorkerBucket, int]]]
     _in_time: list[WorkerBucket]
     _routes: Routes
@@ -38,11 +39,14 @@ class Unapplied:
         for bucket, i in self._by_tensor[tensor]:
             bucket.unapplied |= 1 << i
 
-    def applied(self, tensors: Collection[int]) -> None:
-        """An optimizer has stepped with these averages: also in a step of which others were not finite."""
-        for tensor in tensors if self.tentative else ():
-            for bucket, i in self._by_tensor[tensor]:
-                if bucket.sound:
+    def applied(self, tensors: Collection[int], turn: int | None = None) -> None:
+        """An optimizer has stepped with these averages: also in a step of which others were not finite. `turn`: with those that
+        came in it."""
+        if not self.tentative:
+            return
+        for bucket in self.buckets if turn is None else self.turns[turn]:
+            for i, s in enumerate(bucket.slices if bucket.sound else ()):
+                if s.tensor in tensors:
                     bucket.unapplied &= ~(1 << i)
 
     def anything(self, tensor: int) -> bool:

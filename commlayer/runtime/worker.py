@@ -124,6 +124,13 @@ class Worker(Unapplied):
             self.check()
         self._intake.ready(tensor, gradient)
 
+    def send(self, changes: Mapping[int, torch.Tensor], turn: int = 0) -> None:
+        """A turn's buckets go, at once: `changes` by tensor, contiguous, of which they read their own elements until the turn
+        is waited for."""
+        if self.now.error is not None:
+            self.check()
+        self._intake.send(self.turns[turn], changes)
+
     def _open(self) -> None:
         if (missed := self.ended.begin(self.step)) is not None:
             self.latch(missed)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from commlayer.codec_name import named
 from commlayer.planner.model.float64 import unrounded
-from commlayer.planner.model.fragments import fragments_of, most_fragments
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.matrix_shapes import row_of, shaped
 from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
@@ -23,8 +23,8 @@ SPREAD_NBYTES = 256 << 10
 FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
 """What is fused where layers wait for it one by one: such a part of the model, and no less than so much."""
 TURN_PARTS = 4
-"""What is fused is at most such a part of what a server gets in one turn, which waits for the one that has most. Tensors are
-spread in parts of no less than LEAST_FUSED_NBYTES then."""
+"""What is fused is at most such a part of what a server gets in one turn, which waits for the one that has most; what is cut
+is no more than that. Tensors are spread in parts of no less than LEAST_FUSED_NBYTES then."""
 BUFFER_CODEC = "identity()"
 """Running statistics are few and are averaged as they are."""
 
@@ -57,6 +57,7 @@ def default_plan(
     if fragments > 1:
         turn_nbytes = job.numel * ELEMENT_NBYTES // (fragments * max(1, servers))
         fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes // TURN_PARTS))
+        cut_nbytes = min(cut_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes))
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
@@ -87,7 +88,7 @@ def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: 
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
     # Too few for so many turns is somebody else's to say.
-    for places in fragments_of(pieces, min(fragments, most_fragments(pieces))):
+    for places in fragments_of(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
         for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
             chosen[place] = order[number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -21,38 +21,28 @@ class Cut(Protocol):
 def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
     """The places of each fragment's buckets, in the plan's order, of about equal elements. ValueError if there are too few.
 
-    A fragment is a stretch of the plan, since collectives go in its order. All of a tensor is in one: what an outer optimizer
-    keeps is by tensors.
+    A fragment is a stretch of the plan, since collectives go in its order. A tensor that is cut into several buckets may go in
+    several turns.
     """
     if count == 1:
         return [list(range(len(buckets)))]
-    edges = _edges(buckets)
-    if len(edges) <= count:
-        raise ValueError(f"fragments={count}: the plan's buckets make {len(edges) - 1} at most, for all of a tensor is in one")
-    sums = list(accumulate([b.numel for b in buckets], initial=0))
-    done = [sums[edge] for edge in edges]
-    chosen = [0]
+    if len(buckets) < count:
+        raise ValueError(f"fragments={count}: the plan's buckets make {len(buckets)} at most")
+    done = list(accumulate([b.numel for b in buckets], initial=0))
+    cuts = [0]
     for part in range(1, count):
-        free = range(chosen[-1] + 1, len(edges) - (count - part))
-        chosen.append(min(free, key=lambda i, part=part: (abs(done[i] * count - done[-1] * part), i)))  # type: ignore[misc]
-    cuts = [*(edges[i] for i in chosen), len(buckets)]
-    return [list(range(low, high)) for low, high in pairwise(cuts)]
+        free = range(cuts[-1] + 1, len(buckets) + 1 - (count - part))
+        cuts.append(min(free, key=lambda i, part=part: (abs(done[i] * count - done[-1] * part), i)))  # type: ignore[misc]
+    return [list(range(low, high)) for low, high in pairwise([*cuts, len(buckets)])]
 
 
-def most_fragments(buckets: Sequence[Cut]) -> int:
-    """Into how many they can be cut."""
-    return len(_edges(buckets)) - 1
-
-
-def _edges(buckets: Sequence[Cut]) -> list[int]:
-    """Places ahead of which no tensor is left half; the first and the last among them."""
-    ends: dict[int, int] = {}
-    for place, bucket in enumerate(buckets):
-        for s in bucket.slices:
-            ends[s.tensor] = place
-    edges, reach = [0], 0
-    for place, bucket in enumerate(buckets):
-        reach = max(reach, *(ends[s.tensor] for s in bucket.slices))
-        if reach == place:
-            edges.append(place + 1)
-    return edges
+def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
+    """By tensor, which of its elements these buckets hold: from and to, neighbours as one."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for s in sorted((s for bucket in buckets for s in bucket.slices), key=lambda s: (s.tensor, s.start)):
+        ranges = found.setdefault(s.tensor, [])
+        if ranges and ranges[-1][1] == s.start:
+            ranges[-1] = ranges[-1][0], s.stop
+        else:
+            ranges.append((s.start, s.stop))
+    return found

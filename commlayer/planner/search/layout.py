@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from commlayer.planner.model import buckets
+from commlayer.planner.model.default_plan import ELEMENT_NBYTES
 from commlayer.planner.simulation.timeline import urgent
 from commlayer.records import Job, Slice, Timing
 
@@ -25,6 +26,7 @@ class Layout:
     """Lists are by bucket."""
 
     def __init__(self, job: Job, timing: Timing, limits: buckets.Limits) -> None:
+        self._job, self._limits = job, limits
         groups = buckets.groups(job, limits)
         self.sizes = [sum([s.numel for s in group]) for group in groups]
         self.pieces = [Piece(group, size, urgent(timing, group)) for group, size in zip(groups, self.sizes, strict=True)]
@@ -33,6 +35,13 @@ class Layout:
         ]
         self._timing = timing
         self._cut: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
+
+    def in_turns(self, count: int) -> Layout:
+        """So that no bucket is more than a turn's part of the model, of so many turns: this one, or a finer one."""
+        most = self._job.numel * ELEMENT_NBYTES // count
+        limits = buckets.Limits(*(min(limit, most) for limit in self._limits))
+        made = self if limits == self._limits else Layout(self._job, self._timing, limits)
+        return self if made.sizes == self.sizes else made
 
     def cut(self, b: int, ends: tuple[int, ...]) -> list[Piece]:
         """Bucket b in parts that end there, and one behind them."""

@@ -1,7 +1,7 @@
 """How else steps could be taken: local steps, coded updates, overlapped exchanges, late results. Knows no codecs.
 
 Each is searched with the buckets and servers of the plain plan that was found, and must be worth leaving it. A round that
-overlaps may go in fragments, as many as its buckets make: that costs fewer steps, but each turn has latencies of its own.
+overlaps may go in fragments, as even as cut tensors make them: that costs fewer steps, but each turn has latencies of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner.model.cluster import Policy, Profile
-from commlayer.planner.model.fragments import most_fragments
+from commlayer.planner.model.default_plan import ELEMENT_NBYTES
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
@@ -25,6 +25,8 @@ WORTH = 0.02
 TURNS = 0.1
 """By so much (as a fraction) may what is written be faster than what was searched: in short turns, where each bucket waits for
 all servers, it was 4 %."""
+LEAST_TURN_NBYTES = 64 << 10
+"""Of the model, in a turn: less takes its latencies and little else."""
 SEARCHED = 3
 """Of those that look best with one option for every bucket, so many are searched in full."""
 
@@ -53,6 +55,8 @@ class OtherWays:
     def __init__(self, entry: LayoutCandidate, found: ChoiceFound) -> None:
         self._plain = entry, found
         self._anew = LayoutCandidate(entry.inputs, entry.ways, entry.layout)
+        self._in_turns: dict[int, LayoutCandidate] = {}
+        """By fragments, with links that carry what transfers can count on that are to hide."""
         self._tried: dict[Recipe, LayoutCandidate] = {}
         self._made: dict[tuple[LayoutCandidate, ChoiceFound], Found] = {}
 
@@ -66,7 +70,8 @@ class OtherWays:
         freely = not policy.exact and plain.ways.steps_count
         if freely if policy.staleness is None else policy.staleness:
             kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
-        most, parts = measured_local_steps(plain.inputs.profile), most_fragments(plain.layout.pieces) if policy.fragments else 1
+        most = measured_local_steps(plain.inputs.profile)
+        parts = max(1, plain.inputs.job.numel * ELEMENT_NBYTES // LEAST_TURN_NBYTES) if policy.fragments else 1
         tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
         # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does; four still may.
         able = [each for each in tried if _least(each) < kept[0].price * (1 - WORTH) and each.kept_budget]
@@ -89,8 +94,17 @@ class OtherWays:
 
     def _entry(self, recipe: Recipe) -> LayoutCandidate:
         if recipe not in self._tried:
-            self._tried[recipe] = (self._anew.hidden if recipe.overlap == "round" else self._anew).otherwise(recipe)
+            entry = self._hidden(recipe.fragments) if recipe.overlap == "round" else self._anew
+            self._tried[recipe] = entry.otherwise(recipe)
         return self._tried[recipe]
+
+    def _hidden(self, fragments: int) -> LayoutCandidate:
+        if fragments not in self._in_turns:
+            entry, whole = self._plain[0], self._anew.layout
+            layout = whole.in_turns(fragments)
+            self._in_turns[fragments] = (self._anew.hidden if layout is whole
+                                         else LayoutCandidate(entry.inputs, entry.ways, layout).hidden)
+        return self._in_turns[fragments]
 
     def _found(self, entry: LayoutCandidate, found: ChoiceFound) -> Found:
         if (entry, found) not in self._made:
