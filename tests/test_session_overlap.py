@@ -306,12 +306,19 @@ def bucket(number: int, *slices: tuple[int, int, int]) -> Bucket:
 
 
 @pytest.mark.parametrize(("count", "wanted"), [
-    (1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]), (5, [[0], [1], [2], [3], [4]]),
+    (1, [[0, 1, 2, 3, 4]]), (2, [[0, 1, 2], [3, 4]]), (3, [[0], [1, 2], [3, 4]]), (5, [[0], [1], [2], [3], [4]]),
 ])
 def test_fragments_are_stretches_of_the_plan(count: int, wanted: list[list[int]]) -> None:
     buckets = [bucket(0, (3, 0, 100)), bucket(1, (2, 0, 100)), bucket(2, (2, 100, 150), (4, 0, 10)), bucket(3, (1, 0, 60)),
                bucket(4, (0, 0, 60), (1, 60, 90))]
     assert fragments_of(buckets, count) == wanted
+
+
+def test_a_tensor_stays_whole_unless_turns_would_be_uneven() -> None:
+    small = [bucket(0, (2, 0, 90)), bucket(1, (1, 0, 60)), bucket(2, (1, 60, 120)), bucket(3, (0, 0, 90))]
+    assert fragments_of(small, 2) == [[0], [1, 2, 3]]
+    large = [bucket(0, (1, 0, 10)), *(bucket(1 + i, (0, 100 * i, 100 * i + 100)) for i in range(4))]
+    assert fragments_of(large, 2) == [[0, 1, 2], [3, 4]]
 
 
 def test_a_plan_of_too_few_buckets_has_too_few_fragments() -> None:

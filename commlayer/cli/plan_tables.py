@@ -246,9 +246,9 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
                      *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
                      *([] if known else [ms(p.free_s)]), *([f"{p.samples_per_s:,.1f}"] if wide else []),
                      *([p.codec, way] if wide else [f"{p.codec}, {way}"]))
-    for column in made.columns[:-2]:
+    for column in made.columns[1:-2]:
         column.no_wrap = True
-    for column in made.columns[-2:]:
+    for column in (made.columns[0], *made.columns[-2:]):
         column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
     yield made
     yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"

@@ -35,13 +35,16 @@ class Layout:
         ]
         self._timing = timing
         self._cut: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
+        self._turns: dict[int, Layout] = {}
 
     def in_turns(self, count: int) -> Layout:
         """So that no bucket is more than a turn's part of the model, of so many turns: this one, or a finer one."""
-        most = self._job.numel * ELEMENT_NBYTES // count
-        limits = buckets.Limits(*(min(limit, most) for limit in self._limits))
-        made = self if limits == self._limits else Layout(self._job, self._timing, limits)
-        return self if made.sizes == self.sizes else made
+        if count not in self._turns:
+            most = self._job.numel * ELEMENT_NBYTES // count
+            limits = buckets.Limits(*(min(limit, most) for limit in self._limits))
+            made = self if limits == self._limits else Layout(self._job, self._timing, limits)
+            self._turns[count] = self if made.sizes == self.sizes else made
+        return self._turns[count]
 
     def cut(self, b: int, ends: tuple[int, ...]) -> list[Piece]:
         """Bucket b in parts that end there, and one behind them."""

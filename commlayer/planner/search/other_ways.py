@@ -16,6 +16,7 @@ from commlayer.planner.model.default_plan import ELEMENT_NBYTES
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
+from commlayer.planner.search.layout import Layout
 from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
 from commlayer.planner.simulation.timeline import exact_s
 from commlayer.records import Plan
@@ -55,9 +56,8 @@ class OtherWays:
     def __init__(self, entry: LayoutCandidate, found: ChoiceFound) -> None:
         self._plain = entry, found
         self._anew = LayoutCandidate(entry.inputs, entry.ways, entry.layout)
-        self._in_turns: dict[int, LayoutCandidate] = {}
-        """By fragments, with links that carry what transfers can count on that are to hide."""
-        self._tried: dict[Recipe, LayoutCandidate] = {}
+        self._cut: dict[Layout, LayoutCandidate] = {self._anew.layout: self._anew}
+        self._tried: dict[Recipe, list[LayoutCandidate]] = {}
         self._made: dict[tuple[LayoutCandidate, ChoiceFound], Found] = {}
 
     def best(self, *, exact: bool) -> Found:
@@ -72,7 +72,7 @@ class OtherWays:
             kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
         most = measured_local_steps(plain.inputs.profile)
         parts = max(1, plain.inputs.job.numel * ELEMENT_NBYTES // LEAST_TURN_NBYTES) if policy.fragments else 1
-        tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
+        tried = [entry for recipe in _recipes(plain.recipe, policy, freely, most, parts) for entry in self._entries(recipe)]
         # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does; four still may.
         able = [each for each in tried if _least(each) < kept[0].price * (1 - WORTH) and each.kept_budget]
         worth = FINEST if plain.ways.steps_count else WORTH
@@ -92,19 +92,19 @@ class OtherWays:
         most_price = near()
         return min((each for each in kept if each.price <= most_price), key=lambda each: each.excess)
 
-    def _entry(self, recipe: Recipe) -> LayoutCandidate:
+    def _entries(self, recipe: Recipe) -> list[LayoutCandidate]:
+        """In turns also with large tensors cut for them."""
         if recipe not in self._tried:
-            entry = self._hidden(recipe.fragments) if recipe.overlap == "round" else self._anew
-            self._tried[recipe] = entry.otherwise(recipe)
+            whole = self._anew.layout
+            layouts = dict.fromkeys((whole, whole.in_turns(recipe.fragments)))
+            self._tried[recipe] = [self._laid(layout, recipe.overlap == "round").otherwise(recipe) for layout in layouts
+                                   if recipe.fragments <= len(layout.pieces)]
         return self._tried[recipe]
 
-    def _hidden(self, fragments: int) -> LayoutCandidate:
-        if fragments not in self._in_turns:
-            entry, whole = self._plain[0], self._anew.layout
-            layout = whole.in_turns(fragments)
-            self._in_turns[fragments] = (self._anew.hidden if layout is whole
-                                         else LayoutCandidate(entry.inputs, entry.ways, layout).hidden)
-        return self._in_turns[fragments]
+    def _laid(self, layout: Layout, overlaps: bool) -> LayoutCandidate:
+        if layout not in self._cut:
+            self._cut[layout] = LayoutCandidate(self._anew.inputs, self._anew.ways, layout)
+        return self._cut[layout].hidden if overlaps else self._cut[layout]
 
     def _found(self, entry: LayoutCandidate, found: ChoiceFound) -> Found:
         if (entry, found) not in self._made:
