@@ -170,7 +170,7 @@ def test_a_home_that_leaves_too_much_is_named_and_the_others_have_room(opened: l
 
 
 class Certified:
-    """Homes of a running job of `workers`, by their certificates; each worker's part is that of four values, one of them for keys."""
+    """Homes of a running job of `workers`, by their certificates; for each worker three values and their keys have room."""
 
     def __init__(self, workers: int, *certificates: str) -> None:
         self.view = 1
