@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,17 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     with pytest.raises(CommError, match="^coordinator .*: worker 2: left the job: it breaks off$") as one:
         desks[2].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
     assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
+
+
+def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """At a job's end one is always the first: that is no loss."""
+    coordinator, _ = met(opened, 3, min_workers=1)
+    with caplog.at_level(logging.INFO, "commlayer"):
+        members = joined(opened, coordinator, 3)
+        members[1].leave()
+        members[2].leave("it breaks off")
+    assert [line for r in caplog.records if (line := r.getMessage()).startswith("goes on")] == [
+        "goes on with 2 workers, without worker 1 (finished)", "goes on with 1 workers, without worker 2"]
 
 
 def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:
