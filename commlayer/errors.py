@@ -21,6 +21,13 @@ class PeerLost(CommError):
     """The peer is gone: its connection ended, its heartbeats stopped, or it left the job."""
 
 
+class Unsaid(PeerLost):
+    """Whoever dialled has closed the connection ahead of its first byte there: it has claimed nothing."""
+
+    def __init__(self, what: str = "closed before anything was said", *, peer: str = "") -> None:
+        super().__init__(what, peer=peer)
+
+
 class PeerEnded(PeerLost):
     """It closed its end in order: what it had sent has arrived."""
 

@@ -15,6 +15,7 @@ from commlayer.control import client, messages
 from commlayer.control.audit import MOST_REFUSED, Audit
 from commlayer.control.coordinator import Coordinator
 from commlayer.errors import RecordError, Refused
+from commlayer.transport.unproved_connections import Probe
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -68,6 +69,15 @@ def test_a_flood_of_refusals_is_counted(tmp_path: Path, monkeypatch: pytest.Monk
     now += 61
     audit.refused("1.2.3.4:5", "plain text")
     assert [line["why"] for line in lines(path)[MOST_REFUSED:]] == ["50 more within a minute", "plain text"]
+    audit.close()
+
+
+def test_a_flood_of_probes_hides_no_refusal(tmp_path: Path) -> None:
+    audit = Audit(str(tmp_path / "audit.jsonl"))
+    for _ in range(MOST_REFUSED + 50):
+        audit.refused("1.2.3.4:5", Probe("closed before anything was said"))
+    audit.refused("1.2.3.4:5", "plain text")
+    assert [line["event"] for line in lines(tmp_path / "audit.jsonl")] == [*["probed"] * MOST_REFUSED, "refused"]
     audit.close()
 
 

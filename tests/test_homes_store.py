@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,17 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
 
 
+def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """At a job's end one is always the first: that is no loss."""
+    coordinator, _ = met(opened, 3, min_workers=1)
+    with caplog.at_level(logging.INFO, "commlayer"):
+        members = joined(opened, coordinator, 3)
+        members[1].leave()
+        members[2].leave("it breaks off")
+    assert [line for r in caplog.records if (line := r.getMessage()).startswith("goes on")] == [
+        "goes on with 2 workers, without worker 1 (finished)", "goes on with 1 workers, without worker 2"]
+
+
 def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)
     members = joined(opened, coordinator, 3)
@@ -169,29 +181,71 @@ def test_a_home_that_leaves_too_much_is_named_and_the_others_have_room(opened: l
     assert there(desks[0], "2", "mine/2") == [True, True]
 
 
-def test_whose_certificate_it_is_counts_and_not_how_often_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_store, "MAX_KEPT_NBYTES", 8 * PART_NBYTES)
-    monkeypatch.setattr(meeting_store, "LEAST_EACH_NBYTES", 0)
-    made = Gathering(2, 10.0, dict, Audit(""), 1, door=lambda: homes.Door(there=1, generation=1))
+class Certified:
+    """Homes of a running job of `workers`, by their certificates; for each worker three values and their keys have room."""
 
-    def come(certificate: str) -> messages.Attend:
-        one = messages.Attend(messages.attend(1).home, "host", 1, messages.PROTOCOL, messages.version(), 1,
+    def __init__(self, workers: int, *certificates: str) -> None:
+        self.view = 1
+        self.made = Gathering(workers, 10.0, dict, Audit(""), 1, door=lambda: homes.Door(there=1, generation=self.view),
+                              clock=lambda: self.now)
+        self.now = 0.0
+        self.homes = [self.come(certificate) for certificate in certificates]
+        self.made.begin()
+
+    def come(self, certificate: str, name: str = "", leave: str = "") -> str:
+        asked = messages.attend(1)
+        one = messages.Attend(name or asked.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave=leave,
                               certificate=certificate)
-        assert made.attend(one).error == ""
-        return one
+        assert self.made.attend(one).error == ""
+        return one.home
 
-    def leave(one: messages.Attend, *numbers: int) -> None:
+    def put(self, home: str, *numbers: int) -> None:
         for number in numbers:
-            assert asyncio.run(made.ask(messages.Ask(one.home, ((f"{one.home}/{number}", PART),)))).error == ""
+            asked = messages.Ask(home, ((f"{home}/{self.view}/{number}", PART),))
+            assert asyncio.run(self.made.ask(asked)).error == ""
 
-    first, second = come("gpu-1"), come("gpu-2")
-    made.begin()
-    leave(first, 0, 1, 2)
-    made.attend(messages.Attend(first.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave="goes"))
-    again = come("gpu-1")
+    def go(self, how: str, home: str) -> None:
+        if how == "leaves":
+            self.come("", home, leave="goes")
+            return
+        self.now += 100.0
+        self.made.tick({self.homes.index(home)})
+
+
+@pytest.fixture(name="narrow")
+def made_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_store, "LEAST_EACH_NBYTES", 4 * PART_NBYTES)
+    monkeypatch.setattr(meeting_store, "MAX_KEPT_NBYTES", 0)
+
+
+def test_whose_certificate_it_is_counts_and_not_how_often_it_comes(narrow: None) -> None:
+    job = Certified(2, "gpu-1", "gpu-2")
+    first, second = job.homes
+    job.put(first, 0, 1, 2)
+    job.go("leaves", first)
+    again = job.come("gpu-1")
     with pytest.raises(CorruptFrame, match="gpu-1 keeps"):
-        leave(again, 3)
-    leave(second, 0, 1, 2)
+        job.put(again, 3)
+    job.put(second, 0, 1, 2)
+
+
+@pytest.mark.parametrize("how", ["leaves", "falls silent"])
+def test_what_a_home_has_left_takes_nothing_from_another_of_its_certificate(narrow: None, how: str) -> None:
+    """Until it is forgotten, and then that one's own part is what it has."""
+    job = Certified(3, "gpu-1", "gpu-1", "gpu-2")
+    gone, stays, other = job.homes
+    job.put(gone, 0, 1, 2)
+    job.put(stays, 0, 1)
+    job.go(how, gone)
+    job.put(stays, 2)
+    with pytest.raises(CorruptFrame, match="gpu-1 keeps"):
+        job.put(stays, 3, 4)
+    job.put(other, 0, 1, 2)
+    job.view = 2
+    job.made.forget(2)
+    job.put(stays, 0, 1, 2)
+    with pytest.raises(CorruptFrame, match="gpu-1 keeps"):
+        job.put(stays, 3)
 
 
 def test_many_workers_have_room_for_what_they_need_each() -> None:

@@ -37,6 +37,9 @@ WHY = ("was dropped: sent nothing for 300 s while others waited (step 7, said by
 # ---- whom the coordinator blames
 
 
+PATIENCE_S = 60.0
+
+
 def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int = -1) -> State:
     """Of several servers, and workers that may go on without others."""
     state = msgspec.structs.replace(running(workers, servers=servers), min_workers=least)
@@ -45,11 +48,11 @@ def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int =
     return msgspec.structs.replace(state, places=places)
 
 
-def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]]) -> State:
+def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
     """Heartbeats one after the other, by token; no step: nothing waits there."""
     for token, step, missing in said:
-        state, _ = membership.heartbeat(state, token, 1.0)
-        state = regrouping.waited(state, token, None if step is None else Overdue(step, missing, 300.0))
+        state, _ = membership.heartbeat(state, token, now)
+        state = regrouping.waited(state, token, None if step is None else Overdue(step, missing, 300.0), now, PATIENCE_S)
     return regrouping.regrouped(state)
 
 
@@ -109,18 +112,47 @@ def test_a_server_that_is_gone_holds_nobody_up() -> None:
     assert 2 in gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,))))
 
 
-@pytest.mark.parametrize(("missing", "in_force", "blamed"), [
-    ((0, 2), 1, [2]), ((0,), 1, []), ((2,), 1, [2]), ((0,), 2, [0])])
-def test_the_first_that_waits_for_all_to_let_somebody_in_is_not_blamed_for_that(
-        missing: tuple[int, ...], in_force: int, blamed: list[int]) -> None:
-    """It keeps its part of the step back until all have come to it."""
+def joining(in_force: int = 1) -> State:
+    """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
     state = hears(membership.cut(several(), ["w3"], "killed"))
     state = regrouping.join(state, worker(4, world=4, regroups=True), 0.0).state
     assert members(state) == (3, [0, 1, 2, 4])
     state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", in_force=3))
     for token in ("w0", "w1", "w2"):
         state, _ = membership.heartbeat(state, token, 1.0, Heartbeat(token, in_force=in_force + 1))
+    return state
+
+
+@pytest.mark.parametrize(("missing", "in_force", "blamed"), [
+    ((0, 2), 1, [2]), ((0,), 1, []), ((2,), 1, [2]), ((0,), 2, [0])])
+def test_the_first_that_waits_for_all_to_let_somebody_in_is_not_blamed_for_that(
+        missing: tuple[int, ...], in_force: int, blamed: list[int]) -> None:
+    """It keeps its part of the step back until all have come to it."""
+    state = joining(in_force)
     assert gone(hears(state, ("s0", 7, missing), ("s0", 7, missing))) == sorted([*blamed, 3])
+
+
+LATE = 1.0 + PATIENCE_S
+HELD = [
+    ("it alone, for so long", [(1.0, "s0", 7, (0,)), (LATE, "s0", 7, (0,))], [0]),
+    ("not quite", [(1.0, "s0", 7, (0,)), (LATE - 1, "s0", 7, (0,))], []),
+    ("others hold it up, and are gone when it begins", [(1.0, "s0", 7, (0, 2)), (LATE, "s0", 7, (0, 2))], [2]),
+    ("others have", [(1.0, "s0", 7, (0, 2)), (LATE - 1, "s0", 7, (0, 2)), (LATE, "s0", 7, (0, 2)),
+                     (2 * LATE, "s0", 7, (0, 2))], [0, 2]),
+    ("others do, at another server", [(1.0, "s0", 7, (0,)), (2.0, "s1", 7, (2,)), (LATE, "s0", 7, (0,))], []),
+    ("another waited in an earlier step", [(1.0, "s0", 7, (0,)), (2.0, "s1", 6, ()), (LATE, "s0", 7, (0,))], []),
+    ("another step", [(1.0, "s0", 6, (0,)), (LATE, "s0", 7, (0,)), (LATE + 1, "s0", 7, (0,))], []),
+    ("it came meanwhile", [(1.0, "s0", 7, (0,)), (2.0, "s0", None, ()), (LATE, "s0", 7, (0,)), (LATE, "s0", 7, (0,))], []),
+]
+
+
+@pytest.mark.parametrize(("said", "blamed"), [row[1:] for row in HELD], ids=[row[0] for row in HELD])
+def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
+        said: list[tuple[float, str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
+    state = joining()
+    for now, token, step, missing in said:
+        state = hears(state, (token, step, missing), now=now)
+    assert gone(state) == sorted([*blamed, 3])
 
 
 # ---- what a server says
@@ -188,10 +220,11 @@ def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:  # noqa
 
 
 def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> None:
-    state = hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,)))
+    state = msgspec.structs.replace(hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,))), held=(7, 0, 1.0))
     assert any(p.overdue for p in state.places.values())
     kept = coordinator_journal.unpacked(coordinator_journal.packed(coordinator_journal.Kept("", "", state)))
     assert {(p.overdue, p.hangs) for p in kept.state.places.values()} == {(None, ())}
+    assert kept.state.held is None
 
 
 def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:

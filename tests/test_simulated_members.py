@@ -48,7 +48,7 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
     return TICK(state, now, dead_after_s / 4, patience_s / 4, ended_after_s)
 
 
-def hasty(state: State, token: str, said: Any) -> State:
+def hasty(state: State, token: str, said: Any, *_: float) -> State:
     return state if said is None else membership.cut(state, [t for t, p in state.places.items() if p.rank == 0], "it hangs")
 
 

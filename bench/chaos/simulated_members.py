@@ -177,7 +177,7 @@ class Members:
         before = self.state
         self._heard[beat.token] = self.now
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
-        there, self.state = self.state, regrouping.waited(self.state, beat.token, beat.overdue)
+        there, self.state = self.state, regrouping.waited(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
         for process in self.processes[1:]:
             place = self.state.places.get(process.request.token)
             if place is not None and place.dead and there.places[process.request.token].here and math.isinf(process.hangs_s):

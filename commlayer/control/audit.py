@@ -10,11 +10,12 @@ import threading
 import time
 
 from commlayer.errors import RecordError
+from commlayer.transport.unproved_connections import Probe
 
 log = logging.getLogger("commlayer")
 
 MOST_REFUSED = 600
-"""Refusals written out in a minute; a flood of them is counted, so that strangers fill no disk."""
+"""Refusals written out in a minute, and as many probes; a flood of either is counted, so that strangers fill no disk."""
 
 
 class Audit:
@@ -23,7 +24,8 @@ class Audit:
     def __init__(self, path: str) -> None:
         """RecordError if the file cannot be written; nothing is written for an empty path."""
         self._path, self._lock = path, threading.Lock()
-        self._minute, self._refused = 0, 0
+        self._shown: dict[str, tuple[int, int]] = {}
+        """By event: the minute of the last one, and how many there were in it."""
         self._file = -1
         if path:
             try:
@@ -33,18 +35,19 @@ class Audit:
                                   "there") from None
 
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
-        """In the log, too."""
-        log.log(level, "connection from %s refused: %s", where, why)
+        """In the log, too. A probe is noted as what it is: `commlayer doctor` makes some, and a monitor of ports does."""
+        event = "probed" if isinstance(why, Probe) else "refused"
+        log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
         with self._lock:
             minute, over = int(time.monotonic() // 60), 0
-            if minute != self._minute:
-                over, self._minute, self._refused = max(0, self._refused - MOST_REFUSED), minute, 0
-            self._refused += 1
-            shown = self._refused <= MOST_REFUSED
+            last, count = self._shown.get(event, (minute, 0))
+            if minute != last:
+                over, count = max(0, count - MOST_REFUSED), 0
+            self._shown[event] = minute, count + 1
         if over:
-            self.note("refused", where="many", why=f"{over} more within a minute")
-        if shown:
-            self.note("refused", where=where, why=why)
+            self.note(event, where="many", why=f"{over} more within a minute")
+        if count < MOST_REFUSED:
+            self.note(event, where=where, why=why)
 
     def note(self, event: str, **what: str | int) -> None:
         """Without the disk's room the job goes on: the log says so."""

@@ -219,7 +219,7 @@ class Coordinator:
         with self._lock:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
-            self._state = regrouping.waited(self._state, request.token, request.overdue)
+            self._state = regrouping.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
             pulse = regrouping.explained(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._staying()
@@ -295,9 +295,12 @@ class Coordinator:
         if view is None or former is None or view.generation == former.generation:
             return
         gone = ", ".join(f"worker {m.rank}" for m in former.members if m not in view.members)
+        finished = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and p.left == messages.FINISHED}
+        said = ", ".join(f"worker {m.rank}" + (" (finished)" if m.rank in finished else "") for m in former.members
+                         if m not in view.members)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
         self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
-        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {gone}", new and f", {new} among them")
+        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {said}", new and f", {new} among them")
 
     def _note_deaths(self, before: membership.State) -> None:
         self._regroup(before)

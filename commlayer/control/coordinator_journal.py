@@ -75,7 +75,7 @@ def packed(kept: Kept) -> bytes:
     """The file."""
     still = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
              for token, place in kept.state.places.items()}
-    state = msgspec.structs.replace(kept.state, places=still, ticked_s=None)
+    state = msgspec.structs.replace(kept.state, places=still, ticked_s=None, held=None)
     return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
 
 

@@ -98,6 +98,8 @@ class Gathering:
         if view > self._settled:
             self._settled = view
             self._store.forget(view)
+            with self._lock:
+                self._state = homes.forget(self._state, view)
 
     def shut(self) -> str:
         """Why the running job takes no home in; "" if it does."""
@@ -115,8 +117,9 @@ class Gathering:
         """`ended`: ranks of workers that take no part in the job any more."""
         if self._journal is not None:
             self._journal.wait()
+        view = (self._door() or homes.Door()).generation
         with self._lock:
-            before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s, ended)
+            before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s, ended, view)
             self._note(before)
             self._write_down(before)
 
@@ -145,9 +148,8 @@ class Gathering:
         if mine is None:  # it has left since it was heard, and so has its meeting
             return Writer(f"home {home}", meeting_store.LEAST_EACH_NBYTES)
         certificate = mine.asked.certificate
-        same = [h for h in state.here.values() if h.asked.certificate == certificate] if certificate else [mine]
         each = max(meeting_store.MAX_KEPT_NBYTES // workers, meeting_store.LEAST_EACH_NBYTES)
-        most = each * min(workers, sum(h.asked.workers for h in same))
+        most = each * min(workers, homes.parts(state, certificate) if certificate else mine.asked.workers)
         return Writer(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _cast_out(self, home: str) -> str:

@@ -52,6 +52,14 @@ class Door(Record, frozen=True):
     """It is shut for as long as nobody is gone."""
 
 
+class Outlived(Record, frozen=True):
+    """What homes of one certificate may keep while something of one that has left is there, as if that were here still."""
+
+    workers: int
+    view: int
+    """Generation of the newest view when the last of them left: nothing of it is of a later one."""
+
+
 class Homes(Record, frozen=True):
     """`workers`: of the whole job; 0 where nobody has said, and then homes cannot meet."""
 
@@ -67,6 +75,8 @@ class Homes(Record, frozen=True):
     """Homes of a meeting that broke off, and why it did; and those that have left since the job began."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Ranks of homes that have left since the job began, and why nothing comes of them any more."""
+    outlived: Mapping[str, Outlived] = msgspec.field(default_factory=dict)
+    """By certificate."""
     version: str = ""
     """Of the coordinator's software; empty: of whoever comes first."""
 
@@ -77,7 +87,7 @@ def attend(state: Homes, asked: Attend, now: float, door: Door | None = None) ->
         return state, Attended(error=why)
     if asked.leave:
         why = f"has left: {asked.leave}" if state.begun else f"left before the job began: {asked.leave}"
-        return gone(state, asked.home, why), Attended()
+        return gone(state, asked.home, why, door.generation if door else 1), Attended()
     if asked.meeting not in ("", state.meeting):
         return state, Attended(error=RESTARTED)
     if asked.home in state.here:
@@ -107,8 +117,8 @@ def still(state: Homes, now: float) -> Homes:
     return msgspec.structs.replace(state, here=here)
 
 
-def gone(state: Homes, home: str, why: str) -> Homes:
-    """One takes no part any more. Behind the job's beginning that is the end of its own ranks alone."""
+def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
+    """One takes no part any more. Behind the job's beginning that is the end of its own ranks alone. `view`: the newest."""
     if home not in state.here:
         return state
     if state.begun:
@@ -116,8 +126,11 @@ def gone(state: Homes, home: str, why: str) -> Homes:
         said = f"its home {one.who} {why}"
         ranks = range(one.first, one.first + one.asked.workers) if state.met else ()
         here = {token: h for token, h in state.here.items() if token != home}
+        outlived = dict(state.outlived)
+        if of := one.asked.certificate:
+            outlived[of] = Outlived(parts(state, of), max(1, view))
         return msgspec.structs.replace(state, here=here, left={**state.left, **dict.fromkeys(ranks, said)},
-                                       former=_kept({**state.former, home: said}))
+                                       former=_kept({**state.former, home: said}), outlived=outlived)
     if not state.met:
         return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
     said = f"home {state.here[home].who} {why}; start all homes again"
@@ -125,16 +138,29 @@ def gone(state: Homes, home: str, why: str) -> Homes:
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 
 
-def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = ()) -> Homes:
+def parts(state: Homes, certificate: str) -> int:
+    """For how many workers homes of that certificate may leave something: those who are here, or were here together with one
+    of which something is there still. Who comes again takes the place of one that has left, and counts once."""
+    here = sum(h.asked.workers for h in state.here.values() if h.asked.certificate == certificate)
+    return max(here, state.outlived[certificate].workers if certificate in state.outlived else 0)
+
+
+def forget(state: Homes, view: int) -> Homes:
+    """What was left ahead of the view of that generation is there no more."""
+    stay = {of: outlived for of, outlived in state.outlived.items() if outlived.view >= view}
+    return state if len(stay) == len(state.outlived) else msgspec.structs.replace(state, outlived=stay)
+
+
+def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Homes:
     """Judges silence. Behind the job's beginning its workers' heartbeats do, and better, until all of them have `ended`: then
-    it may have left while no coordinator was there to hear it."""
+    it may have left while no coordinator was there to hear it. `view`: the newest."""
     for token, home in state.here.items():
         if now - home.seen_s < max(silence_s, SILENCE_S):
             continue
         if not state.begun:
             state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
         elif _ranks(home) <= {*ended}:
-            state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s behind its workers' end")
+            state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s behind its workers' end", view)
     return state
 
 

@@ -91,6 +91,8 @@ class State(Record, frozen=True):
     """Peer and reason, so that those who wait learn why someone is missing."""
     min_workers: int = 0
     """While so many workers are left, they go on without the others (regrouping.py). 0: all must stay."""
+    held: tuple[int, int, float] | None = None
+    """A step, the worker whom alone all others wait for there while somebody joins, and since when (regrouping.py)."""
 
 
 class Taken(NamedTuple):

@@ -7,6 +7,8 @@ workers are missing, others may come in their place, each under a number that no
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from commlayer.control.homes import Door
@@ -30,11 +32,12 @@ def regrouped(state: State) -> State:
     return msgspec.structs.replace(state, view=msgspec.structs.replace(view, generation=view.generation + 1, members=stay))
 
 
-def waited(state: State, token: str, said: Overdue | None) -> State:
+def waited(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
     """As a server says now of sums that wait; without the workers that hang, if the others can go on.
 
     Blamed are those alone who are missing in the earliest step in which anybody waits, whichever server says it: whoever lacks
     that step's sums can have no part in a later one. A server must say it twice: what it had yet to read then is added now.
+    `patience_s`: for so long the first of the view may keep its part back when all others have sent theirs.
     """
     place = state.places.get(token)
     if place is None or not place.here or place.join.kind != "server":
@@ -44,30 +47,59 @@ def waited(state: State, token: str, said: Overdue | None) -> State:
         tuple(rank for rank in said.missing if rank in before.missing)
     place = msgspec.structs.replace(place, overdue=said, hangs=again)
     state = msgspec.structs.replace(state, places={**state.places, token: place})
+    state = msgspec.structs.replace(state, held=_held(state, now))
     workers = _workers(state)
-    for rank, why in _hung(state).items():
+    for rank, why in _hung(state, now - patience_s).items():
         state = cut(state, [workers[rank].join.token], why)
     return state
 
 
-def _hung(state: State) -> dict[int, str]:
-    """By rank: who lives, does nothing, and is done without, and why."""
-    view, workers = state.view, _workers(state)
+class _Late(NamedTuple):
+    """Those of the view who are missing in the earliest step in which anybody waits, and who says so."""
+
+    step: int
+    ranks: set[int]
+    said: list[tuple[Place, Overdue]]
+
+
+def _late(state: State) -> _Late | None:
     told = [(p, p.overdue) for _, p in sorted(state.places.items()) if p.here and p.overdue is not None]
-    if view is None or not state.min_workers or not told or unable(state):
-        return {}
+    if state.view is None or not told:
+        return None
     step = min(overdue.step for _, overdue in told)
-    earliest = [(p, overdue) for p, overdue in told if overdue.step == step]
-    there = {m.rank for m in view.members if workers[m.rank].here}
-    late = there & {rank for _, overdue in earliest for rank in overdue.missing}
-    if settled(state) < view.generation and any(m.rank >= state.workers for m in view.members):
-        # Until all have come to the step in which somebody joins, the first keeps its part of it back (job/regroup.py).
-        late.discard(view.members[0].rank)
-    if len(there) - len(late) < state.min_workers:
+    said = [(p, overdue) for p, overdue in told if overdue.step == step]
+    return _Late(step, _there(state) & {rank for _, overdue in said for rank in overdue.missing}, said)
+
+
+def _first(state: State) -> int | None:
+    """Who may keep its part of a step back now: while somebody joins the first of the view does, until all have come to that
+    step (job/regroup.py)."""
+    view = state.view
+    joining = view is not None and settled(state) < view.generation and any(m.rank >= state.workers for m in view.members)
+    return view.members[0].rank if view is not None and joining else None
+
+
+def _held(state: State, now: float) -> tuple[int, int, float] | None:
+    """Whether that one alone is missing there, and since when. Then all have come, and have only to tell each other so."""
+    late, first, before = _late(state), _first(state), state.held
+    if late is None or first is None or late.ranks != {first}:
+        return None
+    return before if before is not None and before[:2] == (late.step, first) else (late.step, first, now)
+
+
+def _hung(state: State, until: float) -> dict[int, str]:
+    """By rank: who lives, does nothing, and is done without, and why. Who holds all others up since `until` does, too."""
+    late = _late(state)
+    if late is None or not state.min_workers or unable(state):
         return {}
-    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {step}, said by {p.peer}): "
-                  "it hangs, or its machine is far too slow for deadline_s"
-            for p, overdue in reversed(earliest) for rank in p.hangs if rank in late}
+    ranks = late.ranks
+    if state.held is None or state.held[2] > until:
+        ranks = ranks - {_first(state)}
+    if len(_there(state)) - len(ranks) < state.min_workers:
+        return {}
+    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, said by "
+                  f"{p.peer}): it hangs, or its machine is far too slow for deadline_s"
+            for p, overdue in reversed(late.said) for rank in p.hangs if rank in ranks}
 
 
 def door(state: State) -> Door:
@@ -140,6 +172,12 @@ def explained(state: State, pulse: Pulse) -> Pulse:
         return msgspec.structs.replace(gone, reason=gone.reason + why) if ours else gone
 
     return msgspec.structs.replace(pulse, lost=tuple(map(said, pulse.lost)), left=tuple(map(said, pulse.left)))
+
+
+def _there(state: State) -> set[int]:
+    """Workers of the view who are here."""
+    workers = _workers(state)
+    return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].here}
 
 
 def _workers(state: State) -> dict[int, Place]:

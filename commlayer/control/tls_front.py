@@ -134,7 +134,7 @@ class Front:
             self._hall.leave(sock)
             self._pass_on(sock, certified)
         except CommError as error:
-            self._refused(where, str(error))
+            self._refused(where, self._hall.why(sock, error))
         except OSError:
             pass  # it, or this process, has ended the connection
         finally:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, one_line
+from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.byte_channel import ByteChannel
@@ -161,16 +161,20 @@ def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, d
 
 
 def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
+    heard = kind != Kind.HELLO  # which is the first that an acceptor reads
     try:
         while (frame := reader.next()) is None:
             _wait_until(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
-                raise PeerLost("connection closed in the greeting", peer=who)
+                raise PeerLost("connection closed in the greeting", peer=who) if heard else Unsaid()
+            heard = True
             reader.filled(n)
     except TimeoutError:
         raise DeadlineExceeded(f"no {kind.name} before the deadline", peer=who) from None
     except OSError as error:
+        if not heard:
+            raise Unsaid() from None
         raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
         raise type(error)(error.what, peer=who) from None

@@ -23,7 +23,7 @@ from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
 from commlayer.transport.receive_buffers import Pool
-from commlayer.transport.unproved_connections import HURRY_S, Hall
+from commlayer.transport.unproved_connections import HURRY_S, Hall, Probe
 
 Address = tuple[str, int]
 FORMER_S = 0.5
@@ -39,7 +39,7 @@ Open = Callable[[float], ByteChannel]
 
 
 def note_refusal(where: str, why: str) -> None:
-    mailbox.log.warning("connection from %s dropped: %s", where, why)
+    (mailbox.log.info if isinstance(why, Probe) else mailbox.log.warning)("connection from %s dropped: %s", where, why)
 
 
 class Settings(NamedTuple):
@@ -227,7 +227,7 @@ class StreamTransport:
             else:
                 self._connect(sock, peer, reader, hello.session)
         except (CommError, OSError) as error:
-            self._settings.refused(where, str(error))
+            self._settings.refused(where, self._hall.why(sock, error))
             drop(sock)
             if peer is not None:
                 if not self._settings.resume:

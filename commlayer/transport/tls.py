@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from commlayer.errors import CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused
+from commlayer.errors import CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
 from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
 DATA, CONTROL = PROTOCOLS
@@ -70,6 +70,8 @@ class TlsSocket(socket.socket):
         self._cipher = memoryview(b"")  # made and not out yet,
         self._plain = 0  # of so many bytes
         self._failed: CommError | None = None
+        self._heard = not server
+        """Whether whoever dialled has said anything."""
 
     # ---- the handshake
 
@@ -90,6 +92,8 @@ class TlsSocket(socket.socket):
         except TimeoutError:
             raise DeadlineExceeded("no TLS handshake before the deadline") from None
         except OSError as error:
+            if not self._heard:
+                raise Unsaid() from None
             raise PeerLost(f"connection lost in the TLS handshake ({error.strerror or error}): are keys (COMMLAYER_KEYS) set "
                            "there, too?") from None
         self.peer = of_peer(self._tls)
@@ -130,6 +134,7 @@ class TlsSocket(socket.socket):
         n = super().recv_into(self._raw)
         with self._lock:
             if n:
+                self._heard = True
                 self._in.write(self._raw[:n])
             else:
                 self._in.write_eof()
@@ -152,6 +157,8 @@ class TlsSocket(socket.socket):
     def _reason(self, error: ssl.SSLError) -> CommError:
         now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
         if isinstance(error, ssl.SSLEOFError):
+            if not self._heard:
+                return Unsaid()
             return PeerLost("connection closed in the TLS handshake: are keys (COMMLAYER_KEYS) set there, too?")
         if isinstance(error, ssl.SSLCertVerificationError):
             line = _VERIFIED.get(error.verify_code)

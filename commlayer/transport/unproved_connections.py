@@ -6,12 +6,17 @@ import socket
 import threading
 import time
 
+from commlayer.errors import Unsaid
 from commlayer.transport.byte_channel import ByteChannel
 
 MOST = 64
 """At once; more wait in the kernel's backlog."""
 HURRY_S = 0.5
 """When it is full, whoever has been here for longer gives way: those who greet need two round trips."""
+
+
+class Probe(str):
+    """Why nobody came in where nothing was asked for: whoever dialled has said nothing, and shown no credential."""
 
 
 class Hall:
@@ -58,6 +63,11 @@ class Hall:
         with self._work:
             self._here.pop(sock, None)
             self._work.notify_all()
+
+    def why(self, sock: ByteChannel, error: Exception) -> str:
+        """Why whoever came by it has not come in. One that was sent away for its silence is no probe: this end closed it."""
+        with self._work:
+            return Probe(error.what) if isinstance(error, Unsaid) and sock in self._here else str(error)
 
     def close(self) -> None:
         """Everybody out."""
