@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,19 @@ import torch
 from homes_kit import Homes, ended
 from test_homes_between_steps import whole
 from test_homes_hung import DEADLINE_S, hang
-from test_homes_regroup import EXACT, STEPS, Given, flat, reference, slopes
+from test_homes_regroup import EXACT, KILLED, STEPS, Given, flat, reference, slopes
 
 
 def main(what: str, hangs: str, directory: str) -> None:
-    """Behind every fourth step it saves, changes its plan, or adds up a number. `hangs`: "HOME@STEP", ahead of that."""
+    """Behind every fourth step it saves, changes its plan, or adds up a number. `hangs`: "HOME@STEP", ahead of that; who is to
+    be killed there is "HOME!STEP"."""
     import torch.distributed as dist
 
     import commlayer
     from commlayer.planner import default_plan
 
     home, model = int(os.environ["RANK"]), Given()
-    found = [int(step) for one, step in re.findall(r"(\d+)@(\d+)", hangs) if int(one) == home]
+    found = {how: int(step) for one, how, step in re.findall(r"(\d+)([@!])(\d+)", hangs) if int(one) == home}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     worlds, sums, plans = list[int](), list[float](), list[int]()
     with commlayer.attach(model, optimizer, plan=EXACT) as session:
@@ -36,8 +38,10 @@ def main(what: str, hangs: str, directory: str) -> None:
             plans.append(len(made.plan.buckets))
             optimizer.step()
             optimizer.zero_grad()
-            if step in found:
+            if found.get("@") == step:
                 hang(made, stays=False)
+            if found.get("!") == step:
+                os.kill(os.getpid(), signal.SIGKILL)
             if step % 4 == 3 and what == "save":
                 session.save(directory)
             elif step % 4 == 3 and what == "switch":
@@ -86,6 +90,18 @@ def test_who_hangs_where_all_meet_between_two_steps_is_done_without_and_named(ho
         assert len(set(told[0]["plans"])) == 3
     if what == "own":
         assert [one["sums"] for one in told] == [[1101.0, 101.0, 101.0]] * 2
+
+
+def test_who_hangs_where_another_is_killed_holds_those_who_are_left_up_no_longer(homes: Homes, tmp_path: Path) -> None:
+    """They wait for its word in which step they go on."""
+    _, ends = trained(homes, 4, "save", "1@3 3!3", tmp_path, "--min-workers", "2")
+    assert [code for code, _, _ in ends] == [0, 1, 0, KILLED], [said for _, _, said in ends]
+    told = [rows[0] for _, rows, _ in ends[:3:2]]
+    worlds = [4] * 4 + [2] * 8
+    assert [one["worlds"] for one in told] == [worlds] * 2
+    assert told[0]["weights"] == told[1]["weights"] == reference(worlds, [[0, 1, 2, 3], [0, 2]])
+    assert why(2) in ends[1][2]
+    assert whole(tmp_path, 2).world == 2
 
 
 def test_where_all_must_stay_all_end_by_the_deadline(homes: Homes, tmp_path: Path) -> None:
