@@ -93,7 +93,8 @@ def test_who_hangs_where_all_meet_between_two_steps_is_done_without_and_named(ho
 
 
 def test_who_hangs_where_another_is_killed_holds_those_who_are_left_up_no_longer(homes: Homes, tmp_path: Path) -> None:
-    """They wait for its word in which step they go on."""
+    """They wait for its word in which step they go on. The death is heard of long before the hang."""
+    homes.set(COMMLAYER_RECONNECT_S="1")
     _, ends = trained(homes, 4, "save", "1@3 3!3", tmp_path, "--min-workers", "2")
     assert [code for code, _, _ in ends] == [0, 1, 0, KILLED], [said for _, _, said in ends]
     told = [rows[0] for _, rows, _ in ends[:3:2]]

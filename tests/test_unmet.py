@@ -105,6 +105,16 @@ def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks
     assert rows(meetings, 51.0) == [Unmet(3, {0: 1.0}, 5.0)], "it begins anew"
 
 
+def test_who_has_been_told_that_somebody_is_gone_waits_for_nobody_there() -> None:
+    meetings = Meetings()
+    for rank in (0, 1):
+        meetings.waits(rank, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.ends(0, ["a/2", "a/3", "a/4"])
+    assert rows(meetings, 11.0) == [Unmet(2, {1: 1.0}, 5.0), Unmet(3, {1: 1.0}, 5.0)]
+    meetings.ends(1, ["a/2"])
+    assert rows(meetings, 11.0) == [Unmet(3, {1: 1.0}, 5.0)]
+
+
 def test_who_says_that_a_name_is_anothers_keeps_nobody_from_saying_whose_it_is() -> None:
     meetings = Meetings()
     meetings.waits(3, [("a/2", 0)], 5.0, 10.0)

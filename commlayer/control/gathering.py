@@ -78,12 +78,14 @@ class Gathering:
             there = list(zip(asked.want, found, strict=True))
             if asked.limit_s > 0.0 and self._is_of(asked.home, asked.rank):
                 self._meetings.waits(asked.rank, [want for want, value in there if value is None], asked.limit_s, self._clock())
-            if asked.without and all(value is not None or rank in lost for (_, rank), value in there):
-                return Kept(found, "", total, over=True)
-            if asked.without:
+            over = asked.without and all(value is not None or rank in lost for (_, rank), value in there)
+            if asked.without and not over:
                 never = []  # who is there may come yet
-            if never:
-                return Kept(found, lost[never[0]], total, lost=peer_name(never[0]))
+            if over or never:
+                if self._is_of(asked.home, asked.rank):
+                    self._meetings.ends(asked.rank, names)
+                return Kept(found, "", total, over=True) if over else \
+                    Kept(found, lost[never[0]], total, lost=peer_name(never[0]))
             if left_s <= 0:
                 return Kept(found, self._heard(asked.home), total)
             await store.change(left_s)

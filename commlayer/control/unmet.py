@@ -49,6 +49,13 @@ class Meetings:
                 begin_s = by[rank].begin_s if rank in by else now
                 self._names.setdefault(name, {}).setdefault(of, {})[rank] = _Wait(begin_s, now, limit_s)
 
+    def ends(self, rank: int, names: Iterable[str]) -> None:
+        """It waits for these no more, though they have not come."""
+        with self._lock:
+            for name in names:
+                for by in self._names.get(name, {}).values():
+                    by.pop(rank, None)
+
     def came(self, names: Iterable[str]) -> None:
         with self._lock:
             for name in names:
