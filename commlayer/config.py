@@ -232,9 +232,19 @@ def alike(config: Config) -> dict[str, str]:
     return told | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
 
 
+NOTICE_HEARTBEATS = 3
+"""After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
+
+
 def reconnect_window_s(config: Config) -> float:
     """reconnect_s, as far as deadline_s leaves time for it."""
     return min(config.reconnect_s, config.deadline_s)
+
+
+def judged_s(config: Config) -> float:
+    """Behind its own deadline a worker that others may leave waits so long: by then the coordinator has judged who has fallen
+    silent, or hangs, and this worker has heard of it."""
+    return reconnect_window_s(config) + config.dead_after_s + NOTICE_HEARTBEATS * config.heartbeat_s
 
 
 def unheard_s(config: Config) -> float:

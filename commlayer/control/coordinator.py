@@ -68,6 +68,9 @@ class Coordinator:
             self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
         self._lock = threading.Lock()
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
+        self._deadline_s = config.deadline_s
+        self._late: dict[int, float] = {}
+        """Who hangs as it seems, and since when it does: others' words that lay unread here may tell otherwise."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
@@ -258,12 +261,21 @@ class Coordinator:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
                                               TOLD_HEARTBEATS * self._heartbeat_s)
+                self._drop_awaited()
                 self._note_deaths(before)
                 self._note_unheard(before)
             try:
                 self._drop_revoked()
             except Exception:  # without the ticker nobody who falls silent would be missed
                 log.exception("revoked certificates could not be dropped; the next tick tries again")
+
+    def _drop_awaited(self) -> None:
+        """Under the lock."""
+        now, found = self._clock(), regrouping.awaited(self._state, self._gathering.unmet(), self._deadline_s)
+        self._late = {rank: self._late.get(rank, now) for rank in found}
+        for token, place in list(self._state.places.items()):
+            if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
+                self._state = membership.cut(self._state, [token], found[place.rank])
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked

@@ -15,6 +15,7 @@ from commlayer.control.audit import Audit
 from commlayer.control.meeting_journal import Known, MeetingJournal
 from commlayer.control.meeting_store import MeetingStore, Writer
 from commlayer.control.messages import Ask, Attend, Attended, Kept, version
+from commlayer.control.unmet import Meetings, Unmet
 from commlayer.transport.protocol import peer_name
 
 log = logging.getLogger("commlayer")
@@ -35,7 +36,7 @@ class Gathering:
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door = min_workers, door
         self._lock = threading.Lock()
-        self._settled = 1
+        self._settled, self._meetings = 1, Meetings()
         self._journal = journal
         for record in journal.read() if journal is not None else ():
             if isinstance(record, Known):
@@ -65,6 +66,7 @@ class Gathering:
         by = self._writer(asked.home, newest)
         # Whoever has heard of a newer view finds all that will ever be said in this one: so all find the same.
         store.put(asked.put if not asked.view or asked.view >= newest else (), by)
+        self._meetings.came(name for name, _ in asked.put)
         store.drop(asked.drop)
         total = 0 if asked.add is None else store.add(*asked.add, by)
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
@@ -73,13 +75,17 @@ class Gathering:
             lost = {**self._state.left, **self._lost()}
             never = [rank for (_, rank), value in zip(asked.want, found, strict=True) if value is None and rank in lost]
             left_s = until - time.monotonic()
-            there = zip(asked.want, found, strict=True)
-            if asked.without and all(value is not None or rank in lost for (_, rank), value in there):
-                return Kept(found, "", total, over=True)
-            if asked.without:
+            there = list(zip(asked.want, found, strict=True))
+            if asked.limit_s > 0.0 and self._is_of(asked.home, asked.rank):
+                self._meetings.waits(asked.rank, [want for want, value in there if value is None], asked.limit_s, self._clock())
+            over = asked.without and all(value is not None or rank in lost for (_, rank), value in there)
+            if asked.without and not over:
                 never = []  # who is there may come yet
-            if never:
-                return Kept(found, lost[never[0]], total, lost=peer_name(never[0]))
+            if over or never:
+                if self._is_of(asked.home, asked.rank):
+                    self._meetings.ends(asked.rank, names)
+                return Kept(found, "", total, over=True) if over else \
+                    Kept(found, lost[never[0]], total, lost=peer_name(never[0]))
             if left_s <= 0:
                 return Kept(found, self._heard(asked.home), total)
             await store.change(left_s)
@@ -100,6 +106,10 @@ class Gathering:
             self._store.forget(view)
             with self._lock:
                 self._state = homes.forget(self._state, view)
+
+    def unmet(self) -> list[Unmet]:
+        """Who waits for whom, where they say for how long that may be."""
+        return self._meetings.unmet(self._clock())
 
     def shut(self) -> str:
         """Why the running job takes no home in; "" if it does."""
@@ -139,6 +149,12 @@ class Gathering:
                 self._state = homes.heard(self._state, home, self._clock())
                 return ""
             return self._state.former.get(home, homes.RESTARTED)
+
+    def _is_of(self, home: str, rank: int) -> bool:
+        """Nobody waits in another's name."""
+        with self._lock:
+            one = self._state.here.get(home)
+        return one is not None and self._state.met and one.first <= rank < one.first + one.asked.workers
 
     def _writer(self, home: str, view: int) -> Writer:
         """Whoever leaves something from that home: its certificate, which it may have more homes with, else the home alone."""

@@ -42,15 +42,16 @@ class Desk:
     def ask(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
-        view: int = 0,
+        view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0,
     ) -> messages.Kept:
         """What is there of what it wants: all of it, if it waits, by `deadline`; else `found` has gaps. `without`: all but what
-        those would have left who are gone. `view`: see messages.Ask.
+        those would have left who are gone. `view`, `rank`, `limit_s`: see messages.Ask.
 
         CommError for what will never be there, or where nobody answers until then, or nothing listens for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
-        asked = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view)
+        asked = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view, rank=rank,
+                             limit_s=limit_s)
         lost_s = math.inf  # since when nothing listens there
         while True:
             if self._closed:

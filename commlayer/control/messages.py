@@ -217,6 +217,10 @@ class Ask(Record, frozen=True):
     """What those would have written who are gone is waited for no longer, and is no error."""
     view: int = 0
     """Not 0: what it writes is said in the view of that generation, and none of it counts once there is a newer one."""
+    rank: int = ANY
+    """Who of that home waits for ranks that should have come, and"""
+    limit_s: float = 0.0
+    """for how long that may be. 0: nobody is to be blamed."""
 
 
 class Kept(Record, frozen=True):

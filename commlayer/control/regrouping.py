@@ -7,6 +7,7 @@ workers are missing, others may come in their place, each under a number that no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from commlayer.control.homes import Door
 from commlayer.control.membership import Place, State, Taken, conflict, cut, over
 from commlayer.control.messages import FINISHED, Gone, Join, Overdue, Pulse, Seat, incompatible
+from commlayer.control.unmet import Unmet
 from commlayer.records import Member
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -100,6 +102,35 @@ def _hung(state: State, until: float) -> dict[int, str]:
     return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, said by "
                   f"{p.peer}): it hangs, or its machine is far too slow for deadline_s"
             for p, overdue in reversed(late.said) for rank in p.hangs if rank in ranks}
+
+
+def awaited(state: State, meetings: Sequence[Unmet], limit_s: float) -> dict[int, str]:
+    """By rank: who lets others wait where homes meet, and is done without if it does so when this is asked again; and why.
+
+    That is who waits for nobody itself, and for whom at least half of those who are here have waited for `limit_s`, or as long
+    as they may if that is longer. While a sum waits anywhere, who is missing in that holds up all the others.
+    """
+    view, workers = state.view, _workers(state)
+    summing = any(p.here and p.overdue is not None for p in state.places.values())
+    if view is None or not state.min_workers or not meetings or summing or unable(state):
+        return {}
+    there = {m.rank for m in view.members if workers[m.rank].here}
+    free = there - {rank for one in meetings for rank in one.waited_s}
+    # By name: for how long each of those who are here has waited, the longest first.
+    waits = [(one, sorted((one.waited_s[rank] for rank in there & one.waited_s.keys()), reverse=True))
+             for one in meetings if one.rank in free]
+    half = (len(there) + 1) // 2
+    waits = [(one, waited_s) for one, waited_s in waits if len(waited_s) >= half]
+    if len(there) - len({one.rank for one, _ in waits}) < state.min_workers:
+        return {}
+    found = {}
+    for one, waited_s in waits:
+        most_s = max(limit_s, one.limit_s)
+        if waited_s[half - 1] >= most_s:
+            found[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
+                               "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
+                               "deadline_s")
+    return found
 
 
 def door(state: State) -> Door:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from commlayer.config import Launch, read_config, read_launch
+from commlayer.config import Launch, judged_s, read_config, read_launch
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
@@ -36,10 +36,11 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     from commlayer.transport import home_world
 
     config = read_config()  # of the environment, where the launcher has put what it met the coordinator with
+    leave = config.min_workers > 0
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
     home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
-                     without=config.min_workers > 0, held=AHEAD if launch.joins >= 0 else "")
+                     without=leave, held=AHEAD if launch.joins >= 0 else "", patience_s=judged_s(config) if leave else 0.0)
 
 
 def main() -> None:

@@ -199,7 +199,9 @@ class Regrouping:
 
     def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
               here: Callable[[], bool] = never) -> list[Word]:
-        return self._words.tell(view, what, self._made.id, word, until, among=among, here=here)
+        # Others may be as long on their way here as to a step.
+        limit_s = self._config.deadline_s * (self._made.plan.local_steps if self._made.plan is not None else 1)
+        return self._words.tell(view, what, self._made.id, word, until, among=among, here=here, limit_s=limit_s)
 
     # ---- to the new view
 

@@ -12,7 +12,7 @@ import torch
 
 from commlayer import records
 from commlayer.compressors import kernels
-from commlayer.config import Config, codec_threads, is_loopback
+from commlayer.config import NOTICE_HEARTBEATS, Config, codec_threads, is_loopback
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.job import requested_plan
@@ -30,9 +30,6 @@ from commlayer.runtime.initial_sync import align as align_tensors
 from commlayer.transport import secret
 from commlayer.transport.groups import Groups
 from commlayer.transport.rank_rows import RowChannel
-
-NOTICE_HEARTBEATS = 3
-"""After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
 
 
 def connect(

@@ -16,6 +16,7 @@ from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.records import View
 from commlayer.transport import home_world
 from commlayer.transport.protocol import peer_name
+from commlayer.transport.world_store import ANY
 
 LOOK_S = 0.5
 """How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
@@ -50,24 +51,27 @@ class ViewWords:
         """Under which names it has: nothing of that changes."""
 
     def tell(self, view: View, what: str, mine: int, word: Word, until: float, *, among: Sequence[int] = (),
-             here: Callable[[], bool] = never) -> list[Word]:
+             here: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Word]:
         """The words of `among` (all of the view if empty), in the view's order; none where all of the step is `here` before
-        they have spoken. Newer if there is another view before."""
+        they have spoken. Newer if there is another view before. `limit_s`: for how long the others may wait for one, as said to
+        the coordinator (messages.Ask), whose verdict is waited for, too, until `until`."""
         who = [m.rank for m in view.members if not among or m.rank in among]
         own = name_of(view, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
-        rows = self.read(view, [(name_of(view, what, rank), rank) for rank in who], until, step=word.step, put=put, here=here)
+        rows = self.read(view, [(name_of(view, what, rank), rank) for rank in who], until, step=word.step, put=put, here=here,
+                         waits=(mine, limit_s))
         self._said.add(own)
         return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
 
     def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
-             put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never) -> list[bytes]:
-        """What is there under these names, which those ranks are to write."""
+             put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
+             waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
+        """What is there under these names, which those ranks are to write. `waits`: who does, and its limit."""
         while True:
             try:
                 newer = self.newest is not view
                 found = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
-                                              view=view.generation).found
+                                              view=view.generation, rank=waits[0], limit_s=waits[1]).found
             except CommError:
                 if self.newest is view and not self.hears_of(view):
                     raise

@@ -36,6 +36,8 @@ class _World(NamedTuple):
     """Whether scripts' collectives go on without who is gone."""
     held: str
     """As of a RelayedGroup, of what scripts ask of all in the default group."""
+    patience_s: float
+    """As of a RelayedGroup."""
 
 
 _worlds: list[_World] = []
@@ -47,15 +49,16 @@ END_S = 5.0
 
 
 def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
-          held: str = "") -> None:
+          held: str = "", patience_s: float = 0.0) -> None:
     """torch's default group. `home`: the numbers of ranks that share this machine, whose own groups are of backend `inside`.
-    `without`: what scripts ask of all goes on without those who are gone. `held`: until `release` it fails with that line."""
+    `without`: what scripts ask of all goes on without those who are gone. `held`: until `release` it fails with that line.
+    `patience_s`: how long collectives wait behind their limits for a verdict on who has not come."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     if not _worlds:
         atexit.register(_end)
     _make(_World(desk, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(desk, timeout_s), without, held), rank)
+                 WorldStore(desk, timeout_s), without, held, patience_s), rank)
 
 
 def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
@@ -142,7 +145,7 @@ def _group(options: Any, _: Any) -> RelayedGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     made = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
                         options.group_rank, options.timeout.total_seconds())
-    made.without, made.held = world.without, world.held
+    made.without, made.held, made.patience_s = world.without, world.held, world.patience_s
     _groups.add(made)
     return made
 

@@ -90,6 +90,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self._failed = self._name = ""
         self.without = False
         """Whether those who are gone are left out, alike by all who are left. Else that is an error."""
+        self.patience_s = 0.0
+        """How long it waits behind its limit: where one that hangs is done without, by then somebody has judged that."""
         self.held = ""
         """Why nothing is carried out for now: then every call fails with this line."""
         self.alone = False
@@ -185,7 +187,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave. `heirs`: if it is gone,
         the first who is left does it in its place. `every`: without a member's bytes there is none, on all who are left."""
-        work, nbytes = Work(f"{what} between homes", self._timeout_s), x.numel() * x.element_size()
+        work, nbytes = Work(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
         if self.held and self.alone:
             for output, value in zip(outputs, made([_bytes(x)] * self.size()) if outputs else (), strict=True):
                 output.detach().copy_(value.view(output.shape))
@@ -252,14 +254,16 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def _part(self, data: bytes, first: int, number: int) -> Rows:
         """One part of everybody's."""
         piece = data[number * PART_NBYTES : (number + 1) * PART_NBYTES]
-        at, until = first + number, time.monotonic() + self._timeout_s
+        limit_s = self._timeout_s
+        at, until = first + number, time.monotonic() + limit_s + self.patience_s
         others = [member for member in range(len(self._ranks)) if member != self._mine]
         drop = [self._key(at - 2 * AHEAD, self._mine)] if at >= 2 * AHEAD else []
         kept = self._desk.ask(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.without,
-                              want=[(self._key(at, member), self._ranks[member]) for member in others])
+                              want=[(self._key(at, member), self._ranks[member]) for member in others],
+                              rank=self._ranks[self._mine], limit_s=limit_s)
         if None in kept.found and not kept.over:
             missing = [self._ranks[member] for member, value in zip(others, kept.found, strict=True) if value is None]
-            raise CommError(f"nothing heard within {self._timeout_s:g} s from rank {', '.join(map(str, missing))}, "
+            raise CommError(f"nothing heard within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
                             "which has not come as far as this one")
         rows = list(kept.found)
         return [*rows[: self._mine], piece, *rows[self._mine :]]

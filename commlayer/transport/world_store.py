@@ -36,7 +36,7 @@ class Desk(Protocol):
     def ask(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
-        view: int = 0,
+        view: int = 0, rank: int = ANY, limit_s: float = 0.0,
     ) -> Found: ...
 
     def close(self) -> None: ...

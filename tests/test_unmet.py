@@ -1,0 +1,222 @@
+"""Who does not come to where homes meet: who counts as waiting, whom the coordinator blames, and how long collectives wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+from control_kit import WAIT_S, all_opened, quick  # noqa: F401  (a fixture)
+from test_homes_store import joined, met
+from test_hung_members import several
+
+from commlayer import config
+from commlayer.control import membership, regrouping, unmet
+from commlayer.control.membership import State
+from commlayer.control.messages import Overdue
+from commlayer.control.unmet import Meetings, Unmet
+from commlayer.errors import CommError, PeerLost
+from commlayer.job import home_process
+from commlayer.transport import home_world
+from commlayer.transport.relayed_group import RelayedGroup
+
+LIMIT_S = 300.0
+
+
+# ---- whom the coordinator blames
+
+
+def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S) -> list[int]:
+    return sorted(regrouping.awaited(state, [Unmet(rank, waited_s, limit_s) for rank, waited_s in rows], LIMIT_S))
+
+
+ALL = {0: 400.0, 1: 390.0, 3: 380.0}
+SAID = [
+    ("nobody waits", [], []),
+    ("all others", [(2, ALL)], [2]),
+    ("half of all who are here", [(2, {0: 400.0, 1: 390.0})], [2]),
+    ("in several places", [(2, {0: 400.0, 3: 390.0}), (2, ALL)], [2]),
+    ("two at once", [(1, {0: 400.0, 3: 390.0}), (2, {0: 400.0, 3: 390.0})], [1, 2]),
+    ("one alone", [(2, {0: 900.0})], []),
+    ("not half for so long", [(2, {0: 900.0, 1: 290.0, 3: 280.0})], []),
+    ("who waits itself", [(2, ALL), (0, {2: 10.0})], []),
+    ("who waits for another that hangs", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
+    ("too few would be left", [(rank, {0: 400.0, 9: 400.0, 8: 400.0}) for rank in (1, 2, 3)], []),
+    ("strangers' waiting", [(2, {0: 400.0, 8: 400.0, 9: 400.0})], []),
+    ("a stranger", [(9, ALL)], []),
+]
+
+
+@pytest.mark.parametrize(("rows", "found"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
+def test_blamed_is_for_whom_half_have_waited_and_who_waits_for_nobody(
+        rows: list[tuple[int, dict[int, float]]], found: list[int]) -> None:
+    assert blamed(several(), *rows) == found
+
+
+def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over() -> None:
+    rows = [(2, {0: 400.0, 1: 390.0}), (3, {0: 100.0, 1: 90.0})]
+    assert blamed(several(least=2), *rows) == [2]
+    assert blamed(several(least=3), *rows) == []
+
+
+def test_where_a_group_may_take_longer_it_may() -> None:
+    assert blamed(several(), (2, ALL), limit_s=500.0) == []
+    assert blamed(several(), (2, ALL), limit_s=1.0) == [2]
+    assert blamed(several(), (2, {0: 200.0, 1: 200.0, 3: 200.0}), limit_s=1.0) == [], "the coordinator's own holds"
+
+
+@pytest.mark.parametrize("state", [several(least=0), several(unable=3), several(least=4)], ids=["all", "unable", "least"])
+def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
+    assert blamed(state, (2, ALL)) == []
+
+
+def test_while_a_sum_waits_that_counts_alone() -> None:
+    state = several()
+    place = msgspec.structs.replace(state.places["s0"], overdue=Overdue(7))
+    assert blamed(msgspec.structs.replace(state, places={**state.places, "s0": place}), (2, ALL)) == []
+
+
+def test_the_dead_neither_wait_nor_hang() -> None:
+    state = membership.cut(several(), ["w0"], "killed")
+    assert blamed(state, (2, {0: 400.0, 1: 390.0})) == []
+    assert blamed(state, (2, {1: 400.0, 3: 390.0}), (0, {1: 400.0, 3: 390.0})) == [2]
+
+
+# ---- who waits
+
+
+def rows(meetings: Meetings, now: float) -> list[Unmet]:
+    return sorted(meetings.unmet(now), key=lambda one: one.rank)
+
+
+def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks() -> None:
+    meetings = Meetings()
+    meetings.waits(0, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.waits(1, [("a/2", 2)], 7.0, 12.0)
+    meetings.waits(0, [("a/2", 2), ("a/3", 3)], 5.0, 13.0)
+    assert rows(meetings, 14.0) == [Unmet(2, {0: 4.0, 1: 2.0}, 7.0), Unmet(3, {0: 4.0}, 5.0)]
+    meetings.came(["a/2"])
+    assert rows(meetings, 14.0) == [Unmet(3, {0: 4.0}, 5.0)]
+    assert rows(meetings, 13.0 + unmet.STALE_S) == []
+    meetings.waits(0, [("a/3", 3)], 5.0, 50.0)
+    assert rows(meetings, 51.0) == [Unmet(3, {0: 1.0}, 5.0)], "it begins anew"
+
+
+def test_who_has_been_told_that_somebody_is_gone_waits_for_nobody_there() -> None:
+    meetings = Meetings()
+    for rank in (0, 1):
+        meetings.waits(rank, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.ends(0, ["a/2", "a/3", "a/4"])
+    assert rows(meetings, 11.0) == [Unmet(2, {1: 1.0}, 5.0), Unmet(3, {1: 1.0}, 5.0)]
+    meetings.ends(1, ["a/2"])
+    assert rows(meetings, 11.0) == [Unmet(3, {1: 1.0}, 5.0)]
+
+
+def test_who_says_that_a_name_is_anothers_keeps_nobody_from_saying_whose_it_is() -> None:
+    meetings = Meetings()
+    meetings.waits(3, [("a/2", 0)], 5.0, 10.0)
+    meetings.waits(0, [("a/2", 2)], 5.0, 11.0)
+    assert rows(meetings, 12.0) == [Unmet(0, {3: 2.0}, 5.0), Unmet(2, {0: 1.0}, 5.0)]
+
+
+def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unmet, "MOST_NAMES", 4)
+    meetings = Meetings()
+    for first in (0, 6, 12):
+        meetings.waits(3, [(f"{n}", 2) for n in range(first, first + 6)], 5.0, 10.0)
+    assert len(rows(meetings, 11.0)) <= 8
+    meetings.waits(0, [("a/2", 2)], 5.0, 10.0)
+    assert Unmet(2, {0: 1.0}, 5.0) in rows(meetings, 11.0)
+
+
+# ---- at a coordinator
+
+
+def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
+    """At these desks, as those ranks, for a part of that rank's."""
+    errors = list[CommError]()
+
+    def one(desk: Any, mine: int) -> None:
+        try:
+            desk.ask(time.monotonic() + WAIT_S, want=[(name, rank)], rank=mine, limit_s=0.1)
+        except CommError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=each) for each in desks]
+    for thread in threads:
+        thread.start()
+    return threads, errors
+
+
+def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1)
+    members = joined(opened, coordinator, 3)
+    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [type(error) for error in errors] == [PeerLost] * 2
+    assert "worker 2: was dropped: did not come for 0.2 s to where 2 others waited" in str(errors[0])
+    end = time.monotonic() + WAIT_S
+    while members[0].newest.generation == 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [m.rank for m in members[0].newest.members] == [0, 1]
+
+
+def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
+    joined(opened, coordinator, 3)
+    waiting([(desks[0], 0), (desks[0], 1)], "group/0/2", 2)
+    end = time.monotonic() + WAIT_S
+    while not coordinator._gathering.unmet() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert {rank for one in coordinator._gathering.unmet() for rank in one.waited_s} == {0}
+
+
+def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1)
+    joined(opened, coordinator, 3)
+    coordinator._heartbeat_s = WAIT_S
+    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
+    end = time.monotonic() + WAIT_S
+    while not coordinator._late and time.monotonic() < end:
+        time.sleep(0.01)
+    assert list(coordinator._late) == [2]
+    desks[2].ask(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert (errors, coordinator._gathering.unmet()) == ([], [])
+
+
+# ---- how long collectives wait for that
+
+
+def test_a_collective_says_its_limit_and_waits_longer() -> None:
+    said = dict[str, Any]()
+
+    class Desk:
+        def ask(self, deadline: float, **asked: Any) -> Any:
+            said.update(asked, left_s=deadline - time.monotonic())
+            raise CommError("it is over")
+
+    group = RelayedGroup(Desk(), "test", [4, 7], 1, 20.0)  # type: ignore[arg-type]
+    group.patience_s = 1000.0
+    with pytest.raises(RuntimeError, match="it is over"):
+        group.barrier().wait()
+    group.shutdown()
+    assert (said["rank"], said["limit_s"], said["want"]) == (7, 20.0, [("test/0/0", 4)])
+    assert 1000.0 < said["left_s"] <= 1020.0
+
+
+@pytest.mark.parametrize(("least", "patience_s"), [(0, 0.0), (2, 60.0 + 10.0 + 3.0)])
+def test_homes_that_others_may_leave_wait_for_the_verdict(
+        monkeypatch: pytest.MonkeyPatch, least: int, patience_s: float) -> None:
+    given = dict[str, Any]()
+    monkeypatch.setattr(home_world, "begin", lambda *_, **how: given.update(how))
+    settings = config.read_config({"min_workers": least, "join": "127.0.0.1:1"}, environ={}, cwd="/nonexistent")
+    monkeypatch.setattr(home_process, "read_config", lambda: settings)
+    launch = config.read_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    home_process.begin_world(launch, "gloo")
+    assert (given["without"], given["patience_s"]) == (least > 0, patience_s)
