@@ -215,6 +215,11 @@ def test_a_tensor_that_is_most_of_a_model_is_cut_for_turns_of_one_size() -> None
     assert verify(made, one) == []
     sizes = [sum(made.buckets[place].numel for place in places) for places in fragments_of(made.buckets, made.fragments)]
     assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
+    for places in fragments_of(made.buckets, made.fragments):
+        loads = [0] * made.servers
+        for place in places:
+            loads[made.buckets[place].server] += made.buckets[place].numel
+        assert max(loads) < 1.3 * sum(loads) / made.servers, "a turn waits for the server that has most of it"
     whole = plan(one, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
     assert price(made) < 0.9 * price(whole)
     with pytest.raises(ValueError, match="fragments=2: the plan's buckets make 1 at most"):

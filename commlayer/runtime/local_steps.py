@@ -127,6 +127,8 @@ class LocalSteps:
         """To so many exchanges this rank brings nothing."""
         self._owed: dict[int, torch.Tensor] = {}
         """By tensor, what this rank owes in gradients."""
+        self._rooms: dict[int, torch.Tensor] = {}
+        """In this round, for the changes of tensors that are cut."""
         self._sound: list[bool] = []
         """By turn of this round so far, whether what came back was finite."""
 
@@ -249,7 +251,7 @@ class LocalSteps:
         changes, ends = {}, {}
         for n, of_turn in ranges.items():
             whole = tensors[n].contiguous()
-            changes[n] = change = torch.empty_like(self.starts[n] if n < len(self.starts) else whole)
+            changes[n] = change = self._room(n, self.starts[n] if n < len(self.starts) else whole, of_turn)
             now = _parts(whole, of_turn)
             if n < len(self.starts):
                 for part, start, end in zip(_parts(change, of_turn), _parts(self.starts[n], of_turn), now, strict=True):
@@ -263,6 +265,14 @@ class LocalSteps:
         if not self._sent.held:
             self._send(worker, self._sent, len(tensors))
         self._tell(worker, self._sent)  # held or not: all tell in one order
+
+    def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+        """For a turn's change of that tensor. All turns of a cut one share it, for buckets keep what they have read."""
+        if ranges == [(0, like.numel())]:
+            return torch.empty_like(like)
+        if number not in self._rooms:
+            self._rooms[number] = torch.empty_like(like)
+        return self._rooms[number]
 
     def _send(self, worker: Worker, sent: _Sent, tensors: int) -> None:
         worker.send(sent.changes, sent.turn)
@@ -316,6 +326,7 @@ class LocalSteps:
                 if sound:
                     worker.applied(range(len(self.starts)), turn)
             self._sound.clear()
+            self._rooms.clear()
         return worker
 
     def _advance(self, sent: _Sent) -> None:

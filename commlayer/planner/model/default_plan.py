@@ -61,7 +61,9 @@ def default_plan(
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
-        first_nbytes, fuse_nbytes, cut_nbytes = FIRST_COLLECTIVE_NBYTES, COLLECTIVE_NBYTES, COLLECTIVE_NBYTES
+        turn_nbytes = max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments)
+        cut_nbytes = fuse_nbytes = COLLECTIVE_NBYTES if fragments == 1 else min(COLLECTIVE_NBYTES, turn_nbytes)
+        first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
     spread_nbytes = SPREAD_NBYTES if fragments == 1 else LEAST_FUSED_NBYTES
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,

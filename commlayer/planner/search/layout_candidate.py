@@ -190,7 +190,7 @@ class LayoutCandidate:
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
                 tried = {len(best.parts)}
                 for finely in (*FINER, self._finest):
-                    parts = self._prices.parts(self.sent(found), finely)
+                    parts = self._prices.parts(self.sent(found), finely, self.recipe.fragments)
                     if len(parts) in tried:  # then they are the same
                         continue
                     tried.add(len(parts))
@@ -221,10 +221,10 @@ class LayoutCandidate:
         return self.inputs.timing.forward_s / fastest + max(busy.values(), default=0.0)
 
     def _cut(self, found: ChoiceFound, finely: int) -> Written:
-        placed, parts = self.ways.placed, self._prices.parts(self.sent(found), finely)
+        placed, parts = self.ways.placed, self._prices.parts(self.sent(found), finely, self.recipe.fragments)
         if not self.uses(found, lambda o: o.served) or (placed is self.ways and self._prices.per_node == 1):
             return Written(found.step_s / self.local_steps, parts)
-        loads = self._prices.placed(self.sent(found), finely)
+        loads = self._prices.placed(self.sent(found), finely, self.recipe.fragments)
         written = self._round(placed, loads, [part.piece for part in parts])
         return Written(written.schedule.run([0] * len(parts)) / self.local_steps, parts)
 

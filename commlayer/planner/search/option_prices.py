@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from commlayer.codec_name import named
-from commlayer.planner.model.default_plan import ELEMENT_NBYTES, SPREAD_NBYTES, spread
+from commlayer.planner.model.default_plan import ELEMENT_NBYTES, LEAST_FUSED_NBYTES, SPREAD_NBYTES, spread
+from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.pricing.batched import alone_s, stack
 from commlayer.planner.pricing.problem import Load
 from commlayer.planner.search.layout import Layout, Piece
@@ -49,8 +50,8 @@ class OptionPrices:
         ranks = {node.ranks for node in ways.prices.cluster.nodes if node.ranks}
         self.per_node = ranks.pop() if len(ranks) == 1 else 1
         self._weights: dict[tuple[int, int], int] = {}
-        self._parts: dict[tuple[tuple[int, ...], int], list[CandidatePart]] = {}
-        self._placed: dict[tuple[tuple[int, ...], int], list[Load]] = {}
+        self._parts: dict[tuple[tuple[int, ...], int, int], list[CandidatePart]] = {}
+        self._placed: dict[tuple[tuple[int, ...], int, int], list[Load]] = {}
 
     @cached_property
     def loads(self) -> tuple[list[Load], list[list[float]]]:
@@ -68,29 +69,34 @@ class OptionPrices:
                 found[b] = float(seconds)
         return found
 
-    def parts(self, sent: tuple[int, ...], finely: int) -> list[CandidatePart]:
+    def parts(self, sent: tuple[int, ...], finely: int, turns: int = 1) -> list[CandidatePart]:
         """What buckets become that are sent so: each by the option of that number.
 
         Buckets of servers go where least of its part has gone so far, and among a node's ranks where least has.
-        What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least.
+        What was priced as spread over all servers is cut: so that each server gets `finely` parts of the model, at least, and
+        a part of each turn.
         """
-        if (sent, finely) not in self._parts:
-            self._parts[sent, finely] = self._cut(sent, finely)
-        return self._parts[sent, finely]
+        key = sent, max(finely, turns), turns
+        if key not in self._parts:
+            self._parts[key] = self._cut(*key)
+        return self._parts[key]
 
-    def placed(self, sent: tuple[int, ...], finely: int) -> list[Load]:
+    def placed(self, sent: tuple[int, ...], finely: int, turns: int = 1) -> list[Load]:
         """These parts, each on its own server."""
-        if (sent, finely) not in self._placed:
-            parts = self.parts(sent, finely)
+        key = sent, max(finely, turns), turns
+        if key not in self._placed:
+            parts = self.parts(*key)
             ways = [((part.option, part.server, part.owner),) for part in parts]
-            self._placed[sent, finely], _ = loads_of(self._ways.placed, ways, [part.piece for part in parts])
-        return self._placed[sent, finely]
+            self._placed[key], _ = loads_of(self._ways.placed, ways, [part.piece for part in parts])
+        return self._placed[key]
 
-    def _cut(self, sent: tuple[int, ...], finely: int) -> list[CandidatePart]:
+    def _cut(self, sent: tuple[int, ...], finely: int, turns: int) -> list[CandidatePart]:
         ways, layout = self._ways, self._layout
         hosts, bound_for = len(ways.prices.hosts), ways.prices.spread
         made, total = list[CandidatePart](), sum(layout.sizes)
         least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
+        if turns > 1:
+            least_nbytes = min(least_nbytes, LEAST_FUSED_NBYTES)
         for b, (size, option) in enumerate(zip(layout.sizes, sent, strict=True)):
             cuts = ways.options[option].served and not named(ways.options[option].codec).shaped
             parts = -(-size * finely * hosts // total) if cuts else 1
@@ -104,9 +110,13 @@ class OptionPrices:
         weights = {i: self._weight(made[i].option, made[i].piece.numel) for i in served}
         for i, owner in zip(served, spread(list(weights.values()), self.per_node), strict=True):
             made[i] = made[i]._replace(owner=owner)
-        free = [i for i in served if made[i].server == ANY]
-        for i, server in zip(free, assign([weights[i] for i in free], bound_for or (1.0,)), strict=True):
-            made[i] = made[i]._replace(server=server)
+        loads = [0.0] * hosts
+        for places in fragments_of([part.piece for part in made], min(turns, len(made))):
+            free = [i for i in places if i in weights and made[i].server == ANY]
+            if turns > 1:  # a turn waits for the server with most of it, so the largest first
+                free.sort(key=lambda i: -weights[i])
+            for i, server in zip(free, assign([weights[i] for i in free], bound_for or (1.0,), loads), strict=True):
+                made[i] = made[i]._replace(server=server)
         return [part._replace(server=max(part.server, 0)) for part in made]
 
     def _weight(self, option: int, numel: int) -> int:

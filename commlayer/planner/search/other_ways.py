@@ -57,7 +57,7 @@ class OtherWays:
         self._plain = entry, found
         self._anew = LayoutCandidate(entry.inputs, entry.ways, entry.layout)
         self._cut: dict[Layout, LayoutCandidate] = {self._anew.layout: self._anew}
-        self._tried: dict[Recipe, list[LayoutCandidate]] = {}
+        self._tried: dict[Recipe, LayoutCandidate] = {}
         self._made: dict[tuple[LayoutCandidate, ChoiceFound], Found] = {}
 
     def best(self, *, exact: bool) -> Found:
@@ -72,7 +72,7 @@ class OtherWays:
             kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
         most = measured_local_steps(plain.inputs.profile)
         parts = max(1, plain.inputs.job.numel * ELEMENT_NBYTES // LEAST_TURN_NBYTES) if policy.fragments else 1
-        tried = [entry for recipe in _recipes(plain.recipe, policy, freely, most, parts) for entry in self._entries(recipe)]
+        tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
         # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does; four still may.
         able = [each for each in tried if _least(each) < kept[0].price * (1 - WORTH) and each.kept_budget]
         worth = FINEST if plain.ways.steps_count else WORTH
@@ -92,19 +92,15 @@ class OtherWays:
         most_price = near()
         return min((each for each in kept if each.price <= most_price), key=lambda each: each.excess)
 
-    def _entries(self, recipe: Recipe) -> list[LayoutCandidate]:
-        """In turns also with large tensors cut for them."""
+    def _entry(self, recipe: Recipe) -> LayoutCandidate:
+        """With large tensors cut for its turns."""
         if recipe not in self._tried:
-            whole = self._anew.layout
-            layouts = dict.fromkeys((whole, whole.in_turns(recipe.fragments)))
-            self._tried[recipe] = [self._laid(layout, recipe.overlap == "round").otherwise(recipe) for layout in layouts
-                                   if recipe.fragments <= len(layout.pieces)]
+            layout = self._anew.layout.in_turns(recipe.fragments)
+            if layout not in self._cut:
+                self._cut[layout] = LayoutCandidate(self._anew.inputs, self._anew.ways, layout)
+            cut = self._cut[layout]
+            self._tried[recipe] = (cut.hidden if recipe.overlap == "round" else cut).otherwise(recipe)
         return self._tried[recipe]
-
-    def _laid(self, layout: Layout, overlaps: bool) -> LayoutCandidate:
-        if layout not in self._cut:
-            self._cut[layout] = LayoutCandidate(self._anew.inputs, self._anew.ways, layout)
-        return self._cut[layout].hidden if overlaps else self._cut[layout]
 
     def _found(self, entry: LayoutCandidate, found: ChoiceFound) -> Found:
         if (entry, found) not in self._made:

@@ -85,15 +85,16 @@ def _room(node: Node, n: int, seconds: float, bits: float) -> float:
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
 
 
-def assign(sizes: Sequence[float], weights: Sequence[float]) -> list[int]:
-    """A server for each bucket, in order: the one whose load against its weight stays least. Weight 0 gets none.
+def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
+    """A server for each bucket, in order: the one whose load against its weight stays least. Weight 0 gets none. `loads`: what
+    each has from before, to which these are added.
 
     Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 times its last bucket, and
     that holds at any time: what is ready first keeps all of them busy.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
         raise ValueError(f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
-    loads = [0.0] * len(weights)
+    loads = [0.0] * len(weights) if loads is None else loads
     able = [s for s, w in enumerate(weights) if w > 0]
     chosen = [0] * len(sizes)
     for bucket, size in enumerate(sizes):
