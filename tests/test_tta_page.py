@@ -10,14 +10,14 @@ import pytest
 from test_tta_summary import row
 
 from bench.tta.page import BEGIN, END, KEPT, PAGES, overview, table
-from bench.tta.store import Store
+from bench.tta.store import Store, longest
 from commlayer.files import between
 
 
 @pytest.mark.parametrize(("path", "made"), PAGES.items(), ids=lambda value: getattr(value, "name", ""))
 def test_pages_show_the_kept_rows(path: Path, made: Callable[[Any], str]) -> None:
     page = path.read_text("utf-8")
-    assert page == between(page, BEGIN, END, made(list(Store(KEPT).rows.values()))), "run `python -m bench.tta.page`"
+    assert page == between(page, BEGIN, END, made(longest(Store(KEPT).rows.values()))), "run `python -m bench.tta.page`"
 
 
 def test_a_line_is_the_median_over_seeds_and_says_what_counts_for_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bench import Unmeasurable
 from bench.tta import TASKS, cells, flags, run, shown
-from bench.tta.store import Store, key_of
+from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
 
@@ -111,6 +111,13 @@ def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
     assert {key_of(one), key_of(two)} == set(Store(path).rows)
     assert key_of(one | {"seconds": 45.0}) not in again, "another measurement"
     assert key_of(one | {"data": "other"}) not in again
+
+
+def test_of_equal_rows_the_longest_that_stands_is_shown() -> None:
+    short, long = row("hivemind", "100m-30ms", 90.0), row("hivemind", "100m-30ms", 90.0, end_s=120.0)
+    assert longest([long, short, row("auto", "100m-30ms", 10.0)])[0] is long
+    assert longest([short, long | {"void": "9 % of passes late"}]) == [short]
+    assert summary(longest([row("auto", "100m-30ms", 45.0), short, long]))["auto_vs_best_rival_100m"] == 2.0
 
 
 def test_a_store_measures_again_what_failed_where_asked(tmp_path: Path) -> None:

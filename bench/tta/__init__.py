@@ -25,7 +25,7 @@ from bench.report import Result
 from bench.tta import links, systems
 from bench.tta.links import NETWORKS, NO_LINK, RANKS
 from bench.tta.plot import draw
-from bench.tta.store import Store, key_of
+from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS, System
 
@@ -88,15 +88,15 @@ def run(quick: bool, asked: argparse.Namespace) -> Result:
 
 
 def stored(asked: argparse.Namespace) -> Result:
-    """What was measured before, of the data that tasks have now and, unless another is asked for, of rows of QUICK_SECONDS."""
+    """What was measured before, of the data that tasks have now and for QUICK_SECONDS, or what is asked for, or longer."""
     if not (asked.store and asked.store.exists()):
         raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
     seconds = asked.seconds or QUICK_SECONDS
     data = {name: TASKS[name]().digest() for name in TASKS}
     order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
     rows = sorted(
-        (row for row in Store(asked.store).rows.values()
-         if row["seconds"] == seconds and row["data"] == data.get(row["task"])
+        (row for row in longest(Store(asked.store).rows.values())
+         if row["seconds"] >= seconds and row["data"] == data.get(row["task"])
          and row["system"] in (asked.system or SYSTEMS) and row["task"] in (asked.task or TASKS)
          and row["link"] in (NO_LINK, *(asked.link or NETWORKS))),
         key=lambda row: (order[row["task"]], order[row["link"]], order[row["system"]], row["seed"]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.paced.race import reached
 from bench.tta.links import NETWORKS, NO_LINK
-from bench.tta.store import Store
+from bench.tta.store import Store, longest
 from bench.tta.summary import Row
 from bench.tta.systems import SYSTEMS
 from commlayer.files import between, write_whole
@@ -105,7 +105,7 @@ PAGES = {ROOT / "docs" / "wan.md": table, ROOT / "README.md": overview}
 
 
 def main() -> int:
-    rows = list(Store(KEPT).rows.values())
+    rows = longest(Store(KEPT).rows.values())
     for path, made in PAGES.items():
         write_whole({path: between(path.read_text("utf-8"), BEGIN, END, made(rows)).encode()})
     return 0

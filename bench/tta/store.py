@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ class Store:
             whole = not self._path.exists() or not (text := self._path.read_bytes()) or text.endswith(b"\n")
             with self._path.open("a") as file:
                 file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+
+
+def longest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of rows that differ only in how long they trained, the longest that stands: what a slow system needs may be more than
+    the others had."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (not (row.get("error") or row.get("void")), row["seconds"])):
+        found[tuple(row[name] for name in KEY if name != "seconds")] = row
+    return list(found.values())
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
