@@ -65,8 +65,9 @@ class Gathering:
             newest = max(1, (self._door() or homes.Door()).generation)
         by = self._writer(asked.home, newest)
         # Whoever has heard of a newer view finds all that will ever be said in this one: so all find the same.
-        store.put(asked.put if not asked.view or asked.view >= newest else (), by)
-        self._meetings.came(name for name, _ in asked.put)
+        put = asked.put if not asked.view or asked.view >= newest else ()
+        store.put(put, by)
+        self._meetings.came(name for name, _ in put)
         store.drop(asked.drop)
         total = 0 if asked.add is None else store.add(*asked.add, by)
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)

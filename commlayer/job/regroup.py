@@ -224,7 +224,7 @@ class Regrouping:
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = Relay(self._words, view, made.id, mine, self._patience_s)
+            relay = Relay(self._words, view, made.id, mine, self._config.deadline_s, self._judged_s)
             if relay.giver == made.id:
                 relay.give(made.given(plan))
             else:
