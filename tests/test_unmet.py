@@ -22,10 +22,13 @@ from commlayer.control.membership import State
 from commlayer.control.messages import Overdue
 from commlayer.control.unmet import Meetings, Unmet
 from commlayer.errors import CommError, PeerLost
-from commlayer.job import home_process
+from commlayer.job import home_process, regroup
+from commlayer.job.connection import Waits
+from commlayer.job.regroup import Regrouping
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import ViewWords, Word
-from commlayer.records import Member, View
+from commlayer.job.view_words import Newer, ViewWords, Word
+from commlayer.records import Member, Plan, View
+from commlayer.runtime.step import Regroup
 from commlayer.transport import home_world
 from commlayer.transport.relayed_group import RelayedGroup
 from commlayer.transport.world_store import WorldStore
@@ -90,10 +93,24 @@ def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
     assert blamed(state, (2, ALL)) == []
 
 
-def test_while_a_sum_waits_that_counts_alone() -> None:
-    state = several()
+def summing(state: State) -> State:
     place = msgspec.structs.replace(state.places["s0"], overdue=Overdue(7))
-    assert blamed(msgspec.structs.replace(state, places={**state.places, "s0": place}), (2, ALL)) == []
+    return msgspec.structs.replace(state, places={**state.places, "s0": place})
+
+
+def test_while_a_sum_waits_that_counts_alone() -> None:
+    """As long as somebody may be the one that waits in it."""
+    assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0})) == []
+    assert blamed(several(), (2, {0: 400.0, 1: 390.0})) == [2]
+
+
+def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
+    """Contributions lie there of who has gone on to a collective, or is dead."""
+    assert blamed(summing(several()), (2, ALL)) == [2]
+    assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0}), (-1, {3: 5.0})) == [2]
+    assert blamed(summing(several()), (2, {0: 400.0, 3: 390.0}), (1, {0: 400.0, 3: 390.0})) == [1, 2]
+    state = membership.cut(summing(several(least=1)), ["w0", "w3"], "killed")
+    assert blamed(state, (2, {1: 400.0})) == [2]
 
 
 def test_the_dead_neither_wait_nor_hang() -> None:
@@ -193,6 +210,12 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 
 
+def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 2)
+    assert desks[0].ask(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).found == (None,)
+    assert coordinator._gathering.unmet() == []
+
+
 def test_what_is_said_in_a_view_that_is_over_has_not_come(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1)
     members = joined(opened, coordinator, 3)
@@ -271,6 +294,44 @@ def test_a_collective_says_its_limit_and_waits_longer() -> None:
     group.shutdown()
     assert (said["rank"], said["limit_s"], said["want"]) == (7, 20.0, [("test/0/0", 4)])
     assert 1000.0 < said["left_s"] <= 1020.0
+
+
+@pytest.mark.parametrize("act", ["agree", "go over", "send away"])
+def test_under_local_steps_others_may_be_longer_to_the_step_and_no_longer_behind_it(
+        monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """Each waits for every word longer than the limit that it tells: for the verdict."""
+    said = dict[str, tuple[float, float]]()
+    view = View(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2)), ())
+
+    class Words:
+        newest = view
+
+        def tell(self, view: View, what: str, mine: int, word: Word, until: float, **how: Any) -> list[Word]:
+            said[what] = how["limit_s"], until - time.monotonic()
+            if what == "ready" and act == "go over":
+                raise Newer
+            return [word, word]
+
+    plan = SimpleNamespace(local_steps=8)
+    made = SimpleNamespace(id=0, waits=Waits(3.0, 13.0), plan=plan, lets_in=True, uplink=SimpleNamespace(
+        view=view, heed=lambda _: None, finished=lambda _: -1))
+    worker = SimpleNamespace(step=7, weight=1.0, plan=plan, intact=True, unheard=lambda: ())
+    one = Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home")  # type: ignore[arg-type]
+    one._words = Words()  # type: ignore[assignment]
+    if act == "agree":
+        with pytest.raises(Regroup):
+            one._agree(worker)  # type: ignore[arg-type]
+    elif act == "go over":
+        one._agreed = view, [Word(7, 1.0)] * 2
+        monkeypatch.setattr(regroup, "plan_of", lambda *_: Plan("job", (), local_steps=8))
+        with pytest.raises(Newer):
+            one._go_over(worker, plan)  # type: ignore[arg-type]
+    else:
+        one._send_away(view)
+    limits = {what.rstrip("0"): round(limit_s) for what, (limit_s, _) in said.items()}
+    assert limits == {"agree": {"step": 4800, "sure": 4800}, "go over": {"ready": 600},
+                      "send away": {"ready": 600, "left": 600}}[act]
+    assert all(limit_s + 60.0 < wait_s for limit_s, wait_s in said.values())
 
 
 def test_who_waits_in_torchs_store_says_so() -> None:

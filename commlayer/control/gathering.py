@@ -77,7 +77,8 @@ class Gathering:
             never = [rank for (_, rank), value in zip(asked.want, found, strict=True) if value is None and rank in lost]
             left_s = until - time.monotonic()
             there = list(zip(asked.want, found, strict=True))
-            if asked.limit_s > 0.0 and self._is_of(asked.home, asked.rank):
+            blames = self._min_workers and asked.limit_s > 0.0  # else nobody is done without, and nobody need count
+            if blames and self._is_of(asked.home, asked.rank):
                 self._meetings.waits(asked.rank, [want for want, value in there if value is None], asked.limit_s, self._clock())
             over = asked.without and all(value is not None or rank in lost for (_, rank), value in there)
             if asked.without and not over:

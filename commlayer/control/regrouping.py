@@ -109,12 +109,12 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
     """By rank: who lets others wait where homes meet, and is done without if it does so when this is asked again; and why.
 
     That is who waits for nobody itself, and for whom at least half of those who are here have waited for `limit_s`, or as long
-    as they may if that is longer. While a sum waits anywhere, who is missing in that holds up all the others.
+    as they may if that is longer. While a sum waits anywhere, who is missing in that holds up all the others, unless all
+    but those to be blamed wait where homes meet: then nobody waits in it.
     `ago_s`: how long ago each has waited itself, where it has. Others held it up until then, so it has `patience_s` to come.
     """
     view, workers = state.view, _workers(state)
-    summing = any(p.here and p.overdue is not None for p in state.places.values())
-    if view is None or not state.min_workers or not meetings or summing or unable(state):
+    if view is None or not state.min_workers or not meetings or unable(state):
         return {}
     there = {m.rank for m in view.members if workers[m.rank].here}
     free = there - {rank for one in meetings for rank in one.waited_s}
@@ -132,7 +132,8 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
             found[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
                                "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
                                "deadline_s")
-    return found
+    summing = any(p.here and p.overdue is not None for p in state.places.values())
+    return {} if summing and free - found.keys() else found
 
 
 def door(state: State) -> Door:
