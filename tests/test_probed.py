@@ -117,3 +117,11 @@ def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:
         assert isinstance(hall.why(sock, Unsaid()), Probe)
         assert hall.room()
         assert type(hall.why(sock, Unsaid())) is str
+
+
+def test_who_says_nothing_until_this_end_closes_is_no_probe() -> None:
+    hall, (sock, other) = Hall(), socket.socketpair()
+    with sock, other:
+        hall.enter(sock)
+        hall.close()
+        assert type(hall.why(sock, Unsaid())) is str

@@ -5,23 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from control_kit import WAIT_S, all_opened, quick  # noqa: F401  (a fixture)
 from test_homes_store import joined, met
-from test_hung_members import several
+from test_hung_members import PATIENCE_S, several
 
 from commlayer import config
 from commlayer.control import membership, regrouping, unmet
+from commlayer.control.coordinator import Coordinator
 from commlayer.control.membership import State
 from commlayer.control.messages import Overdue
 from commlayer.control.unmet import Meetings, Unmet
 from commlayer.errors import CommError, PeerLost
-from commlayer.job import home_process
+from commlayer.job import home_process, regroup
+from commlayer.job.connection import Waits
+from commlayer.job.regroup import Regrouping
+from commlayer.job.state_relay import Relay
+from commlayer.job.view_words import Newer, ViewWords, Word
+from commlayer.records import Member, Plan, View
+from commlayer.runtime.step import Regroup
 from commlayer.transport import home_world
 from commlayer.transport.relayed_group import RelayedGroup
+from commlayer.transport.world_store import WorldStore
 
 LIMIT_S = 300.0
 
@@ -29,8 +39,10 @@ LIMIT_S = 300.0
 # ---- whom the coordinator blames
 
 
-def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S) -> list[int]:
-    return sorted(regrouping.awaited(state, [Unmet(rank, waited_s, limit_s) for rank, waited_s in rows], LIMIT_S))
+def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
+           ) -> list[int]:
+    meetings = [Unmet(rank, waited_s, limit_s) for rank, waited_s in rows]
+    return sorted(regrouping.awaited(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
 
 
 ALL = {0: 400.0, 1: 390.0, 3: 380.0}
@@ -43,6 +55,7 @@ SAID = [
     ("one alone", [(2, {0: 900.0})], []),
     ("not half for so long", [(2, {0: 900.0, 1: 290.0, 3: 280.0})], []),
     ("who waits itself", [(2, ALL), (0, {2: 10.0})], []),
+    ("who waits where nobody says for whom", [(0, {2: 400.0, 3: 390.0}), (1, {2: 400.0, 3: 390.0}), (-1, {0: 400.0})], [1]),
     ("who waits for another that hangs", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
     ("too few would be left", [(rank, {0: 400.0, 9: 400.0, 8: 400.0}) for rank in (1, 2, 3)], []),
     ("strangers' waiting", [(2, {0: 400.0, 8: 400.0, 9: 400.0})], []),
@@ -62,6 +75,13 @@ def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over
     assert blamed(several(least=3), *rows) == []
 
 
+@pytest.mark.parametrize(("ago_s", "limit_s", "found"), [
+    (0.5, LIMIT_S, []), (59.0, LIMIT_S, []), (60.0, LIMIT_S, [2]), (500.0, LIMIT_S, [2])])
+def test_who_waited_for_another_has_time_to_come_behind_that(ago_s: float, limit_s: float, found: list[int]) -> None:
+    """As one that was held up by a third, who is gone now."""
+    assert blamed(several(), (2, ALL), limit_s=limit_s, ago_s={2: ago_s, 0: 0.0}) == found
+
+
 def test_where_a_group_may_take_longer_it_may() -> None:
     assert blamed(several(), (2, ALL), limit_s=500.0) == []
     assert blamed(several(), (2, ALL), limit_s=1.0) == [2]
@@ -73,10 +93,24 @@ def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
     assert blamed(state, (2, ALL)) == []
 
 
-def test_while_a_sum_waits_that_counts_alone() -> None:
-    state = several()
+def summing(state: State) -> State:
     place = msgspec.structs.replace(state.places["s0"], overdue=Overdue(7))
-    assert blamed(msgspec.structs.replace(state, places={**state.places, "s0": place}), (2, ALL)) == []
+    return msgspec.structs.replace(state, places={**state.places, "s0": place})
+
+
+def test_while_a_sum_waits_that_counts_alone() -> None:
+    """As long as somebody may be the one that waits in it."""
+    assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0})) == []
+    assert blamed(several(), (2, {0: 400.0, 1: 390.0})) == [2]
+
+
+def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
+    """Contributions lie there of who has gone on to a collective, or is dead."""
+    assert blamed(summing(several()), (2, ALL)) == [2]
+    assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0}), (-1, {3: 5.0})) == [2]
+    assert blamed(summing(several()), (2, {0: 400.0, 3: 390.0}), (1, {0: 400.0, 3: 390.0})) == [1, 2]
+    state = membership.cut(summing(several(least=1)), ["w0", "w3"], "killed")
+    assert blamed(state, (2, {1: 400.0})) == [2]
 
 
 def test_the_dead_neither_wait_nor_hang() -> None:
@@ -135,6 +169,17 @@ def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest
 # ---- at a coordinator
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def dead(coordinator: Coordinator) -> list[int]:
+    return sorted(p.rank for p in coordinator._state.places.values() if p.dead)
+
+
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
     """At these desks, as those ranks, for a part of that rank's."""
     errors = list[CommError]()
@@ -163,6 +208,47 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
     while members[0].newest.generation == 1 and time.monotonic() < end:
         time.sleep(0.01)
     assert [m.rank for m in members[0].newest.members] == [0, 1]
+
+
+def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 2)
+    assert desks[0].ask(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).found == (None,)
+    assert coordinator._gathering.unmet() == []
+
+
+def test_what_is_said_in_a_view_that_is_over_has_not_come(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=1)
+    members = joined(opened, coordinator, 3)
+    members[2].leave("it breaks off")
+    coordinator._gathering._meetings.waits(0, [("a/1", 1)], 30.0, time.monotonic())
+    desks[1].ask(time.monotonic() + WAIT_S, put=[("a/1", b"late")], view=1)
+    assert [one.rank for one in coordinator._gathering.unmet()] == [1]
+    desks[1].ask(time.monotonic() + WAIT_S, put=[("a/1", b"in time")], view=2)
+    assert coordinator._gathering.unmet() == []
+
+
+def test_who_was_held_up_by_one_that_hangs_is_not_sent_away_behind_it(opened: list[Any]) -> None:
+    """0 waits for 1, and 2 and 3 wait for both. When 1 is gone, 0 is on its way."""
+    coordinator, _ = met(opened, 4, min_workers=1, deadline_s=30.0, reconnect_s=20.0)
+    joined(opened, coordinator, 4)
+    clock = Clock()
+    coordinator._clock = coordinator._gathering._clock = clock
+    meetings = coordinator._gathering._meetings
+    with coordinator._lock:
+        for _ in range(5):
+            meetings.waits(0, [("pair/1", 1)], 30.0, clock.now)
+            for rank in (2, 3):
+                meetings.waits(rank, [("world/0", 0), ("world/1", 1)], 30.0, clock.now)
+            clock.now += 9.0
+            coordinator._drop_awaited()
+        assert dead(coordinator) == [1]
+        meetings.ends(0, ["pair/1"])
+        for now, found in ((54.0, [1]), (63.0, [1]), (65.0, [1]), (66.0, [0, 1])):
+            clock.now = now
+            for rank in (2, 3):
+                meetings.waits(rank, [("world/0", 0)], 30.0, now)
+            coordinator._drop_awaited()
+            assert dead(coordinator) == found
 
 
 def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
@@ -208,6 +294,76 @@ def test_a_collective_says_its_limit_and_waits_longer() -> None:
     group.shutdown()
     assert (said["rank"], said["limit_s"], said["want"]) == (7, 20.0, [("test/0/0", 4)])
     assert 1000.0 < said["left_s"] <= 1020.0
+
+
+@pytest.mark.parametrize("act", ["agree", "go over", "send away"])
+def test_under_local_steps_others_may_be_longer_to_the_step_and_no_longer_behind_it(
+        monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """Each waits for every word longer than the limit that it tells: for the verdict."""
+    said = dict[str, tuple[float, float]]()
+    view = View(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2)), ())
+
+    class Words:
+        newest = view
+
+        def tell(self, view: View, what: str, mine: int, word: Word, until: float, **how: Any) -> list[Word]:
+            said[what] = how["limit_s"], until - time.monotonic()
+            if what == "ready" and act == "go over":
+                raise Newer
+            return [word, word]
+
+    plan = SimpleNamespace(local_steps=8)
+    made = SimpleNamespace(id=0, waits=Waits(3.0, 13.0), plan=plan, lets_in=True, uplink=SimpleNamespace(
+        view=view, heed=lambda _: None, finished=lambda _: -1))
+    worker = SimpleNamespace(step=7, weight=1.0, plan=plan, intact=True, unheard=lambda: ())
+    one = Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home")  # type: ignore[arg-type]
+    one._words = Words()  # type: ignore[assignment]
+    if act == "agree":
+        with pytest.raises(Regroup):
+            one._agree(worker)  # type: ignore[arg-type]
+    elif act == "go over":
+        one._agreed = view, [Word(7, 1.0)] * 2
+        monkeypatch.setattr(regroup, "plan_of", lambda *_: Plan("job", (), local_steps=8))
+        with pytest.raises(Newer):
+            one._go_over(worker, plan)  # type: ignore[arg-type]
+    else:
+        one._send_away(view)
+    limits = {what.rstrip("0"): round(limit_s) for what, (limit_s, _) in said.items()}
+    assert limits == {"agree": {"step": 4800, "sure": 4800}, "go over": {"ready": 600},
+                      "send away": {"ready": 600, "left": 600}}[act]
+    assert all(limit_s + 60.0 < wait_s for limit_s, wait_s in said.values())
+
+
+def test_who_waits_in_torchs_store_says_so() -> None:
+    said = dict[str, Any]()
+
+    class Desk:
+        def ask(self, deadline: float, **asked: Any) -> Any:
+            said.update(asked)
+            raise CommError("it is over")
+
+    store = WorldStore(Desk(), 20.0, 7)  # type: ignore[arg-type]
+    for wait, limit_s in ((lambda: store.get("a"), 20.0), (lambda: store.wait(["a"], timedelta(seconds=3.0)), 3.0)):
+        with pytest.raises(RuntimeError, match="it is over"):
+            wait()
+        assert said == {"want": [("a", -1)], "rank": 7, "limit_s": limit_s}
+
+
+def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[int, float]]()
+
+    class Desk:
+        def ask(self, deadline: float, **asked: Any) -> Any:
+            said.append((asked.get("rank", -1), asked.get("limit_s", 0.0)))
+            rows = {"state": msgspec.msgpack.encode(4), "part0": b"data"}
+            word = msgspec.msgpack.encode((1, 1.0))
+            return SimpleNamespace(found=[rows.get(name.split("/")[1], word) for name, _ in asked.get("want", ())])
+
+    monkeypatch.setattr(home_world, "desk", Desk)
+    view = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
+    relay = Relay(ViewWords(view, 0.0), view, 7, Word(1, 1.0), 20.0, 5.0)
+    assert relay.take(bytes) == b"data"
+    assert said == [(7, 20.0)] * 4
 
 
 @pytest.mark.parametrize(("least", "patience_s"), [(0, 0.0), (2, 60.0 + 10.0 + 3.0)])

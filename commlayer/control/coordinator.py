@@ -71,6 +71,8 @@ class Coordinator:
         self._deadline_s = config.deadline_s
         self._late: dict[int, float] = {}
         """Who hangs as it seems, and since when it does: others' words that lay unread here may tell otherwise."""
+        self._waited: dict[int, float] = {}
+        """By rank: when it was last seen to wait for others where homes meet."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
@@ -271,7 +273,12 @@ class Coordinator:
 
     def _drop_awaited(self) -> None:
         """Under the lock."""
-        now, found = self._clock(), regrouping.awaited(self._state, self._gathering.unmet(), self._deadline_s)
+        if not self._state.min_workers:
+            return
+        now, meetings = self._clock(), self._gathering.unmet()
+        self._waited |= {rank: now for one in meetings for rank in one.waited_s}
+        ago_s = {rank: now - last for rank, last in self._waited.items()}
+        found = regrouping.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
         self._late = {rank: self._late.get(rank, now) for rank in found}
         for token, place in list(self._state.places.items()):
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:

@@ -65,8 +65,9 @@ class Gathering:
             newest = max(1, (self._door() or homes.Door()).generation)
         by = self._writer(asked.home, newest)
         # Whoever has heard of a newer view finds all that will ever be said in this one: so all find the same.
-        store.put(asked.put if not asked.view or asked.view >= newest else (), by)
-        self._meetings.came(name for name, _ in asked.put)
+        put = asked.put if not asked.view or asked.view >= newest else ()
+        store.put(put, by)
+        self._meetings.came(name for name, _ in put)
         store.drop(asked.drop)
         total = 0 if asked.add is None else store.add(*asked.add, by)
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
@@ -76,7 +77,8 @@ class Gathering:
             never = [rank for (_, rank), value in zip(asked.want, found, strict=True) if value is None and rank in lost]
             left_s = until - time.monotonic()
             there = list(zip(asked.want, found, strict=True))
-            if asked.limit_s > 0.0 and self._is_of(asked.home, asked.rank):
+            blames = self._min_workers and asked.limit_s > 0.0  # else nobody is done without, and nobody need count
+            if blames and self._is_of(asked.home, asked.rank):
                 self._meetings.waits(asked.rank, [want for want, value in there if value is None], asked.limit_s, self._clock())
             over = asked.without and all(value is not None or rank in lost for (_, rank), value in there)
             if asked.without and not over:

@@ -7,7 +7,7 @@ workers are missing, others may come in their place, each under a number that no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -104,15 +104,17 @@ def _hung(state: State, until: float) -> dict[int, str]:
             for p, overdue in reversed(late.said) for rank in p.hangs if rank in ranks}
 
 
-def awaited(state: State, meetings: Sequence[Unmet], limit_s: float) -> dict[int, str]:
+def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapping[int, float], patience_s: float
+            ) -> dict[int, str]:
     """By rank: who lets others wait where homes meet, and is done without if it does so when this is asked again; and why.
 
     That is who waits for nobody itself, and for whom at least half of those who are here have waited for `limit_s`, or as long
-    as they may if that is longer. While a sum waits anywhere, who is missing in that holds up all the others.
+    as they may if that is longer. While a sum waits anywhere, who is missing in that holds up all the others, unless all
+    but those to be blamed wait where homes meet: then nobody waits in it.
+    `ago_s`: how long ago each has waited itself, where it has. Others held it up until then, so it has `patience_s` to come.
     """
     view, workers = state.view, _workers(state)
-    summing = any(p.here and p.overdue is not None for p in state.places.values())
-    if view is None or not state.min_workers or not meetings or summing or unable(state):
+    if view is None or not state.min_workers or not meetings or unable(state):
         return {}
     there = {m.rank for m in view.members if workers[m.rank].here}
     free = there - {rank for one in meetings for rank in one.waited_s}
@@ -126,11 +128,12 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float) -> dict[int
     found = {}
     for one, waited_s in waits:
         most_s = max(limit_s, one.limit_s)
-        if waited_s[half - 1] >= most_s:
+        if waited_s[half - 1] >= most_s and ago_s.get(one.rank, most_s) >= min(patience_s, most_s):
             found[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
                                "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
                                "deadline_s")
-    return found
+    summing = any(p.here and p.overdue is not None for p in state.places.values())
+    return {} if summing and free - found.keys() else found
 
 
 def door(state: State) -> Door:

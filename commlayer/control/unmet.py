@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 STALE_S = 10.0
-"""Who waits asks every MAX_WAIT_S; who has not asked for so long waits no more. A call that is lost is made anew by then."""
+"""Who waits asks every MAX_WAIT_S; who has not asked for so long waits no more. A call that is lost without a word is made anew
+after up to home.BYTES_S: who made it seems to wait for nobody meanwhile, and its waits begin anew then."""
 MOST_NAMES = 4096
 """That one rank waits for at once: a part for each member, and some parts at once in each group."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from commlayer.config import Config
+from commlayer.config import Config, judged_s
 from commlayer.control import messages
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
@@ -64,7 +64,7 @@ def enter(
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
             fits = functools.partial(check, workers=len(view.members))
-            told, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s).take(
+            told, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s, judged_s(config)).take(
                 functools.partial(replica.take, check=fits))
             break
         except Newer:

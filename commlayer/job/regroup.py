@@ -149,7 +149,8 @@ class Regrouping:
         """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
         all of it is `here`."""
         # Under local steps those who are slow come later.
-        until = time.monotonic() + self._config.deadline_s * worker.plan.local_steps + self.patience()
+        local = worker.plan.local_steps
+        until = time.monotonic() + self._config.deadline_s * local + self.patience()
         assert self._made.uplink is not None
         while True:
             view = self._newest
@@ -157,14 +158,14 @@ class Regrouping:
             whole = here if self._bound != worker.step else never
             stay = [m.rank for m in view.members if m.rank not in new_in(view, self._view)]
             try:
-                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, stay, whole)
+                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, stay, whole, local)
                 same = all(word.step == worker.step for word in words)
                 if not words or same:
                     # Whoever has left with its step whole finds its old word in the next one, and goes on to another round.
                     if words and not whole():
                         self._bound = worker.step
                     now = Word(worker.step + (self._bound != worker.step), worker.weight)
-                    sure = self._tell(view, f"sure{count}", now, until, stay, never if words else whole)
+                    sure = self._tell(view, f"sure{count}", now, until, stay, never if words else whole, local)
             except Newer:
                 continue
             if not words:
@@ -198,9 +199,9 @@ class Regrouping:
         return self._config.deadline_s + self._judged_s
 
     def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
-              here: Callable[[], bool] = never) -> list[Word]:
-        # Others may be as long on their way here as to a step.
-        limit_s = self._config.deadline_s * (self._made.plan.local_steps if self._made.plan is not None else 1)
+              here: Callable[[], bool] = never, local_steps: int = 1) -> list[Word]:
+        """`local_steps`: where others may be as long on their way here as to a step."""
+        limit_s = self._config.deadline_s * local_steps
         return self._words.tell(view, what, self._made.id, word, until, among=among, here=here, limit_s=limit_s)
 
     # ---- to the new view
@@ -224,7 +225,7 @@ class Regrouping:
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = Relay(self._words, view, made.id, mine, self._patience_s)
+            relay = Relay(self._words, view, made.id, mine, self._config.deadline_s, self._judged_s)
             if relay.giver == made.id:
                 relay.give(made.given(plan))
             else:

@@ -8,7 +8,7 @@ waits longer than a window's deadline for a home that lives and is slow, and who
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -25,8 +25,10 @@ WINDOW = 64
 class Relay:
     """In one view. All of its members call `give`, `take` or `watch`, once."""
 
-    def __init__(self, words: ViewWords, view: View, mine: int, word: Word, deadline_s: float) -> None:
-        self._words, self._view, self._mine, self._word, self._deadline_s = words, view, mine, word, deadline_s
+    def __init__(self, words: ViewWords, view: View, mine: int, word: Word, limit_s: float, judged_s: float) -> None:
+        """`limit_s`: for how long others may be waited for; `judged_s`: for the verdict on who has not come by then."""
+        self._words, self._view, self._mine, self._word = words, view, mine, word
+        self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
         self.giver = view.members[0].rank
         """Who has been there longest: who joins stands behind all others."""
 
@@ -52,7 +54,7 @@ class Relay:
             parts = self._parts(window, nbytes)
             for first in range(0, len(parts), AHEAD):
                 want = [(self._name(part), self.giver) for part in parts[first : first + AHEAD]]
-                for row in self._words.read(self._view, want, self._until(), step=self._word.step):
+                for row in self._read(want):
                     data += row
             self._meet(window)
         entered = enter(bytes(data))
@@ -66,8 +68,11 @@ class Relay:
     # ----
 
     def _nbytes(self) -> int:
-        (row,) = self._words.read(self._view, [(self._size, self.giver)], self._until(), step=self._word.step)
+        (row,) = self._read([(self._size, self.giver)])
         return msgspec.msgpack.decode(row, type=int)
+
+    def _read(self, want: Sequence[tuple[str, int]]) -> list[bytes]:
+        return self._words.read(self._view, want, self._until(), step=self._word.step, waits=(self._mine, self._limit_s))
 
     @property
     def _size(self) -> str:
@@ -83,7 +88,7 @@ class Relay:
         return range(window * WINDOW, min((window + 1) * WINDOW, -(-nbytes // PART_NBYTES)))
 
     def _meet(self, window: int) -> None:
-        self._words.tell(self._view, f"window{window}", self._mine, self._word, self._until())
+        self._words.tell(self._view, f"window{window}", self._mine, self._word, self._until(), limit_s=self._limit_s)
 
     def _until(self) -> float:
         return time.monotonic() + self._deadline_s

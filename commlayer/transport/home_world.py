@@ -58,7 +58,7 @@ def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeou
     if not _worlds:
         atexit.register(_end)
     _make(_World(desk, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(desk, timeout_s), without, held, patience_s), rank)
+                 WorldStore(desk, timeout_s, rank), without, held, patience_s), rank)
 
 
 def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
@@ -74,7 +74,7 @@ def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> N
     for group in [group for group in _groups if group not in moved]:
         group.abort()
     name = f"view{generation}"
-    _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s)), rank)
+    _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s, ids[rank])), rank)
     for origin, group in _moved.items():
         group.move(desk, f"{name}/{origin}", ids, rank)
 

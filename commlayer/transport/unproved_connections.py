@@ -75,6 +75,7 @@ class Hall:
             self._closed = True
             for sock in self._here:
                 _wake(sock)
+            self._here.clear()
             self._work.notify_all()
 
 

@@ -45,9 +45,10 @@ class Desk(Protocol):
 class WorldStore(_Store):  # type: ignore[misc]
     """What torch itself needs of one. It calls these by name, from C++ too."""
 
-    def __init__(self, desk: Desk, timeout_s: float) -> None:
+    def __init__(self, desk: Desk, timeout_s: float, rank: int = ANY) -> None:
+        """`rank`: how that place knows who waits here."""
         super().__init__()
-        self.desk, self._timeout_s = desk, timeout_s
+        self.desk, self._timeout_s, self._rank = desk, timeout_s, rank
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -89,7 +90,9 @@ class WorldStore(_Store):  # type: ignore[misc]
 
     def _all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
         until = time.monotonic() + timeout_s
-        found: tuple[bytes | None, ...] = self._asked(lambda _: self.desk.ask(until, want=[(key, ANY) for key in keys])).found
+        want = [(key, ANY) for key in keys]  # whose they are nobody knows, but who waits for them waits for somebody
+        found: tuple[bytes | None, ...] = self._asked(
+            lambda _: self.desk.ask(until, want=want, rank=self._rank, limit_s=timeout_s)).found
         if None in found:
             missing = [key for key, value in zip(keys, found, strict=True) if value is None]
             raise RuntimeError(f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
