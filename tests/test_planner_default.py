@@ -187,6 +187,16 @@ def test_in_each_turn_of_a_round_all_servers_get_about_as_much(servers: int, fra
     assert max(totals) < 1.2 * sum(totals) / servers
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 4, 8])
+def test_a_collective_of_a_turn_holds_no_more_than_its_part_of_the_model(fragments: int) -> None:
+    job = Job((TensorInfo("small", (1000,)), TensorInfo("large", (1000, 1000))))
+    plan = default_plan(job, codec="fp16()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=4,
+                        fragments=fragments)
+    turns = [sum(plan.buckets[place].numel for place in places) for places in fragments_of(plan.buckets, fragments)]
+    assert max(turns) < 1.2 * job.numel / fragments
+    assert len(plan.buckets) <= fragments + 1, "no smaller than that either: each collective pays per call"
+
+
 @pytest.mark.parametrize(("fields", "line"), [
     ({"path": "ring"}, 'path: got \'ring\', allowed: "service" or "allreduce"'),
     ({"servers": 0}, "servers: got 0"),

@@ -172,6 +172,18 @@ def test_it_is_what_the_reference_says(how: dict[str, Any], parts: Sequence[Any]
     assert {result["stats"]["steps"] for result in results} == {-(-turns // len(parts)) + 1}
 
 
+def ended(training: Training, first: Any) -> tuple[Any, Any]:
+    """Drained: how far weights have come from those, and what is owed."""
+    training.session.drain()
+    owed = np.zeros((TENSORS, SIZE))
+    for bucket in training.session.inspect.connection.worker.buckets:
+        for debt in bucket.debts():
+            owed[debt.tensor, debt.start : debt.stop] += debt.values.numpy()
+    applied = first - training.weights()
+    training.session.close()
+    return applied, owed
+
+
 def known(rank: int, address: str, how: dict[str, Any]) -> tuple[Any, Any, Any]:
     training = Training(rank, address, **how)
     parameters, put = list(training.model.parts), np.zeros((TENSORS, SIZE))
@@ -182,14 +194,7 @@ def known(rank: int, address: str, how: dict[str, Any]) -> tuple[Any, Any, Any]:
         put += RATE * points(rank, step)
         training.session.synchronize()
         training.optimizer.step()
-    training.session.drain()
-    owed = np.zeros((TENSORS, SIZE))
-    for bucket in training.session.inspect.connection.worker.buckets:
-        for debt in bucket.debts():
-            owed[debt.tensor, debt.start : debt.stop] += debt.values.numpy()
-    applied = first - training.weights()
-    training.session.close()
-    return put, applied, owed
+    return put, *ended(training, first)
 
 
 @pytest.mark.parametrize("codec", ["topk(ratio=0.05)", "int4(block=64)"])
@@ -221,14 +226,7 @@ def known_but_for_a_turn(rank: int, address: str, codec: str) -> tuple[Any, Any,
         training.optimizer.step()
         put[masks[turn]] += 0 if spoilt else since[masks[turn]]
         since[masks[turn]] = 0
-    training.session.drain()
-    put, owed = put + since, np.zeros((TENSORS, SIZE))
-    for bucket in training.session.inspect.connection.worker.buckets:
-        for debt in bucket.debts():
-            owed[debt.tensor, debt.start : debt.stop] += debt.values.numpy()
-    applied = first - training.weights()
-    training.session.close()
-    return put, applied, owed
+    return put + since, *ended(training, first)
 
 
 @pytest.mark.parametrize("codec", ["topk(ratio=0.05)", "int4(block=64)"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_kit import WAIT_S, all_opened, quick  # noqa: F401  (a fixture)
+from control_kit import WAIT_S, all_opened, quick, until  # noqa: F401  (a fixture)
 from test_homes_store import joined, met
 from test_hung_members import PATIENCE_S, several
 
@@ -204,9 +204,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
         thread.join(WAIT_S)
     assert [type(error) for error in errors] == [PeerLost] * 2
     assert "worker 2: was dropped: did not come for 0.2 s to where 2 others waited" in str(errors[0])
-    end = time.monotonic() + WAIT_S
-    while members[0].newest.generation == 1 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: members[0].newest.generation > 1, "a newer view")
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 
 
@@ -255,9 +253,7 @@ def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0/2", 2)
-    end = time.monotonic() + WAIT_S
-    while not coordinator._gathering.unmet() and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: bool(coordinator._gathering.unmet()), "somebody waits")
     assert {rank for one in coordinator._gathering.unmet() for rank in one.waited_s} == {0}
 
 
@@ -266,9 +262,7 @@ def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) ->
     joined(opened, coordinator, 3)
     coordinator._heartbeat_s = WAIT_S
     threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
-    end = time.monotonic() + WAIT_S
-    while not coordinator._late and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: bool(coordinator._late), "somebody seems to hang")
     assert list(coordinator._late) == [2]
     desks[2].ask(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
     for thread in threads:

@@ -313,10 +313,10 @@ class Coordinator:
         view, former = self._state.view, before.view
         if view is None or former is None or view.generation == former.generation:
             return
-        gone = ", ".join(f"worker {m.rank}" for m in former.members if m not in view.members)
+        left = [m.rank for m in former.members if m not in view.members]
         finished = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and p.left == messages.FINISHED}
-        said = ", ".join(f"worker {m.rank}" + (" (finished)" if m.rank in finished else "") for m in former.members
-                         if m not in view.members)
+        gone = ", ".join(f"worker {rank}" for rank in left)
+        said = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
         self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
         log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {said}", new and f", {new} among them")

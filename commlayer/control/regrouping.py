@@ -113,10 +113,9 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
     but those to be blamed wait where homes meet: then nobody waits in it.
     `ago_s`: how long ago each has waited itself, where it has. Others held it up until then, so it has `patience_s` to come.
     """
-    view, workers = state.view, _workers(state)
-    if view is None or not state.min_workers or not meetings or unable(state):
+    if state.view is None or not state.min_workers or not meetings or unable(state):
         return {}
-    there = {m.rank for m in view.members if workers[m.rank].here}
+    there = _there(state)
     free = there - {rank for one in meetings for rank in one.waited_s}
     # By name: for how long each of those who are here has waited, the longest first.
     waits = [(one, sorted((one.waited_s[rank] for rank in there & one.waited_s.keys()), reverse=True))

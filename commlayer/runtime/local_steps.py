@@ -316,7 +316,7 @@ class LocalSteps:
             merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], of_turn)
             for i, (mine, common) in enumerate(zip(_parts(whole, of_turn), merged, strict=True)):
                 mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
-            if whole.data_ptr() != tensors[n].data_ptr():
+            if whole is not tensors[n]:  # a copy, since it lies in memory otherwise
                 tensors[n].copy_(whole)
         self._sound.append(finite)
         self._sent = None

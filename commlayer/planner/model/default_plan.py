@@ -61,8 +61,8 @@ def default_plan(
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
-        turn_nbytes = max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments)
-        cut_nbytes = fuse_nbytes = COLLECTIVE_NBYTES if fragments == 1 else min(COLLECTIVE_NBYTES, turn_nbytes)
+        # No more than one turn's part of the model, which is all of it where nothing goes in turns.
+        cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
     spread_nbytes = SPREAD_NBYTES if fragments == 1 else LEAST_FUSED_NBYTES

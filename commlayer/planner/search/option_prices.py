@@ -94,9 +94,7 @@ class OptionPrices:
         ways, layout = self._ways, self._layout
         hosts, bound_for = len(ways.prices.hosts), ways.prices.spread
         made, total = list[CandidatePart](), sum(layout.sizes)
-        least_nbytes = SPREAD_NBYTES if finely == SHARED else LEAST_NBYTES
-        if turns > 1:
-            least_nbytes = min(least_nbytes, LEAST_FUSED_NBYTES)
+        least_nbytes = LEAST_NBYTES if finely != SHARED else LEAST_FUSED_NBYTES if turns > 1 else SPREAD_NBYTES
         for b, (size, option) in enumerate(zip(layout.sizes, sent, strict=True)):
             cuts = ways.options[option].served and not named(ways.options[option].codec).shaped
             parts = -(-size * finely * hosts // total) if cuts else 1
