@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from commlayer import records
-from commlayer.config import Config, reconnect_window_s
+from commlayer.config import Config, judged_s
 from commlayer.control.home import Desk
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
@@ -73,7 +73,7 @@ class Regrouping:
 
     def patience(self) -> float:
         """Whether or not the coordinator answers right now: by then it may again."""
-        return self._judged_s
+        return judged_s(self._config)
 
     def gone(self) -> list[str]:
         return [peer_name(rank) for rank in self._gone()]
@@ -189,14 +189,9 @@ class Regrouping:
                 self._tell(view, what, AWAY, time.monotonic() + self._patience_s)
 
     @property
-    def _judged_s(self) -> float:
-        """Behind a deadline: by then whoever has fallen silent, or hangs, has been judged, and this rank has heard of it."""
-        return reconnect_window_s(self._config) + self._made.waits.verdict_s
-
-    @property
     def _patience_s(self) -> float:
         """Nobody's end is that of the others, who could go on."""
-        return self._config.deadline_s + self._judged_s
+        return self._config.deadline_s + judged_s(self._config)
 
     def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
               here: Callable[[], bool] = never, local_steps: int = 1) -> list[Word]:
@@ -225,7 +220,7 @@ class Regrouping:
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = Relay(self._words, view, made.id, mine, self._config.deadline_s, self._judged_s)
+            relay = Relay(self._words, view, made.id, mine, self._config.deadline_s, judged_s(self._config))
             if relay.giver == made.id:
                 relay.give(made.given(plan))
             else:
