@@ -23,7 +23,7 @@ from commlayer.control.membership import State
 from commlayer.control.messages import Heartbeat, Overdue
 from commlayer.control.serving import Serving
 from commlayer.errors import CorruptFrame, Disputed
-from commlayer.job.connection import Connection, Waits
+from commlayer.job.connection import Connection
 from commlayer.job.regroup import Regrouping
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 from commlayer.transport.summation import Summation
@@ -262,6 +262,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
 
 def test_behind_its_deadline_a_worker_waits_for_the_verdict() -> None:
     made = Connection()
-    made.waits = Waits(3.0, 13.0)
     made.uplink = SimpleNamespace(view=None, heed=lambda _: None)  # type: ignore[assignment]
-    assert Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home").patience() == 60.0 + 13.0
+    config = quick(reconnect_s=60.0, dead_after_s=10.0, heartbeat_s=1.0, deadline_s=600.0)
+    three_heartbeats_s = 3.0
+    assert Regrouping(made, config, "home").patience() == 60.0 + 10.0 + three_heartbeats_s
