@@ -241,10 +241,20 @@ def reconnect_window_s(config: Config) -> float:
     return min(config.reconnect_s, config.deadline_s)
 
 
+def notice_s(config: Config) -> float:
+    """By then a worker has the coordinator's word on what it knows."""
+    return NOTICE_HEARTBEATS * config.heartbeat_s
+
+
+def verdict_s(config: Config) -> float:
+    """The same of who has fallen silent: the silence after which it counts as dead comes first."""
+    return config.dead_after_s + notice_s(config)
+
+
 def judged_s(config: Config) -> float:
     """Behind its own deadline a worker that others may leave waits so long: by then the coordinator has judged who has fallen
     silent, or hangs, and this worker has heard of it."""
-    return reconnect_window_s(config) + config.dead_after_s + NOTICE_HEARTBEATS * config.heartbeat_s
+    return reconnect_window_s(config) + verdict_s(config)
 
 
 def unheard_s(config: Config) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from commlayer import records
 from commlayer.compressors import kernels
-from commlayer.config import NOTICE_HEARTBEATS, Config, codec_threads, is_loopback
+from commlayer.config import Config, codec_threads, is_loopback, notice_s, verdict_s
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.job import requested_plan
@@ -54,8 +54,7 @@ def connect(
     made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
     made.terms.optimizer, made.terms.max_loss = optimizer, config.max_loss
     made.terms.loss, made.terms.learning = config.loss, config.learning
-    notice_s = NOTICE_HEARTBEATS * config.heartbeat_s
-    made.waits = Waits(notice_s, config.dead_after_s + notice_s, config.deadline_s)
+    made.waits = Waits(notice_s(config), verdict_s(config), config.deadline_s)
     regroups = False
     if met.members is not None:
         made.rank = made.id = met.members.rank

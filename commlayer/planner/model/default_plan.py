@@ -19,14 +19,20 @@ COLLECTIVE_NBYTES = 25 << 20
 FIRST_COLLECTIVE_NBYTES = 1 << 20
 """The first bucket is small, so that sending begins early."""
 SPREAD_NBYTES = 256 << 10
-"""Tensors are spread over the servers in parts of at least this: a bucket has its own cost, of some 0.1 ms."""
+"""A bucket has its own cost, of some 0.1 ms."""
 FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
 """What is fused where layers wait for it one by one: such a part of the model, and no less than so much."""
 TURN_PARTS = 4
 """What is fused is at most such a part of what a server gets in one turn, which waits for the one that has most; what is cut
-is no more than that. Tensors are spread in parts of no less than LEAST_FUSED_NBYTES then."""
+is no more than that."""
 BUFFER_CODEC = "identity()"
 """Running statistics are few and are averaged as they are."""
+
+
+def least_spread_nbytes(turns: int) -> int:
+    """Parts that a tensor is spread over the servers in have at least so much: less where a round goes in turns, each of which
+    waits for the server that has most."""
+    return SPREAD_NBYTES if turns == 1 else LEAST_FUSED_NBYTES
 
 
 def default_plan(
@@ -65,7 +71,7 @@ def default_plan(
         cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
-    spread_nbytes = SPREAD_NBYTES if fragments == 1 else LEAST_FUSED_NBYTES
+    spread_nbytes = least_spread_nbytes(fragments)
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         most if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; those of buffers when backward is over.

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from commlayer.codec_name import named
-from commlayer.planner.model.default_plan import ELEMENT_NBYTES, LEAST_FUSED_NBYTES, SPREAD_NBYTES, spread
+from commlayer.planner.model.default_plan import ELEMENT_NBYTES, least_spread_nbytes, spread
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.pricing.batched import alone_s, stack
 from commlayer.planner.pricing.problem import Load
@@ -94,7 +94,7 @@ class OptionPrices:
         ways, layout = self._ways, self._layout
         hosts, bound_for = len(ways.prices.hosts), ways.prices.spread
         made, total = list[CandidatePart](), sum(layout.sizes)
-        least_nbytes = LEAST_NBYTES if finely != SHARED else LEAST_FUSED_NBYTES if turns > 1 else SPREAD_NBYTES
+        least_nbytes = least_spread_nbytes(turns) if finely == SHARED else LEAST_NBYTES
         for b, (size, option) in enumerate(zip(layout.sizes, sent, strict=True)):
             cuts = ways.options[option].served and not named(ways.options[option].codec).shaped
             parts = -(-size * finely * hosts // total) if cuts else 1
