@@ -41,6 +41,19 @@ def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_t
     assert made.wait_s(int(made.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
+def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it_does(round_trip_s: float) -> None:
+    rate, made = 100 * MEGABIT, Credit()
+    assert made.nbytes_s == 0.0
+    for i in range(1 + PATIENCE):
+        assert made.nbytes_s == 0.0
+        made.see(float(i), Seen(rate, round_trip_s))
+    assert made.nbytes_s == pytest.approx(made.nbytes / round_trip_s)
+    assert made.nbytes_s > 1.25 * rate, "room to find that the link has become faster"
+    made.see(10.0, Seen(2 * rate, round_trip_s))
+    assert made.nbytes_s == 0.0, "a rate that grows has no limit"
+
+
 @pytest.mark.parametrize(("mbps", "nbytes"), [(1, LEAST_NBYTES), (10, LEAST_NBYTES), (100, 50_000), (100_000, MOST_NBYTES)])
 def test_a_part_is_some_milliseconds_of_the_link(mbps: float, nbytes: int) -> None:
     assert settled(mbps * MEGABIT, 0.03).part_nbytes == nbytes

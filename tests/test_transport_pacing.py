@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlayer.transport import pacing
+from commlayer.transport import credit, pacing
 from commlayer.transport.hello import Hello
 from commlayer.transport.pacing import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
@@ -78,6 +78,46 @@ def test_who_sends_at_once_shares_and_who_is_alone_has_all(pairs: list[tuple[soc
     assert {cap(sock) for sock in (a, b, c)} == {UNLIMITED}
     pacer.begins(a)
     assert cap(a) == UNLIMITED
+
+
+def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    (a, _), (b, _), _ = pairs
+    pacer = Pacer()
+    pacer.bound(a, 2e6)
+    assert (cap(a), cap(b)) == (2_000_000, UNLIMITED), "a credit needs no rate of the link"
+    pacer.follow(BPS)
+    pacer.begins(a)
+    assert cap(a) == 2_000_000
+    pacer.bound(a, 1e9)
+    assert cap(a) == part(1)
+    pacer.bound(a, 3e6)
+    pacer.lift(a)
+    assert cap(a) == 3_000_000, "a probe is bound by its credit"
+    pacer.begins(a)
+    pacer.bound(a, 0.0)
+    assert cap(a) == part(1)
+    pacer.follow(0.0)
+    assert cap(a) == UNLIMITED
+    pacer.bound(a, 1.0)
+    assert cap(a) == pacing.LEAST, "0 would stop it"
+
+
+def test_a_connection_whose_credit_has_settled_is_bound_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel says of the link is given: 20 ms and a rate that does not grow. The connection is real."""
+    monkeypatch.setattr(credit, "look", lambda _: credit.Seen(1e8, 0.02))
+    ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
+    try:
+        deadline = time.monotonic() + 20.0
+        ours.dial(SERVER_BASE, theirs.listen("127.0.0.2"), deadline)
+        sock = ours._connections[SERVER_BASE]._sock
+        while cap(sock) == UNLIMITED:
+            sent = ours.send(SERVER_BASE, Header(Kind.DATA), MUCH)
+            ours.wait(sent, deadline)
+            theirs.wait(theirs.recv(0), deadline)
+        assert cap(sock) == int(1e8 * (0.02 + credit.QUEUE_S) / 0.02)
+    finally:
+        ours.close()
+        theirs.close()
 
 
 def control(sock: socket.socket) -> bytes:

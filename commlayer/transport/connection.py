@@ -249,6 +249,9 @@ class Connection:
             try:
                 self._credit.see(now, credit.look(self._sock))
                 credit.bound_unsent(self._sock, self._credit.part_nbytes)
+                if self._paced is not None:
+                    pacer, sock = self._paced
+                    pacer.bound(sock, self._credit.nbytes_s)
             except (OSError, struct.error):  # a kernel that does not tell: then nothing is held back
                 self._credit = None
                 return 0.0

@@ -79,6 +79,11 @@ class Credit:
         room_s = self._round_trip_s + max(self._queue_s, QUEUE_SHARE * self._round_trip_s)
         return max(2 * self.part_nbytes, self._best * room_s) if self.settled else 0.0
 
+    @property
+    def nbytes_s(self) -> float:
+        """What that lets through in a second; 0: no limit yet."""
+        return self.nbytes / self._round_trip_s if self._round_trip_s else 0.0
+
     def wait_s(self, waiting_nbytes: int) -> float:
         """How long the next part had better wait, with so much under way.
 
