@@ -30,6 +30,15 @@ def test_a_line_is_the_median_over_seeds_and_says_what_counts_for_nothing() -> N
     assert line.endswith("| 0.0, void |")
 
 
+def test_void_rows_count_for_nothing_beside_others_that_count() -> None:
+    rows = [row("auto", "10m-80ms", goal_s, seed=seed) for seed, goal_s in enumerate((30.0, 40.0))]
+    rows.append(row("auto", "10m-80ms", 59.0, seed=2, void="the pace was not kept"))
+    (line,) = table(rows).splitlines()[2:]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[4:8] == ["2 (1 void)", "0.300", "17.5", "35.0"]
+    assert line.endswith("| 0.0 |")
+
+
 def test_beside_auto_stands_what_a_user_would_have_had() -> None:
     link = "100m-30ms"
     rows = [row("auto", link, 30.0), row("ideal", "none", 20.0), row("alone", "none", 200.0), row("DDP fp16", link, 50.0),

@@ -39,14 +39,19 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
     return found
 
 
+def counted(group: Group) -> Group:
+    """Rows that count; if none does, all."""
+    return [row for row in group if not row.get("void")] or group
+
+
 def seconds(group: Group, target: int) -> float:
     """The median over seeds to that target; infinite if it was not reached."""
-    found = [reached(row["curve"], row["targets"][target]) for row in group]
+    found = [reached(row["curve"], row["targets"][target]) for row in counted(group)]
     return statistics.median(math.inf if s is None else s for s in found)
 
 
 def void(group: Group) -> bool:
-    return any(row.get("void") for row in group)
+    return all(row.get("void") for row in group)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -55,11 +60,13 @@ def table(rows: Sequence[Row]) -> str:
              "| CPU s | late % |", "| --- | --- | --- |" + " ---: |" * 9]
     for (task, link, system), group in groups(rows).items():
         def of(value: Callable[[Row], float], group: Group = group) -> float:
-            return statistics.median(value(row) for row in group)
+            return statistics.median(value(row) for row in counted(group))
 
         lengths = {row["seconds"] for row in group}
         said = system if lengths == {60.0} else f"{system} ({max(lengths):g} s)"
-        cells = [task, NAMES.get(link, link), said, str(len(group)), f"{of(lambda r: r['s_per_step']):.3f}",
+        left = sum(bool(row.get("void")) for row in group)
+        seeds = f"{len(group) - left} ({left} void)" if 0 < left < len(group) else str(len(group))
+        cells = [task, NAMES.get(link, link), said, seeds, f"{of(lambda r: r['s_per_step']):.3f}",
                  *(_told(seconds(group, target)) for target in range(3)), f"{of(lambda r: r['curve'][-1][2]):.3f}",
                  f"{of(lambda r: r['up_kb']):.0f}", f"{of(lambda r: r['cpu_s']):.0f}",
                  f"{of(lambda r: r['late_pct']):.1f}{', void' if void(group) else ''}"]
