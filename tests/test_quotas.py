@@ -26,7 +26,7 @@ from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag
 from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.summation import OVERHEAD_NBYTES, REPEATS
+from commlayer.transport.summation import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
 
 SECRET = "correct-horse-battery"
 
@@ -49,6 +49,17 @@ def test_a_member_may_say_its_part_again_but_not_for_ever() -> None:
     for member in (0, 2):
         core.push(push(member, VALUES[member], 3), 0.0)
     assert ops.added == VALUES, "what it had said counts, and the others go on"
+
+
+def test_a_step_that_waits_long_lets_members_repeat_themselves_for_as_long() -> None:
+    core, ops = service()
+    beats = 4 * REPEATS  # a connection that breaks every second, while member 2 is waited for
+    for second in range(beats):
+        core.push(push(1, VALUES[1]), 100.0 + second * REPEAT_EVERY_S)
+    for _ in range(REPEATS):
+        core.push(push(1, VALUES[1]), 100.0 + (beats - 1) * REPEAT_EVERY_S)
+    with pytest.raises(CorruptFrame, match=f"the plan allows {(REPEATS + beats) * (8 + OVERHEAD_NBYTES) * ops.rounds} "):
+        core.push(push(1, VALUES[1]), 100.0 + (beats - 1) * REPEAT_EVERY_S)
 
 
 def test_results_that_are_asked_for_again_and_again_are_an_offence_too() -> None:

@@ -25,7 +25,9 @@ from commlayer.transport.summation_ops import sound
 log = logging.getLogger("commlayer")
 
 REPEATS = 16
-"""So often may a member say its part of a step again: connections break, and parts are coded again."""
+"""So often may a member say its part of a step again: connections break, and parts are coded again,"""
+REPEAT_EVERY_S = 1.0
+"""and once more in each such time: a step may wait long for one, while connections of the others break and are made anew."""
 OVERHEAD_NBYTES = 512
 """What a message costs beside its body."""
 
@@ -111,7 +113,7 @@ class Summation:
             if cell.over:
                 release(message)
                 return []
-            self._fits(cell, message)
+            self._fits(cell, message, now)
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
@@ -150,7 +152,7 @@ class Summation:
             raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
         return cell
 
-    def _fits(self, cell: Cell, message: Message) -> None:
+    def _fits(self, cell: Cell, message: Message, now: float) -> None:
         h, ops = message.header, cell.ops
         if message.peer not in cell.members:
             raise _breach(message, "is no member of this bucket's sum")
@@ -161,7 +163,10 @@ class Summation:
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             said, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
             raise _breach(message, f"{said} flag MEAN, and this bucket's is {known}")
-        allowed = (1 + REPEATS) * ops.rounds * (ops.bound + OVERHEAD_NBYTES)
+        if not cell.taken:
+            cell.taking_since = now
+        repeats = REPEATS + int((now - cell.taking_since) / REPEAT_EVERY_S)
+        allowed = (1 + repeats) * ops.rounds * (ops.bound + OVERHEAD_NBYTES)
         taken = cell.taken[message.peer] = cell.taken.get(message.peer, 0) + len(message.body) + OVERHEAD_NBYTES
         if taken > allowed:
             raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")

@@ -55,7 +55,9 @@ class Cell:
         self.begin(step or 0, 0)
         self.open, self.awaited = False, step
         self.taken: dict[int, int] = {}
-        """Bytes from each member since then."""
+        """Bytes from each member since then,"""
+        self.taking_since = 0.0
+        """the first of which came at that time."""
 
     def begin(self, step: int, r: int) -> None:
         self.open = True
