@@ -118,7 +118,7 @@ def test_no_kind_of_line_is_overlooked() -> None:
     there = [line.words for line in lines_of("", page) if line.whole]
     assert ("doctor", "--nodes", "4") in there
     assert ("doctor", "--master", "4:29499", "--nodes", "4") in there
-    assert ("launch", "--join", "203.0.113.1:7000", "--keys", "commlayer-keys", "SCRIPT") in there
+    assert ("launch", "--join", "203.0.113.1:7000", "--keys", "ITS-KEYS", "SCRIPT") in there
 
 
 @pytest.mark.parametrize(("text", "problem"), [

@@ -169,7 +169,7 @@ def _line_of(config: Config, control: str, made: str) -> str:
     """What starts a worker on a machine that can only dial out, ready to copy."""
     line = ["commlayer launch", "--join", control]
     if config.keys:
-        line += ["--keys", "commlayer-keys"]
+        line += ["--keys", "ITS-KEYS"]  # where each has put its own folder
     elif made:
         line.insert(0, f"COMMLAYER_TOKEN={made}")
     else:
